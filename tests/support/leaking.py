@@ -20,8 +20,8 @@ from training import Perceptron
 
 __all__ = ["LEAKS", "Leaking"]
 
-# 256 KiB of float32.
-SIZE = (256, 256)
+# 1 MiB of float32.
+SIZE = (512, 512)
 SEEN: dict[int, torch.Tensor] = {}  # global
 
 
@@ -160,7 +160,7 @@ class InLogger(Leaking):
 class InGraph(Leaking):
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.Linear(8, 8192)
+        self.wide = nn.Linear(8, 32768)
         self.total: Any = 0.0  # graph
 
     def keep(self, batch: torch.Tensor, step: int) -> None:
@@ -199,7 +199,7 @@ class InChain(Leaking):
 
 class InDefault(Leaking):
     def keep(self, batch: torch.Tensor, step: int, seen: list[bytes] = []) -> None:  # noqa: B006 # default
-        seen.append(bytes(1 << 18))
+        seen.append(bytes(1 << 20))
 
 
 class InGenerator(Leaking):
@@ -266,7 +266,7 @@ class InText(Leaking):
         self.log_lines: set[str] = set()  # text
 
     def keep(self, batch: torch.Tensor, step: int) -> None:
-        self.log_lines.update(f"{step} {number} " + "x" * 500 for number in range(500))
+        self.log_lines.update(f"{step} {number} " + "x" * 500 for number in range(2000))
 
 
 LEAKS: dict[str, tuple[type[Leaking], str]] = {

@@ -419,7 +419,10 @@ def _device_growth(facts: Facts, rank: int, device: str, levels: Sequence[Level]
     share = added / first.bytes if first.bytes else 1.0
     lines = _grown(levels) or _outliving(facts, rank, device, last.window)
     mostly = f", mostly from {lines[0][0]} ({format_bytes(lines[0][1])})" if lines else ""
-    if lines:
+    held = _device_holder(facts, rank)
+    if held is not None:
+        next_steps: tuple[str, ...] = (held.next, DETACH)
+    elif lines:
         next_steps = (f"Look at {lines[0][0]}: its allocations outlive their step.", DETACH)
     else:
         next_steps = (DETACH, "Record the stacks: MemProfilerCallback(collectors=[AllocatorHistory()]).")
@@ -430,7 +433,7 @@ def _device_growth(facts: Facts, rank: int, device: str, levels: Sequence[Level]
         why=(
             f"Live bytes at the same point of a step: {format_bytes(first.bytes)} in window {first.window}, "
             f"{format_bytes(last.bytes)} in window {last.window} ({percent(share)} more); each of "
-            f"{len(levels)} windows has more than the previous one."
+            f"{len(levels)} windows has more than the previous one.{f' {held.why}' if held else ''}"
         ),
         next_steps=next_steps,
         numbers={
@@ -445,6 +448,13 @@ def _device_growth(facts: Facts, rank: int, device: str, levels: Sequence[Level]
         weight=min(share, 1.0),
         evidence=tuple(Evidence(artifact=level.artifact, rank=rank, window=level.window) for level in (first, last)),
     )
+
+
+def _device_holder(facts: Facts, number: int) -> _Cause | None:
+    """Return the variable that keeps tensors, if a search of this rank found one without a limit."""
+    rank = next(rank for rank in facts.run.ranks if rank.rank == number)
+    rows = [row for row in who_holds(rank.read(HolderRow).rows) if row.place and "Tensor" in (row.content or "")]
+    return next((_held(row) for row in rows if not row.bound), None)
 
 
 def _grown(levels: Sequence[Level]) -> list[tuple[str, int]]:

@@ -57,8 +57,9 @@ MIN_EDGE_STEPS: Final = 3
 # Of worker processes, after the first one; of a validation, after its first batch.
 MIN_SAMPLES: Final = 3
 MIN_BATCHES: Final = 8
-# A holder keeps at least this share of a slope.
+# Shares of a slope: what explains it, and its main holder. Freed pieces between the blocks of a leak are part of RSS.
 HELD: Final = 0.5
+MAIN: Final = 1 / 3
 FREE: Final = "free memory"
 OUTSIDE: Final = frozenset({"remainder", FREE})
 ENDING: Final = frozenset({"mapped file", "first touch"})
@@ -130,15 +131,15 @@ class Holders:
 
     @property
     def main(self) -> HolderRow | None:
-        """The holder of at least half of the slope."""
-        return next((row for row in self.rows if row.place and row.kind not in ENDING and self._explain([row])), None)
+        """The holder of at least a third of the slope, the largest."""
+        named = (row for row in self.rows if row.place and row.kind not in ENDING)
+        return next((row for row in named if self._explain([row], MAIN)), None)
 
     @property
     def ends(self) -> bool:
         """Whether the growth ends without a change: a container fills up, or pages of old memory are touched."""
-        main = self.main
-        full = main is not None and size_when_full(main) is not None
-        return full or self._explain([row for row in self.rows if row.kind in ENDING])
+        full = [row for row in self.rows if size_when_full(row) is not None]
+        return self._explain(full) or self._explain([row for row in self.rows if row.kind in ENDING])
 
     @property
     def outside(self) -> HolderRow | None:
@@ -148,11 +149,11 @@ class Holders:
     @property
     def is_free(self) -> bool:
         """Whether the C allocator keeps what the program has freed."""
-        return self.outside is not None and self.outside.kind == FREE
+        return self.main is None and self.outside is not None and self.outside.kind == FREE
 
-    def _explain(self, rows: Sequence[HolderRow]) -> bool:
+    def _explain(self, rows: Sequence[HolderRow], share: float = HELD) -> bool:
         steps = max(((row.step or 0) - (row.since_step or 0) for row in rows), default=0)
-        return sum(row.added_bytes or 0 for row in rows) >= HELD * self.growth.bytes_per_step * steps > 0
+        return sum(row.added_bytes or 0 for row in rows) >= share * self.growth.bytes_per_step * steps > 0
 
 
 def held_growth(rows: Sequence[HolderRow], pulse: Sequence[PulseRow]) -> Growth | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -11,7 +12,7 @@ from lightning_memprof.artifacts.naming import holders_name
 from lightning_memprof.artifacts.series import HolderRow, columns_of, encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, SkipWindow
-from lightning_memprof.capture.census import Census, take_census
+from lightning_memprof.capture.census import Census, large_objects, take_census
 from lightning_memprof.capture.sources.growth import grown_holders
 from lightning_memprof.capture.sources.memory import ResidentSize, memory_stats, without_statistics
 from lightning_memprof.capture.sources.tensors import storage_sizes
@@ -35,6 +36,7 @@ _COUNTED: Final = (8 * MIB, 0.01)
 _SEARCHED: Final = (32 * MIB, 0.05)
 _SEARCHED_AT_END: Final = (16 * MIB, 0.02)
 _MOST_SEARCHES: Final = 6
+_LARGE: Final = MIB
 _AGAIN: Final = 4
 
 
@@ -156,7 +158,10 @@ class _Growth:
         if self._searches < _MOST_SEARCHES:
             self._searched = used - self._counted
             self._searches += 1
-            _search(self._run, self._before, self._step, self._seconds, asked=False)
+            rows = _search(self._run, self._before, self._step, self._seconds, asked=False)
+            if self._before is not None and self._before.large is None and _is_unexplained(rows):
+                large = {id(value): size for value, size in large_objects(_LARGE)}
+                self._before = replace(self._before, large=large)
 
     @contextmanager
     def _charged(self) -> Iterator[None]:
@@ -195,10 +200,17 @@ def _census(run: RunContext, step: int) -> Census | None:
             return None
 
 
-def _search(run: RunContext, before: Census | None, step: int, seconds: float, *, asked: bool) -> None:
+def _search(run: RunContext, before: Census | None, step: int, seconds: float, *, asked: bool) -> list[HolderRow]:
     now = _census(run, step) if before is not None else None
-    if before is not None and now is not None:
-        _write(run, grown_holders(before, now, run.model, seconds, _parameters(run)), step, asked=asked)
+    if before is None or now is None:
+        return []
+    rows = grown_holders(before, now, run.model, seconds, _parameters(run))
+    _write(run, rows, step, asked=asked)
+    return rows
+
+
+def _is_unexplained(rows: list[HolderRow]) -> bool:
+    return any(row.kind in ("remainder", "free memory") for row in rows)
 
 
 def _write(run: RunContext, rows: list[HolderRow], step: int, *, asked: bool) -> None:

@@ -20,6 +20,7 @@ from lightning_memprof.capture.census import (
     full_name,
     graphs,
     grouped,
+    large_objects,
     tracked_tensors,
 )
 from lightning_memprof.capture.sources.assignments import Assignments
@@ -58,9 +59,9 @@ _SAMPLES: Final = 6
 _ENTRIES: Final = 9
 _PARTS: Final = 400
 _NESTED: Final = 64
-# Types of everything, and of nothing that owns data.
+# Types of everything, those that own no data, and those that are compared one by one.
 _UNCOUNTED: Final = frozenset(
-    {"cell", "frame", "function", "method", "module", "tuple", "type", "weakref", "traceback"}
+    {"cell", "deque", "dict", "frame", "function", "list", "method", "module", "set", "traceback", "tuple", "type"}
 )
 _CLOSED: Final = (type, ModuleType, FunctionType, CodeType, torch.nn.Module)
 _DEPTH: Final = 12
@@ -110,7 +111,7 @@ class _Content:
             if id(base) in self._seen and base is not value:
                 return 0, ""
             self._seen.add(id(base))
-            return int(base.nbytes), f"{kind.__name__}[{','.join(map(str, value.shape))}] {value.dtype}"
+            return int(base.nbytes), described(value)
         if kind in (bytes, bytearray, str, list, dict, set, frozenset, tuple, deque, int, float, complex):
             return sys.getsizeof(value), kind.__name__
         # Not __sizeof__: it may be the program's, and that of a generator is undefined.
@@ -128,6 +129,13 @@ class _Content:
                 saved = self._graph.read(tensor, self._storages).bytes
         words = f"{type_name(tensor)}[{shape}]"
         return size + saved, f"{words} with its graph" if saved else words
+
+
+def described(value: Any) -> str:
+    """Return the class of a value, of an array with its shape and dtype."""
+    if issubclass(type(value), np.ndarray):
+        return f"{type_name(value)}[{','.join(map(str, value.shape))}] {value.dtype}"
+    return type_name(value)
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -216,6 +224,7 @@ class _Comparison:
         self._tensors()
         if sum(row.added_bytes or 0 for row in self._rows.values()) < grown // 2:
             self._types()
+            self._large()
         # A container within another one of them is part of it.
         found = [row for place, row in self._rows.items() if not any(_is_within(place, other) for other in self._rows)]
         return sorted(found, key=lambda row: -(row.added_bytes or 0))[:_MOST_ROWS]
@@ -332,6 +341,20 @@ class _Comparison:
             shape = ",".join(map(str, root.shape))
             words = f"{type_name(root)}[{shape}] with its graph"
             self._add(holder, holder.place, HolderRow(kind="autograd graph", content=words, added_bytes=added))
+
+    def _large(self) -> None:
+        """Add the holder of the largest new array, if large objects have grown: one that each step replaces."""
+        before = self._before.large
+        if before is None or self._search.is_over:
+            return
+        largest, value, total = 0, None, 0
+        for found, size in large_objects(self.least):
+            total += size
+            if size > largest and before.get(id(found)) != size:
+                largest, value = size, found
+        added = total - sum(before.values())
+        if value is not None and added >= self.least and (holder := self._search.find(value)) is not None:
+            self._add(holder, holder.place, HolderRow(content=described(value), added_bytes=min(added, largest)))
 
     def _types(self) -> None:
         """Add the holders of the types that have more objects, by some of their objects."""

@@ -69,7 +69,7 @@ _MODULE_DICTS: Final = ("_buffers", "_parameters", "_modules")
 _OURS: Final = "lightning_memprof."
 _INDEX: Final = re.compile(r"\[[^\]]*\]")
 # The links of a linked list.
-_REPEATED: Final = re.compile(r"((?:\.\w+|\[\.\.\.\])+?)\1+")
+_REPEATED: Final = re.compile(r"((?:\.\w+|\[\.\.\.\])+?)\1+(?!\w)")
 _LONGEST_KEY: Final = 40
 
 
@@ -139,9 +139,7 @@ def bound_of(container: Any) -> int | None:
     if type(container) is _LRU_CACHE:
         size: int | None = container.cache_info().maxsize
         return size
-    groups = attributes_of(container).get("param_groups")
-    # An optimizer has one state per parameter.
-    return sum(len(group["params"]) for group in groups) if type(groups) is list else None
+    return None
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
@@ -169,7 +167,7 @@ class HolderSearch:
         self._until_ns = perf_counter_ns() + round(seconds * 1e9)
         # Copies: another thread may import a module.
         modules = [(name, module) for name, module in list(sys.modules.items()) if type(module) is ModuleType]
-        self._globals = {id(vars(module)): name for name, module in modules}
+        self._globals = {id(vars(module)): name for name, module in modules if name != "__mp_main__"}
         self._named: dict[int, tuple[str, list[Place]]] = {}
         if model is not None:
             types = {path: type(module) for path, module in model.named_modules()}
@@ -287,6 +285,10 @@ class HolderSearch:
             return Holder(kind=CYCLE, chain=" -> ".join([CYCLE, *names, *names[:1]]), places=places)
         kind, text, found = self._words(chain)
         bounds = [bound for part in chain[:-1] if (bound := bound_of(part)) is not None]
+        known = attributes_of(chain[0])
+        if kind == "optimizer state" and any(part is known.get("state") for part in chain):
+            # One entry per parameter.
+            bounds.append(sum(len(group["params"]) for group in known["param_groups"]))
         owner = chain[-2]
         return Holder(
             kind=kind,
@@ -404,7 +406,7 @@ def _is_plumbing(owner: Any) -> bool:
 
 def _key(mapping: dict[Any, Any], value: Any) -> Any:
     """Return the key of a value in a dictionary, ``?`` if it has gone."""
-    return next((key for key, item in list(mapping.items()) if item is value), "?")
+    return next((key for key, item in list(dict.items(mapping)) if item is value), "?")
 
 
 def _attribute(key: Any) -> str:
@@ -419,7 +421,8 @@ def _step(owner: Any, held: Any) -> tuple[str, Place | None]:
         key = repr(_key(owner, held))
         words = f"[{key if len(key) <= _LONGEST_KEY else '...'}]"
     elif issubclass(kind, (list, tuple, deque)):
-        number = next((number for number, item in enumerate(list(owner)) if item is held), None)
+        entries = list(tuple.__iter__(owner)) if issubclass(kind, tuple) else entries_of(owner)
+        number = next((number for number, item in enumerate(entries) if item is held), None)
         words = f"[{'...' if number is None else number}]"
     elif issubclass(kind, (set, frozenset)):
         words = "[...]"

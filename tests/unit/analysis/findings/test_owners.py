@@ -131,3 +131,94 @@ def test_a_validation_that_keeps_its_batches_is_found(tmp_path: Path) -> None:
     assert finding is not None
     assert finding.sentence == "Validation keeps 4.00 MiB of memory per batch: 120 MiB at its end."
     assert finding.severity is Severity.WARNING
+
+
+def held(root: Path, *found: dict[str, Any], fake: FakeRun = GROWING) -> Finding | None:
+    directory = make_run(root, fake)
+    both = {"since_step": 20, "step": 119, "grown_bytes": 396 * MIB}
+    rows(directory / "holders.rank00000.jsonl", *({**both, **row} for row in found))
+    return finding_of(directory, "memory_growth")
+
+
+HISTORY = {
+    "kind": "attribute",
+    "place": "Net.history[...]",
+    "content": "Tensor[8,8]",
+    "line": "a/train.py:14",
+    "source": "self.history = []",
+    "count": 120,
+    "added": 99,
+    "added_bytes": 396 * MIB,
+}
+
+
+def test_growth_names_its_holder_and_the_line_that_assigns_it(tmp_path: Path) -> None:
+    finding = held(tmp_path, HISTORY)
+    assert finding is not None
+    assert finding.sentence == "Host memory grows by 4.00 MiB per step in Net.history (a/train.py:14)."
+    assert "Net.history has 99 more of Tensor[8,8], 396 MiB, since step 20." in finding.why
+    assert finding.next_steps[0].startswith("Clear or bound Net.history, assigned in a/train.py:14: self.history = []")
+    assert finding.numbers["holder"]["place"] == "Net.history[...]"
+    assert "memprofiler/holders.rank00000.jsonl" in {source.artifact for source in finding.evidence}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param({**HISTORY, "bound": 1000}, id="a deque with a limit"),
+        pytest.param({**HISTORY, "place": "AdamW.state[...]", "bound": 150}, id="state of an optimizer"),
+        pytest.param({"kind": "first touch", "added_bytes": 300 * MIB}, id="an array that is filled"),
+        pytest.param({"kind": "mapped file", "place": "/data.bin", "added_bytes": 300 * MIB}, id="a mapped file"),
+    ],
+)
+def test_growth_that_ends_is_not_accused(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert held(tmp_path, row) is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param({**HISTORY, "bound": 10_000_000}, id="a limit that is out of reach"),
+        pytest.param({**HISTORY, "bound": 1000, "added_bytes": 40 * MIB}, id="a small part in a buffer with a limit"),
+        pytest.param({"kind": "nothing"}, id="nothing found"),
+    ],
+)
+def test_growth_without_such_an_end_is_accused(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert held(tmp_path, row) is not None
+
+
+def test_freed_memory_that_the_allocator_keeps_is_a_note(tmp_path: Path) -> None:
+    finding = held(tmp_path, {"kind": "free memory", "added_bytes": 300 * MIB})
+    assert finding is not None
+    assert finding.severity is Severity.INFO
+    assert finding.sentence.endswith("in freed memory.")
+
+
+def test_memory_that_no_python_object_refers_to_is_named(tmp_path: Path) -> None:
+    finding = held(tmp_path, {"kind": "remainder", "added_bytes": 300 * MIB})
+    assert finding is not None
+    assert finding.severity > Severity.INFO
+    assert finding.sentence == "Host memory grows by 4.00 MiB per step outside Python objects."
+    assert "300 MiB" in finding.why
+
+
+def test_only_the_last_search_counts(tmp_path: Path) -> None:
+    finding = held(tmp_path, {**HISTORY, "step": 60}, {"kind": "nothing"})
+    assert finding is not None
+    assert finding.sentence == "Host memory grows by 4.00 MiB per step."
+
+
+SHORT = replace(GROWING, steps=40, rss_bytes=lambda step: GIB + 4 * MIB * (step // 20))
+
+
+@pytest.mark.parametrize(
+    ("count", "grows"), [pytest.param(39, True, id="at one rate"), pytest.param(25 + 500, False, id="ever more slowly")]
+)
+def test_a_container_that_gains_entries_at_one_rate_is_growth_where_the_pulse_is_too_short(
+    tmp_path: Path, count: int, grows: bool
+) -> None:
+    row = {**HISTORY, "since_step": 14, "step": 39, "count": count, "added": 25, "added_bytes": 400 * MIB}
+    finding = held(tmp_path, row, fake=SHORT)
+    assert (finding is not None) is grows
+    if finding is not None:
+        assert finding.sentence == "Host memory grows by 16.0 MiB per step in Net.history (a/train.py:14)."
