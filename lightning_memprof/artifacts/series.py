@@ -159,8 +159,13 @@ class ProcessRow(SeriesRow, gc=False):
     """Memory outside the training steps of this process, over the whole run.
 
     ``kind`` is ``workers``, the DataLoader workers (``workers`` of them): their proportional set size and the bytes
-    that only they have; or ``validation``, one inside fit: ``rss_bytes`` at its batches, at most 32 of ``batches``, and
-    the bytes that the C allocator has handed out, empty where these are unknown.
+    that only they have; ``worker``, one of them; or ``validation``, one inside fit: ``rss_bytes`` at its batches, at
+    most 32 of ``batches``, and the bytes that the C allocator has handed out, empty where these are unknown.
+
+    A worker has its number in its loader and the loader's data set, the bytes that it shares with other processes, and
+    since its start: processor time, time ready to run without a core, time waiting for block devices and bytes read;
+    batches, the time and the processor time in which it made them, the part of ``collate_fn``, and the time in which it
+    had nothing to do. ``exit_code`` is of one that died, a signal's number with a minus sign.
     """
 
     series = "processes"
@@ -172,6 +177,19 @@ class ProcessRow(SeriesRow, gc=False):
     batches: Int64 | None = None
     rss_bytes: list[Int64] = msgspec.field(default_factory=list)
     heap_bytes: list[Int64] = msgspec.field(default_factory=list)
+    pid: Int64 | None = None
+    worker: Int64 | None = None
+    dataset: str | None = None
+    shared_bytes: Int64 | None = None
+    cpu_ns: Int64 | None = None
+    core_wait_ns: Int64 | None = None
+    io_wait_ns: Int64 | None = None
+    read_bytes: Int64 | None = None
+    fetch_ns: Int64 | None = None
+    fetch_cpu_ns: Int64 | None = None
+    collate_ns: Int64 | None = None
+    queue_wait_ns: Int64 | None = None
+    exit_code: Int64 | None = None
 
 
 class AllocatorRow(SeriesRow, gc=False):

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     _get_sequence_nr: Callable[[], int]
     _pop_saved_tensors_default_hooks: Callable[[], None]
     _profiler_enabled: Callable[[], bool]
+    _utils: Any
     _storage_Use_Count: Callable[[int], int]  # noqa: N816 torch's name
     _push_saved_tensors_default_hooks: Callable[[Any, Any], None]
     _top_saved_tensors_default_hooks: Callable[[bool], tuple[Any, Any] | None]
@@ -416,9 +417,9 @@ INTERNALS: Final = (
     ),
     Internal(
         owner="torch.utils.data.dataloader",
-        names="_BaseDataLoaderIter _MultiProcessingDataLoaderIter",
-        used_for="time samplers, and the wait for workers",
-        without="HookTimings has no rows of samplers and workers",
+        names="_BaseDataLoaderIter _MultiProcessingDataLoaderIter _utils",
+        used_for="time samplers, the wait for workers, and their work",
+        without="HookTimings has no rows of samplers and workers, HostMemory no times of workers",
     ),
     Internal(
         owner="torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics as stats
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.measures import rhythm, sample_method
+from lightning_memprof.analysis.findings.measures import MANY_PER_CORE, counted_workers, rhythm, sample_method
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTABLE,
@@ -53,8 +53,6 @@ EPOCH_STARTS_SHARE: Final = 0.5
 METHODS: Final = (".fetch", ".collate", ".sampler")
 MOST_OF_WAIT: Final = 0.5
 MORE_WORKERS: Final = 4
-# From this many workers per core on, more of them do not help.
-MANY_WORKERS_PER_CORE: Final = 4
 DEFAULT_PREFETCH: Final = 2
 KEEP_WORKERS: Final = "Keep the workers from epoch to epoch: DataLoader(persistent_workers=True)."
 LESS_PER_SAMPLE: Final = "Do less per sample in {method}: decode and tokenize once, before training."
@@ -115,7 +113,12 @@ def input_bound(facts: Facts) -> list[Finding]:
             ),
             why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
             next_steps=_next_steps(
-                rank, loaders, at_epoch_starts, _slowest_part(ledger, few), in_few_steps=in_few_steps
+                rank,
+                loaders,
+                at_epoch_starts,
+                _slowest_part(ledger, few),
+                in_few_steps=in_few_steps,
+                measured=counted_workers(facts, rank, ledger),
             ),
             evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
             numbers={
@@ -263,6 +266,7 @@ def _next_steps(
     part: tuple[str, str] | None,
     *,
     in_few_steps: bool,
+    measured: str | None,
 ) -> tuple[str, ...]:
     """Return the settings that are not in use, in the order in which they usually help."""
     if not loaders:
@@ -287,7 +291,7 @@ def _next_steps(
             # Batches in stock cover a few slow ones; they do not help workers that are slower than the training.
             prefetch = loader.prefetch_factor or DEFAULT_PREFETCH
             steps.append(f"prefetch_factor is {prefetch}: use DataLoader(prefetch_factor={2 * prefetch}).")
-        steps.append(_more_workers(workers, cores, sample_method(loaders)) + share)
+        steps.append((measured or _more_workers(workers, cores, sample_method(loaders))) + share)
         steps += keep if not epochs else []
     if loader.pin_memory is False and not rank.facts.is_cpu:
         steps.append("pin_memory is False: use DataLoader(pin_memory=True) to overlap copies with the step.")
@@ -296,7 +300,7 @@ def _next_steps(
 
 def _more_workers(workers: int, cores: int | None, method: str) -> str:
     slow = f"{workers} worker{'s' * (workers > 1)} cannot keep up: "
-    if cores is not None and workers >= MANY_WORKERS_PER_CORE * cores:
+    if cores is not None and workers >= MANY_PER_CORE * cores:
         return f"{slow}make {method} faster, or preprocess the samples before training."
     if cores is not None and workers >= cores:
         return (

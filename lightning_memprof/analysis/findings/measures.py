@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.analysis.steps.events import OWN_WORK
+from lightning_memprof.analysis.steps.workers import loading
 from lightning_memprof.artifacts.series import HookRow
+from lightning_memprof.units import format_count, format_ns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lightning_memprof.analysis.findings.model import Facts
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.artifacts.manifest import DataLoaderFacts
 
 __all__ = [
+    "MANY_PER_CORE",
     "Rhythm",
+    "counted_workers",
     "few_steps",
     "own_marks",
     "own_ns",
@@ -48,6 +54,8 @@ HICCUPS_NS: Final = 500_000_000
 HICCUP_NS: Final = 100_000_000
 LONG_HICCUP_NS: Final = 1_000_000_000
 MIN_PERIODIC: Final = 3
+# From this many workers per core on, more of them do not help.
+MANY_PER_CORE: Final = 4
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -207,3 +215,32 @@ def own_ns(rank: Rank, statistics: PulseStatistics) -> int:
         windows_ns = (rank.overhead.windows_ns if rank.overhead else None) or 0
         marks = dict.fromkeys(steps, windows_ns // max(in_windows, 1))
     return sum(marks.get(step, 0) for step in steps) // statistics.used
+
+
+def counted_workers(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
+    """Return what the workers' own times say about their number; None where they do not show that it is too small.
+
+    A worker takes ``fetch`` ns for a batch, the loop one batch every ``step`` ns without its wait: ``fetch / step``
+    workers keep up, rounded up. Of ``fetch``, the processor time needs cores, which the ranks of the machine use too.
+    """
+    cost, loaders = loading(rank), rank.training.dataloaders if rank.training else ()
+    step_ns = ledger.step_ns - ledger.ns("data_wait")
+    if cost is None or not loaders or not loaders[0].num_workers or step_ns <= 0:
+        return None
+    number, cores, method = loaders[0].num_workers, rank.facts.cpu_count, sample_method(loaders)
+    here = sum(other.facts.host == rank.facts.host for other in facts.run.ranks)
+    wanted = cost.workers_for(step_ns)
+    times = f"a batch takes a worker {format_ns(cost.fetch_ns)}, a step without the wait {format_ns(step_ns)}"
+    if cores is not None and cost.is_cpu_bound:
+        free = max((cores - here) / here, 1.0)
+        if cost.step_on(free) > step_ns:
+            return (
+                f"Make {method} faster: {times}, and {format_ns(cost.cpu_ns)} of a batch are computing. More workers "
+                f"do not help on {format_count(cores, 'core')}."
+            )
+    if wanted <= number:
+        return None
+    if cores is not None and wanted > MANY_PER_CORE * max(cores, number):
+        return f"Make {method} faster: {times}; {wanted} workers would keep up, too many for {cores} cores."
+    blocked = "" if cost.is_cpu_bound else f", mostly waiting for disk, network, a lock or sleep in {method}"
+    return f"Use DataLoader(num_workers={wanted}): {times}{blocked}; the quotient is {cost.fetch_ns / step_ns:.1f}."

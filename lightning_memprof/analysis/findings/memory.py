@@ -11,7 +11,7 @@ from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, 
 from lightning_memprof.analysis.findings.traces import (
     times,
 )
-from lightning_memprof.analysis.ledger.growth import validation_growth, worker_growth
+from lightning_memprof.analysis.ledger.growth import copied_on_write, validation_growth, worker_growth
 from lightning_memprof.analysis.oom.autopsy import autopsies
 from lightning_memprof.analysis.oom.causes import CAUSES
 from lightning_memprof.artifacts.naming import processes_name, series_path
@@ -79,6 +79,13 @@ def out_of_memory(facts: Facts) -> list[Finding]:
     ]
 
 
+# From this share on, new private memory is called copies.
+MOSTLY: Final = 0.5
+COPIES: Final = (
+    "Store the samples in arrays or tensors instead of lists, dicts and strings: numpy.array(...), torch.tensor(...)."
+)
+
+
 def worker_memory(facts: Facts) -> list[Finding]:
     """Find DataLoader workers that grow with every step.
 
@@ -94,25 +101,28 @@ def worker_memory(facts: Facts) -> list[Finding]:
     share = growth.added_bytes / start if start else 1.0
     workers = max(row.workers or 0 for row in rows)
     name = dataset_name(rank)
-    method = sample_method(rank.training.dataloaders if rank.training else ())
-    sample = f"{name}.{method}" if name else "the data set"
+    held = max(row.private_bytes or 0 for row in rows)
+    copied = copied_on_write(rows)
+    is_copy = copied >= MOSTLY
     return [
         Finding(
             rule="worker_memory",
-            severity=Severity.CRITICAL if share >= SEVERE_GROWTH else Severity.WARNING,
+            severity=Severity.CRITICAL if share >= SEVERE_GROWTH and not is_copy else Severity.WARNING,
             sentence=(
                 f"DataLoader workers{f' of {name}' if name else ''} grow by {format_bytes(growth.bytes_per_step)} per "
-                f"step{facts.on_rank(rank)}."
+                f"step{facts.on_rank(rank)}{': they copy objects of the main process' if is_copy else ''}."
             ),
             why=(
                 f"The private memory of {format_count(workers, 'worker')} rose steadily by "
-                f"{format_bytes(growth.added_bytes)} in {growth.steps} steps: 1 GiB more every "
-                f"{GIB / growth.bytes_per_step:,.0f} steps. The RSS of the main process does not contain it."
+                f"{format_bytes(growth.added_bytes)} in {growth.steps} steps to {format_bytes(held)}: 1 GiB more every "
+                f"{GIB / growth.bytes_per_step:,.0f} steps. "
+                + (
+                    f"{percent(copied)} of it was shared before: pages are copied when a reference count changes."
+                    if is_copy
+                    else "The RSS of the main process does not contain it."
+                )
             ),
-            next_steps=(
-                f"Keep nothing in {sample}: each worker has its own copy. Cache on disk or in a shared tensor.",
-                "Bound the cache: functools.lru_cache(maxsize=...).",
-            ),
+            next_steps=(COPIES,) if is_copy else _caches(rank, name),
             numbers={
                 "rank": rank.rank,
                 "workers": workers,
@@ -120,12 +130,23 @@ def worker_memory(facts: Facts) -> list[Finding]:
                 "added_bytes": growth.added_bytes,
                 "start_bytes": growth.start_bytes,
                 "steps": growth.steps,
+                "private_bytes": held,
+                "copied_share": copied,
             },
             weight=min(share, 1.0),
             evidence=(_processes(facts, rank),),
             recovers=recovered(ledger, growth.added_bytes, "workers"),
         )
     ]
+
+
+def _caches(rank: Rank, name: str | None) -> tuple[str, str]:
+    method = sample_method(rank.training.dataloaders if rank.training else ())
+    sample = f"{name}.{method}" if name else "the data set"
+    return (
+        f"Keep nothing in {sample}: each worker has its own copy. Cache on disk or in a shared tensor.",
+        "Bound the cache: functools.lru_cache(maxsize=...).",
+    )
 
 
 def validation_memory(facts: Facts) -> list[Finding]:

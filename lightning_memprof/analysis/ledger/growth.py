@@ -18,6 +18,7 @@ __all__ = [
     "MIN_BYTES",
     "Growth",
     "Holders",
+    "copied_on_write",
     "held_growth",
     "left_by_windows",
     "steady_growth",
@@ -205,6 +206,20 @@ def worker_growth(rows: Sequence[ProcessRow]) -> Growth | None:
     return Growth(
         bytes_per_step=(end - start) / (last - first), added_bytes=end - start, start_bytes=start, steps=last - first
     )
+
+
+def copied_on_write(rows: Sequence[ProcessRow]) -> float:
+    """Return the share of the workers' new private memory that they shared before, 0 to 1: pages copied when written.
+
+    A page that holds a Python object is written when the object is used: its reference count changes.
+    """
+    known = [row for row in rows if row.kind == "workers" and row.shared_bytes is not None]
+    if len(known) < MIN_SAMPLES:
+        return 0.0
+    first, last = known[1], known[-1]
+    added = (last.private_bytes or 0) - (first.private_bytes or 0)
+    less = (first.shared_bytes or 0) - (last.shared_bytes or 0)
+    return min(max(less / added, 0.0), 1.0) if added > 0 else 0.0
 
 
 def validation_growth(rows: Sequence[ProcessRow]) -> Growth | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from time import perf_counter_ns
@@ -13,12 +13,22 @@ import psutil
 from lightning_memprof.artifacts.naming import processes_name
 from lightning_memprof.artifacts.series import ActionMemoryRow, HostRow, ProcessRow, columns_of, encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark, OnStep
-from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, peak_rss_bytes, worker_memory, worker_pids
+from lightning_memprof.capture.base import Collector, OnException, OnMark, OnStep
+from lightning_memprof.capture.loader_workers import (
+    WorkerMemory,
+    counted_workers,
+    exit_code,
+    worker_counts,
+    worker_memory,
+    worker_times,
+    workers,
+)
+from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, peak_rss_bytes
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from multiprocessing.process import BaseProcess
     from pathlib import Path
 
     from lightning_memprof.capture.base import RunContext, StepRecord
@@ -29,9 +39,8 @@ __all__ = ["ActionMemory", "HostMemory", "ProcessLog"]
 # Workers that fill a cache do so in the first seconds; later a sample every 10 s shows a leak.
 _FIRST_S: Final = (1, 2, 4, 8)
 _EVERY_S: Final = 10
-# Reading walks the page tables, 40 to 70 ms per GiB: at most 1% of one core, and 5% for the first samples.
+# Reading walks the page tables, 40 to 70 ms per GiB: at most 1% of the time.
 _SHARE: Final = 0.01
-_FIRST_SHARE: Final = 0.05
 _SAMPLES: Final = 32
 _MOST_VALIDATIONS: Final = 1000
 _OWNERS: Final = ("[Callback]", "[LightningModule]")
@@ -42,9 +51,9 @@ class HostMemory(Collector):
     """Resident, unique and virtual size of this process at every mark, its peak RSS, and what changes it.
 
     In recorded steps RSS and the C allocator's bytes are read around each hook that a callback or the module overrides,
-    and around fetches. Over the whole run RSS is read at the batches of a validation inside fit; the memory of
-    DataLoader workers is read in a thread, at windows and at most every 10 s after the first ones; in a run of some
-    seconds also at its end.
+    and around fetches. Over the whole run RSS is read at the batches of a validation inside fit; memory and times of
+    DataLoader workers are read at the ends of steps, of one worker in each, at windows and at most every 10 s after the
+    first ones; in a run of some seconds also at its end.
 
     The unique size (``uss_bytes``) walks the process's page tables, some 40 to 70 ms per GiB: a thread reads it once
     a window, after the last step, while the other collectors save their data.
@@ -80,10 +89,21 @@ class HostMemory(Collector):
             yield sample
 
     @contextmanager
+    def guard(self, run: RunContext) -> Iterator[OnException | None]:  # noqa: ARG002 the workers of this process
+        """Let workers count from before their start."""
+        with counted_workers():
+            yield None
+
+    @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
         """Sample workers and validations over the whole run."""
         path = run.sink.place.directory / processes_name(run.rank)
-        log = ProcessLog(path, run.unix_offset_ns)
+        apart = run.progress.apart_ns
+
+        def spent(ns: int) -> None:
+            apart[self.name] = apart.get(self.name, 0) + ns
+
+        log = ProcessLog(path, run.unix_offset_ns, spent)
         run.progress.validation_batch = run.guarded(log.validation_batch, collector=self.name)
         try:
             yield log.on_step
@@ -157,22 +177,29 @@ class ProcessLog:
     Args:
         path: the file.
         offset_ns: of the run's times.
+        spent: called with the nanoseconds of reading a worker.
 
     """
 
-    def __init__(self, path: Path, offset_ns: int) -> None:
+    def __init__(self, path: Path, offset_ns: int, spent: Callable[[int], None] = lambda _: None) -> None:
         self._path = path
+        self._spent = spent
         self._offset_ns = offset_ns
         self._resident = ResidentSize()
         self._file: Any = None
-        self._writing = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = None
         self._began_ns = self._last_ns = perf_counter_ns()
         self._due_ns = self._began_ns + _FIRST_S[0] * 1_000_000_000
         self._taken = 0
         # The last step and its global step, and the sampled one.
         self._at: tuple[int, int] | None = None
         self._sampled: tuple[int, int] | None = None
+        # Of the sample that is being taken: processes to read, sizes read, and the time for it.
+        self._left: list[int] = []
+        self._sizes_of: list[WorkerMemory] = []
+        self._spent_ns = 0
+        # Workers by process id, and their last rows.
+        self._known: dict[int, BaseProcess] = {}
+        self._last: dict[int, ProcessRow] = {}
         self._batches = 0
         self._stride = 1
         self._sizes: list[tuple[int, int | None]] = []
@@ -189,18 +216,21 @@ class ProcessLog:
         self._batches += 1
 
     def on_step(self, record: StepRecord) -> None:
-        """Write the validation of a step, and sample the workers where it is time."""
+        """Write the validation of a step, and sample the workers where it is time: one in each step."""
         if self._batches:
             self._end_validation(record.step, record.global_step)
         self._at = (record.step, record.global_step)
+        # Half a microsecond, and 0.3 µs for each worker.
+        self._known.update((child.pid, child) for child in workers() if child.pid is not None)
+        if self._left:
+            self._read_next()
+            return
         now = perf_counter_ns()
         in_window = record.window is not None and now - self._last_ns > 1_000_000_000
         if now >= self._due_ns or in_window:
-            self._last_ns = now
-            self._due_ns = now + _EVERY_S * 1_000_000_000
-            if pids := worker_pids():
-                self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="memprof-workers")
-                self._thread.submit(self._sample, self._at, pids)
+            self._begin(now)
+            if self._left:
+                self._read_next()
             elif self._taken < len(_FIRST_S):
                 self._due_ns = now + _FIRST_S[0] * 1_000_000_000
 
@@ -208,14 +238,71 @@ class ProcessLog:
         """Finish, in a short run with a last sample of the workers; return whether anything was written."""
         if self._batches:
             self._end_validation(None, None)
-        if self._thread is not None:
-            if self._at is not None and self._taken <= len(_FIRST_S) and (pids := worker_pids()):
-                self._thread.submit(self._sample, self._at, pids)
-            self._thread.shutdown()
+        if not self._left and self._at is not None and self._taken <= len(_FIRST_S) and self._sampled != self._at:
+            self._begin(perf_counter_ns())
+        while self._left:
+            self._read_next()
+        self._report_deaths()
         self._resident.close()
         if self._file is not None:
             self._file.close()
         return self._file is not None
+
+    def _begin(self, now: int) -> None:
+        """Begin a sample of the workers that there are."""
+        self._report_deaths()
+        self._left = sorted(self._known)
+        self._last_ns, self._sampled, self._sizes_of, self._spent_ns = now, self._at, [], 0
+        self._due_ns = now + _EVERY_S * 1_000_000_000
+        if self._left and not self._taken:
+            # The first step may come long after the start of the run.
+            self._began_ns = now
+
+    def _read_next(self) -> None:
+        """Read one worker; after the last one write the sums."""
+        start = perf_counter_ns()
+        pid = self._left.pop(0)
+        size = worker_memory(pid)
+        if size is not None and self._sampled is not None:
+            self._sizes_of.append(size)
+            columns: dict[str, Any] = size._asdict() | worker_times(pid) | worker_counts(pid)
+            row = ProcessRow(kind="worker", pid=pid, **columns)
+            self._last[pid] = row
+            self._write(row, *self._sampled)
+        elapsed = perf_counter_ns() - start
+        self._spent_ns += elapsed
+        self._spent(elapsed)
+        if not self._left:
+            self._end_sample(start)
+
+    def _end_sample(self, now: int) -> None:
+        following = [s for s in _FIRST_S if s * 1_000_000_000 > now - self._began_ns]
+        self._taken += 1
+        wait_ns = (following[0] * 1_000_000_000 - (now - self._began_ns)) if following else _EVERY_S * 1_000_000_000
+        self._due_ns = now + max(wait_ns, round(self._spent_ns / _SHARE))
+        if self._sizes_of and self._sampled is not None:
+            pss, private, shared = (sum(found) for found in zip(*self._sizes_of, strict=True))
+            row = ProcessRow(
+                kind="workers",
+                workers=len(self._sizes_of),
+                pss_bytes=pss,
+                private_bytes=private,
+                shared_bytes=shared,
+            )
+            self._write(row, *self._sampled)
+
+    def _report_deaths(self) -> None:
+        """Write the exit codes of workers that died, and forget those that ended."""
+        for pid, child in list(self._known.items()):
+            code = exit_code(child)
+            if code is None:
+                continue
+            row = self._last.pop(pid, None) or ProcessRow(kind="worker", pid=pid)
+            del self._known[pid]
+            # The DataLoader terminates workers that do not end in time.
+            if code not in {0, -signal.SIGTERM}:
+                row.exit_code = code
+                self._write(row, *(self._at or (None, None)))
 
     def _end_validation(self, step: int | None, global_step: int | None) -> None:
         heap = [size for _, size in self._sizes if size is not None]
@@ -230,29 +317,9 @@ class ProcessLog:
         if self._validations <= _MOST_VALIDATIONS:
             self._write(row, step, global_step)
 
-    def _sample(self, at: tuple[int, int], pids: list[int]) -> None:
-        if at == self._sampled:
-            return
-        self._sampled = at
-        start = perf_counter_ns()
-        if not self._taken:
-            # The first step may come long after the start of the run.
-            self._began_ns = start
-        sizes = [size for pid in pids if (size := worker_memory(pid)) is not None]
-        spent = perf_counter_ns() - start
-        following = [s for s in _FIRST_S if s * 1_000_000_000 > start - self._began_ns]
-        self._taken += 1
-        wait_ns = (following[0] * 1_000_000_000 - (start - self._began_ns)) if following else _EVERY_S * 1_000_000_000
-        self._due_ns = start + max(wait_ns, round(spent / (_FIRST_SHARE if following else _SHARE)))
-        if sizes:
-            pss, private = (sum(found) for found in zip(*sizes, strict=True))
-            row = ProcessRow(kind="workers", workers=len(sizes), pss_bytes=pss, private_bytes=private)
-            self._write(row, *at)
-
     def _write(self, row: ProcessRow, step: int | None, global_step: int | None) -> None:
         row.step, row.global_step, row.time_ns = step, global_step, perf_counter_ns() + self._offset_ns
-        with self._writing:
-            if self._file is None:
-                self._file = self._path.open("x", encoding="utf-8", buffering=1)
-            # One call, so that a reader sees whole lines.
-            self._file.write(encode_rows([columns_of(row)]))
+        if self._file is None:
+            self._file = self._path.open("x", encoding="utf-8", buffering=1)
+        # One call, so that a reader sees whole lines.
+        self._file.write(encode_rows([columns_of(row)]))

@@ -17,7 +17,8 @@ from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.series import encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
-from lightning_memprof.capture.sources.memory import cgroup_memory, worker_pids
+from lightning_memprof.capture.loader_workers import worker_pids
+from lightning_memprof.capture.sources.memory import cgroup_memory
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:

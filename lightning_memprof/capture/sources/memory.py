@@ -6,7 +6,6 @@ import ctypes
 import os
 import resource
 import sys
-from multiprocessing import process
 from pathlib import Path
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any, Final
@@ -33,8 +32,6 @@ __all__ = [
     "peak_reserved_bytes",
     "peak_rss_bytes",
     "without_statistics",
-    "worker_memory",
-    "worker_pids",
 ]
 
 NO_ACCELERATOR: Final = "no accelerator"
@@ -152,31 +149,6 @@ def without_statistics(device: torch.device) -> str | None:
     if device.type == "cuda" and not torch.cuda.is_available():
         return NO_CUDA  # where a build without CUDA raises, one without a device answers with zeros
     return "a CUDAPluggableAllocator has no statistics" if allocator_backend(device) == "pluggable" else None
-
-
-def worker_pids() -> list[int]:
-    """Return the process ids of this process's daemonic children, which DataLoader workers are; about 1 µs each.
-
-    ``multiprocessing.active_children`` would also reap ended ones, whose exit status the DataLoader waits for.
-    """
-    children: Any = tuple(getattr(process, "_children", ()))
-    return [child.pid for child in children if child.daemon and child.pid is not None]
-
-
-def worker_memory(pid: int) -> tuple[int, int] | None:
-    """Return a process's proportional set size, and the bytes that no other process shares; None if unknown.
-
-    Source: ``smaps_rollup`` of proc(5), which walks the page tables: 40 to 70 ms per GiB, without the GIL.
-    """
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb", buffering=0) as file:  # noqa: PTH123 a Path doubles the cost
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    sizes = {name: int(rest.split()[0]) * KIB for name, _, rest in (line.partition(b":") for line in lines[1:]) if rest}
-    if b"Pss" not in sizes:
-        return None
-    return sizes[b"Pss"], sizes.get(b"Private_Clean", 0) + sizes.get(b"Private_Dirty", 0)
 
 
 def mapped_sizes() -> dict[str, int]:

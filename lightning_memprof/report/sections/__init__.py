@@ -41,6 +41,7 @@ from lightning_memprof.report.sections.snapshots import reserved_stack, snapshot
 from lightning_memprof.report.sections.steps import steps_section
 from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.sections.traces import busy_share, device_stack, traces_section
+from lightning_memprof.report.sections.workers import workers_section
 from lightning_memprof.units import format_count, format_list
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def _sections(view: View) -> Iterator[Section | None]:
     yield sites_section(view)
     yield modules_section(view)
     yield ranks_section(view)
+    yield workers_section(view)
     yield traces_section(view.traces)
     yield snapshots_section(view.snapshots)
     yield system_section(view)

@@ -123,6 +123,26 @@ def test_workers_that_grow_are_found(tmp_path: Path) -> None:
     assert finding.recovers.max == 300 * MIB
 
 
+def test_workers_that_copy_objects_of_the_main_process_are_told_from_caches(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(memory=None, trace=False))
+    samples = [
+        {
+            "kind": "workers",
+            "step": 5 * n,
+            "workers": 2,
+            "private_bytes": size * MIB,
+            "shared_bytes": (900 - size) * MIB,
+        }
+        for n, size in enumerate((50, 100, 200, 300, 400))
+    ]
+    rows(directory / "processes.rank00000.jsonl", *samples)
+    finding = finding_of(directory, "worker_memory")
+    assert finding is not None
+    assert finding.sentence == "DataLoader workers grow by 20.0 MiB per step: they copy objects of the main process."
+    assert finding.severity is Severity.WARNING
+    assert "numpy.array" in finding.next_steps[0]
+
+
 def test_a_validation_that_keeps_its_batches_is_found(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(memory=None, trace=False, rss_bytes=lambda _: GIB))
     sizes = [(500 + 4 * n) * MIB for n in range(32)]

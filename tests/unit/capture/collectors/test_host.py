@@ -14,7 +14,8 @@ import torch
 from lightning_memprof import Collector, RunContext
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.collectors.host import ActionMemory, HostMemory, ProcessLog
-from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, worker_memory, worker_pids
+from lightning_memprof.capture.loader_workers import WorkerMemory, worker_memory, worker_pids
+from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize
 from lightning_memprof.collectors import Window
 from lightning_memprof.schedule import Mark, Point, Schedule
 from lightning_memprof.units import GIB, MIB
@@ -113,6 +114,16 @@ def test_a_run_without_workers_and_validations_has_no_file(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+class Child:
+    """A worker that runs, or ended with a code."""
+
+    daemon = True
+
+    def __init__(self, pid: int, code: int | None = None) -> None:
+        self.pid = pid
+        self._popen = type("Popen", (), {"returncode": code})
+
+
 def test_worker_processes_are_sampled_when_their_time_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr("lightning_memprof.capture.collectors.host.perf_counter_ns", lambda: now[0])
@@ -126,33 +137,70 @@ def test_worker_processes_are_sampled_when_their_time_has_come(tmp_path: Path, m
         for step, second in enumerate((0.5, 20.1, 20.2, 21.2)):
             now[0] = int(second * 1e9)
             log.on_step(record(step))
-            if log._thread is not None:
-                log._thread.submit(lambda: None).result()
         assert log.close()
     finally:
         stop.set()
         worker.join()
     rows = read_series(tmp_path / "processes.jsonl")
-    assert [(row["kind"], row["step"], row["workers"]) for row in rows] == [("workers", 1, 1), ("workers", 3, 1)]
+    sums = [row for row in rows if row["kind"] == "workers"]
+    assert [(row["step"], row["workers"]) for row in sums] == [(1, 1), (3, 1)]
     assert all(row["pss_bytes"] >= row["private_bytes"] > 0 for row in rows)
+    assert {row["pid"] for row in rows if row["kind"] == "worker"} == {worker.pid}
 
 
 @pytest.mark.parametrize(("seconds", "sampled"), [((1.5, 1.7), [0, 1]), (range(1, 36), [0, 1, 2, 4, 8, 18, 28])])
 def test_a_short_run_has_a_last_sample_of_its_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float], sampled: list[int]
 ) -> None:
-    now = [0]
-    monkeypatch.setattr("lightning_memprof.capture.collectors.host.perf_counter_ns", lambda: now[0])
-    monkeypatch.setattr("lightning_memprof.capture.collectors.host.worker_pids", lambda: [1])
-    monkeypatch.setattr("lightning_memprof.capture.collectors.host.worker_memory", lambda _: (MIB, MIB))
+    now = sampling(monkeypatch, [Child(1)])
     log = ProcessLog(tmp_path / "processes.jsonl", 0)
     for step, second in enumerate(seconds):
         now[0] = int(second * 1e9)
         log.on_step(record(step))
-        if log._thread is not None:
-            log._thread.submit(lambda: None).result()
     assert log.close()
-    assert [row["step"] for row in read_series(tmp_path / "processes.jsonl")] == sampled
+    rows = read_series(tmp_path / "processes.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "workers"] == sampled
+
+
+def sampling(monkeypatch: pytest.MonkeyPatch, children: list[Child]) -> list[int]:
+    """Return the time, after replacing the processes of this machine."""
+    now = [0]
+    host = "lightning_memprof.capture.collectors.host."
+    monkeypatch.setattr(f"{host}perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(f"{host}workers", lambda: children)
+    monkeypatch.setattr(f"{host}worker_memory", lambda _: WorkerMemory(2 * MIB, MIB, 4 * MIB))
+    return now
+
+
+def test_a_step_reads_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = sampling(monkeypatch, [Child(1), Child(2), Child(3)])
+    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    now[0] = 20_000_000_000
+    written = []
+    for step in range(3):
+        log.on_step(record(step))
+        written.append([row["kind"] for row in read_series(tmp_path / "processes.jsonl")])
+    assert written == [["worker"], ["worker"] * 2, [*["worker"] * 3, "workers"]]
+    assert log.close()
+    rows = read_series(tmp_path / "processes.jsonl")
+    assert (rows[3]["workers"], rows[3]["private_bytes"], rows[3]["step"]) == (3, 3 * MIB, 0)
+
+
+def test_a_worker_that_died_has_its_exit_code_and_its_last_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = [Child(1), Child(2), Child(3)]
+    now = sampling(monkeypatch, children)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    now[0] = 20_000_000_000
+    for step in range(3):
+        log.on_step(record(step))
+    # Killed, ended, and terminated by the loader.
+    for child, code in zip(children, (-9, 0, -15), strict=True):
+        child._popen.returncode = code
+    assert log.close()
+    rows = [row for row in read_series(tmp_path / "processes.jsonl") if "exit_code" in row]
+    assert [(row["pid"], row["exit_code"], row["private_bytes"]) for row in rows] == [(1, -9, MIB)]
 
 
 def test_the_heap_has_what_is_allocated_whether_or_not_its_memory_was_freed_before(

@@ -1,0 +1,263 @@
+"""DataLoader workers: their memory and times as the operating system sees them, and counters that they keep themselves.
+
+torch starts a worker with its function ``_worker_loop``. While :func:`counted_workers` is open it starts
+:func:`worker_loop` instead, which is pickled by name as torch's is: nothing else is pickled. The worker counts in a
+page of memory, a file in a folder that it finds by the process id of its parent; the parent reads the file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack, contextmanager, suppress
+from mmap import mmap
+from multiprocessing import process
+from pathlib import Path
+from struct import unpack_from
+from time import perf_counter_ns, process_time_ns
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.torch_internals import _IterableDatasetFetcher, _MapDatasetFetcher, _utils
+from lightning_memprof.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from multiprocessing.process import BaseProcess
+
+    from lightning_memprof.capture.observe import Link
+
+__all__ = [
+    "WorkerMemory",
+    "counted_workers",
+    "exit_code",
+    "worker_counts",
+    "worker_loop",
+    "worker_memory",
+    "worker_pids",
+    "worker_times",
+    "workers",
+]
+
+# Bound when no worker has started: in a forked one torch's module has ours.
+_TORCH_LOOP: Final[Any] = getattr(getattr(_utils, "worker", None), "_worker_loop", None)
+_LOOP: Final = "_worker_loop"
+# The counters of a page, each an int64, then the name of the data set.
+_COUNTERS: Final = ("worker", "batches", "fetch_ns", "fetch_cpu_ns", "collate_ns", "queue_wait_ns", "waits_since_ns")
+_NAME_AT: Final = 8 * len(_COUNTERS)
+_PAGE_BYTES: Final = 512
+_TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+# Fields of proc(5)'s stat after the command: utime, stime and delayacct_blkio_ticks.
+_UTIME, _STIME, _BLKIO = 11, 12, 39
+_DELAYS: Final = Path("/proc/sys/kernel/task_delayacct")
+
+
+class WorkerMemory(NamedTuple):
+    """A process's proportional set size, the bytes that no other process shares, and those that others share."""
+
+    pss_bytes: int
+    private_bytes: int
+    shared_bytes: int
+
+
+def workers() -> list[BaseProcess]:
+    """Return this process's daemonic children, which DataLoader workers are, in the order of their start.
+
+    ``multiprocessing.active_children`` would also reap ended ones, whose exit status the DataLoader waits for.
+    """
+    children: Any = tuple(getattr(process, "_children", ()))
+    return sorted((child for child in children if child.daemon and child.pid is not None), key=lambda child: child.pid)
+
+
+def worker_pids() -> list[int]:
+    """Return the process ids of the workers; about 1 µs each."""
+    return [child.pid for child in workers() if child.pid is not None]
+
+
+def worker_memory(pid: int) -> WorkerMemory | None:
+    """Return the memory of a process; None if unknown.
+
+    Source: ``smaps_rollup`` of proc(5), which walks the page tables: 40 to 70 ms per GiB, without the GIL.
+    """
+    lines = _read(f"/proc/{pid}/smaps_rollup").splitlines()
+    sizes = {name: int(rest.split()[0]) * KIB for name, _, rest in (line.partition(b":") for line in lines[1:]) if rest}
+    if b"Pss" not in sizes:
+        return None
+    private, shared = (
+        sum(sizes.get(kind + state, 0) for state in (b"_Clean", b"_Dirty")) for kind in (b"Private", b"Shared")
+    )
+    return WorkerMemory(sizes[b"Pss"], private, shared)
+
+
+def worker_times(pid: int) -> dict[str, int]:
+    """Return processor time, and where the kernel has them time without a core, waits for disks and bytes read.
+
+    Since the start of the process, in columns of a ``ProcessRow``. Sources: ``stat`` of proc(5), all threads, in ticks
+    of 10 ms; ``schedstat``, its first thread; ``io``. About 40 µs.
+    """
+    found: dict[str, int] = {}
+    if fields := _read(f"/proc/{pid}/stat").rpartition(b")")[2].split():
+        found["cpu_ns"] = (int(fields[_UTIME]) + int(fields[_STIME])) * _TICK_NS
+        if _read(_DELAYS).strip() == b"1":
+            found["io_wait_ns"] = int(fields[_BLKIO]) * _TICK_NS
+    if ready := _read(f"/proc/{pid}/schedstat").split():
+        found["core_wait_ns"] = int(ready[1])
+    if (read := _read(f"/proc/{pid}/io")).startswith(b"rchar:"):
+        found["read_bytes"] = int(read.split(maxsplit=2)[1])
+    return found
+
+
+def _read(path: str | Path) -> bytes:
+    try:
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 a Path doubles the cost
+            return file.read()
+    except OSError:
+        return b""
+
+
+def exit_code(child: BaseProcess) -> int | None:
+    """Return the exit code of a process, minus the signal that killed it; None while it runs or where it is unknown.
+
+    The process is not reaped: the DataLoader waits for its exit status.
+    """
+    code: int | None = getattr(getattr(child, "_popen", None), "returncode", None)
+    if code is not None or child.pid is None:
+        return code
+    with suppress(OSError, AttributeError):
+        ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return None
+
+
+def worker_counts(pid: int) -> dict[str, Any]:
+    """Return what a worker has counted since its start, in columns of a ``ProcessRow``; empty if it does not count."""
+    page = _read(_folder(os.getpid()) / str(pid))
+    if len(page) != _PAGE_BYTES:
+        return {}
+    found: dict[str, Any] = dict(zip(_COUNTERS, unpack_from(f"={len(_COUNTERS)}q", page), strict=True))
+    if since := found.pop("waits_since_ns"):
+        found["queue_wait_ns"] += max(perf_counter_ns() - since, 0)
+    found["dataset"] = page[_NAME_AT:].rstrip(b"\0").decode("utf-8", "replace")
+    return found
+
+
+def _folder(parent: int) -> Path:
+    """Return where the workers of a process have their pages."""
+    return Path(tempfile.gettempdir(), f"lightning-memprof-{os.getuid()}-{parent}")
+
+
+@contextmanager
+def counted_workers() -> Iterator[None]:
+    """Let workers that start while the context is open count their batches and times."""
+    place = getattr(_utils, "worker", None)
+    # Another program's replacement stays.
+    if _TORCH_LOOP is None or vars(place).get(_LOOP) is not _TORCH_LOOP:
+        yield
+        return
+    folder = _folder(os.getpid())
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError:
+        yield
+        return
+    setattr(place, _LOOP, worker_loop)
+    try:
+        yield
+    finally:
+        if vars(place).get(_LOOP) is worker_loop:
+            setattr(place, _LOOP, _TORCH_LOOP)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def worker_loop(*arguments: Any, **keywords: Any) -> None:
+    """Run torch's loop of a worker, and count."""
+    with ExitStack() as counting:
+        # Loading works without counters.
+        with suppress(Exception):
+            bound = inspect.signature(_TORCH_LOOP).bind(*arguments, **keywords).arguments
+            _count(bound, counting)
+        _TORCH_LOOP(*arguments, **keywords)
+
+
+def _count(bound: Mapping[str, Any], counting: ExitStack) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    page = _Page(_folder(parent.pid) / str(os.getpid()))
+    page.begin(bound["worker_id"], type(bound["dataset"]).__name__)
+    counting.enter_context(wrapped(bound["index_queue"], "get", page.waits))
+    for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
+        counting.enter_context(wrapped(fetcher, "fetch", page.fetches))
+
+
+class _Page:
+    """The counters of this worker, in a file.
+
+    Args:
+        path: the file.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(file, _PAGE_BYTES)
+            self._bytes = mmap(file, _PAGE_BYTES)
+        finally:
+            os.close(file)
+        self._counts = memoryview(self._bytes).cast("q")
+
+    def begin(self, worker: int, dataset: str) -> None:
+        """Write who this is."""
+        name = dataset.encode()[: _PAGE_BYTES - _NAME_AT]
+        self._bytes[_NAME_AT : _NAME_AT + len(name)] = name
+        self._counts[_COUNTERS.index("worker")] = worker
+
+    def waits(self, link: Link) -> Callable[..., Any]:
+        """Return a queue's ``get`` that counts the time until it returns."""
+        counts = self._counts
+        waited, since = _COUNTERS.index("queue_wait_ns"), _COUNTERS.index("waits_since_ns")
+
+        def get(*arguments: Any, **keywords: Any) -> Any:
+            counts[since] = began = perf_counter_ns()
+            try:
+                return link.call(*arguments, **keywords)
+            finally:
+                counts[since] = 0
+                counts[waited] += perf_counter_ns() - began
+
+        return get
+
+    def fetches(self, link: Link) -> Callable[..., Any]:
+        """Return a fetcher's ``fetch`` that counts batches and their time; about 3 µs a batch."""
+        counts = self._counts
+        batches, wall, cpu = (_COUNTERS.index(name) for name in ("batches", "fetch_ns", "fetch_cpu_ns"))
+
+        def fetch(fetcher: Any, *arguments: Any, **keywords: Any) -> Any:
+            began, cpu_began = perf_counter_ns(), process_time_ns()
+            try:
+                with wrapped(fetcher, "collate_fn", self._collates):
+                    return link.call(fetcher, *arguments, **keywords)
+            finally:
+                counts[cpu] += process_time_ns() - cpu_began
+                counts[wall] += perf_counter_ns() - began
+                counts[batches] += 1
+
+        return fetch
+
+    def _collates(self, link: Link) -> Callable[..., Any]:
+        counts, spent = self._counts, _COUNTERS.index("collate_ns")
+
+        def collate(*arguments: Any, **keywords: Any) -> Any:
+            began = perf_counter_ns()
+            try:
+                return link.call(*arguments, **keywords)
+            finally:
+                counts[spent] += perf_counter_ns() - began
+
+        return collate

@@ -1,0 +1,112 @@
+"""DataLoader workers: their memory, their time, and the total of the node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_memprof.analysis.steps.workers import Worker, private_memory, workers
+from lightning_memprof.report.document import (
+    Chart,
+    Lines,
+    Part,
+    Section,
+    Table,
+    Words,
+    change,
+    count,
+    index,
+    phrase,
+    size,
+)
+from lightning_memprof.report.document import Line as Fact
+from lightning_memprof.report.sections.tables import Field, filled
+from lightning_memprof.units import format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_memprof.report.view import View
+
+__all__ = ["workers_section"]
+
+
+def workers_section(view: View) -> Section | None:
+    """Return the workers of all ranks; None without any."""
+    found = [(rank.rank, worker) for rank in view.run.ranks for worker in workers(rank)]
+    if not found:
+        return None
+    memory = private_memory(view.run.lead)
+    held = [row.private_bytes for _, row in found if row.private_bytes is not None]
+    lead: Words = phrase(
+        f"{format_count(len(found), 'worker')}: {{}} of private memory at most, {{}} per worker.",
+        size(max(memory, default=sum(held))),
+        size(max(held, default=None)),
+    )
+    parts: list[Part] = [
+        Chart("workers", "Private memory of the workers", memory, _span(memory)),
+        *_memory(found),
+        *_time(found),
+        *_node(view),
+    ]
+    return Section("workers", "DataLoader workers", lead, parts)
+
+
+def _span(memory: list[int]) -> Words:
+    return phrase("{} to {}", size(memory[0]), size(memory[-1])) if memory else ""
+
+
+def _worker(*last: Field[tuple[int, Worker]]) -> tuple[Field[tuple[int, Worker]], ...]:
+    return (
+        Field("data set", "code", lambda row: row[1].dataset),
+        Field("worker", "index", lambda row: index(row[1].number)),
+        *last,
+        Field("pid", "index", lambda row: index(row[1].pid), priority=1),
+        Field("rank", "index", lambda row: index(row[0]), priority=2),
+    )
+
+
+def _memory(found: list[tuple[int, Worker]]) -> Iterator[Table]:
+    fields = _worker(
+        Field("private", "bytes", lambda row: row[1].private_bytes, bar=True),
+        Field("shared", "bytes", lambda row: row[1].shared_bytes),
+        Field("proportional", "bytes", lambda row: row[1].pss_bytes),
+        Field("growth", "bytes", lambda row: change(row[1].added_bytes)),
+        Field("exit code", "count", lambda row: count(row[1].exit_code), priority=1),
+    )
+    notes = ["private: no other process has these bytes; proportional (PSS): shared bytes are divided among processes"]
+    yield from filled(Table("worker-memory", "Memory by worker", notes=notes), found, *fields)
+
+
+def _time(found: list[tuple[int, Worker]]) -> Iterator[Table]:
+    timed = [row for row in found if row[1].cpu_share is not None or row[1].batches]
+    fields = _worker(
+        Field("batches", "count", lambda row: row[1].batches),
+        Field("fetch/batch", "ns", lambda row: row[1].fetch_ns, bar=True),
+        Field("collate/batch", "ns", lambda row: row[1].collate_ns),
+        Field("computing", "share", lambda row: row[1].cpu_share),
+        Field("blocked", "share", lambda row: row[1].blocked_share),
+        Field("waiting for a core", "share", lambda row: row[1].core_wait_share, priority=1),
+        Field("no work", "share", lambda row: row[1].queue_share),
+        Field("waiting for disks", "share", lambda row: row[1].io_share, priority=2),
+        Field("read", "bytes", lambda row: row[1].read_bytes, priority=2),
+    )
+    notes = [
+        "blocked: in the data set without computing, as for disk, network, locks and sleep",
+        "no work: the queue of indices is empty",
+    ]
+    yield from filled(Table("worker-time", "Time by worker", notes=notes), timed, *fields)
+
+
+def _node(view: View) -> Iterator[Lines]:
+    """Yield the memory of all ranks of the lead rank's machine and their workers, against its limit."""
+    here = [rank for rank in view.run.ranks if rank.facts.host == view.run.lead.facts.host]
+    resident = sum(max((row.rss_bytes or 0 for row in rank.pulse), default=0) for rank in here)
+    private = sum(max(private_memory(rank), default=0) for rank in here)
+    limits = [view.run.lead.facts.environment.get(name) for name in ("memory_limit_bytes", "memory_bytes")]
+    limit = next((value for value in limits if isinstance(value, int) and value > 0), None)
+    words = [size(resident + private), size(resident), size(private)]
+    text = f"at most {{}}: {format_count(len(here), 'rank')} with {{}} (RSS), private memory of their workers {{}}"
+    if limit is None:
+        yield Lines("", [Fact("memory of the node", phrase(text, *words))])
+    else:
+        yield Lines("", [Fact("memory of the node", phrase(f"{text}; limit {{}}", *words, size(limit)))])

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memprof.capture import loader_workers
+from lightning_memprof.capture.loader_workers import (
+    counted_workers,
+    exit_code,
+    worker_counts,
+    worker_memory,
+    worker_pids,
+    worker_times,
+)
+from lightning_memprof.units import KIB, MIB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+FORK = multiprocessing.get_context("fork")
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Samples that do nothing."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), index)
+
+
+# It touches 24 MiB, computes for a while, and waits for the end of its input.
+BURN = """
+import os, sys
+held = bytearray(os.urandom(1 << 20)) * 24
+while sum(os.times()[:2]) < 0.3:
+    sum(range(1000))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def burner() -> Iterator[int]:
+    """A process that waits; it shares no pages with this one."""
+    command = [sys.executable, "-c", BURN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield child.pid
+
+
+def test_memory_is_that_of_the_processes_mappings(burner: int) -> None:
+    lines = [line.split() for line in Path(f"/proc/{burner}/smaps").read_text().splitlines()]
+    sizes = {
+        kind: KIB * sum(int(line[1]) for line in lines if line[0] in {f"{kind}:", f"{kind}_Clean:", f"{kind}_Dirty:"})
+        for kind in ("Pss", "Private", "Shared")
+    }
+    found = worker_memory(burner)
+    assert found is not None
+    # A sum over mappings rounds each of them to KiB.
+    assert found.private_bytes == pytest.approx(sizes["Private"], rel=0.01)
+    assert found.shared_bytes == pytest.approx(sizes["Shared"], rel=0.01)
+    own = KIB * sum(int(line[1]) for line in lines if line[0] == "Pss:")
+    assert found.pss_bytes == pytest.approx(own, rel=0.01)
+    assert found.private_bytes > 24 * MIB
+
+
+def test_processor_time_is_that_of_the_process(burner: int) -> None:
+    fields = Path(f"/proc/{burner}/stat").read_text().rpartition(")")[2].split()
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    assert worker_times(burner)["cpu_ns"] == pytest.approx(seconds * 1e9, rel=0.05)
+    assert seconds >= 0.28
+
+
+def test_a_process_that_is_gone_has_no_figures() -> None:
+    worker = FORK.Process(target=int)
+    worker.start()
+    worker.join()
+    assert worker.pid is not None
+    assert worker_memory(worker.pid) is None
+    assert worker_times(worker.pid) == {}
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+def test_workers_count_their_batches_with_every_start_method(start: str) -> None:
+    plain = [batch.tolist() for batch in DataLoader(Numbers(), batch_size=2)]
+    with counted_workers():
+        loader = DataLoader(
+            Numbers(), batch_size=2, num_workers=2, persistent_workers=True, multiprocessing_context=start
+        )
+        for epoch in (1, 2):
+            assert [batch.tolist() for batch in loader] == plain
+            counts = [worker_counts(pid) for pid in worker_pids()]
+            assert [(found["worker"], found["dataset"]) for found in counts] == [(0, "Numbers"), (1, "Numbers")]
+            assert [found["batches"] for found in counts] == [3 * epoch, 3 * epoch]
+            for found in counts:
+                assert found["fetch_ns"] >= found["collate_ns"] > 0
+                assert found["queue_wait_ns"] > 0
+        del loader
+
+
+def test_torchs_loop_is_back_and_the_pages_are_gone_afterwards() -> None:
+    place = loader_workers._utils.worker
+    before = place._worker_loop
+    with counted_workers():
+        assert place._worker_loop is loader_workers.worker_loop
+        folder = loader_workers._folder(os.getpid())
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with counted_workers():
+            assert place._worker_loop is loader_workers.worker_loop
+        assert folder.is_dir()
+    assert place._worker_loop is before
+    assert not folder.exists()
+
+
+def test_another_programs_loop_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = loader_workers._utils.worker
+    monkeypatch.setattr(place, "_worker_loop", other := lambda *_: None)
+    with counted_workers():
+        assert place._worker_loop is other
+    assert place._worker_loop is other
+
+
+def test_the_exit_code_is_read_without_reaping() -> None:
+    for end, code in ((lambda: os._exit(3), 3), (lambda: os.kill(os.getpid(), signal.SIGKILL), -9)):
+        worker = FORK.Process(target=end)
+        worker.start()
+        assert worker.pid is not None
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        assert exit_code(worker) == code
+        worker.join()
+        assert worker.exitcode == exit_code(worker) == code
