@@ -21,7 +21,7 @@ from faults import Samples, Steady, Training, findings_of, findings_of_run
 from lightning_memprof import Schedule
 from lightning_memprof.analysis.findings import Finding, Severity
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
-from lightning_memprof.collectors import HookTimings, Pulse, SavedTensors
+from lightning_memprof.collectors import Holders, HookTimings, Pulse, SavedTensors
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import MIB
 from ranks import launch
@@ -271,7 +271,8 @@ class Dropping(Keeping):
 
 
 def test_a_list_that_keeps_tensors_is_found_and_who_made_them(tmp_path: Path) -> None:
-    training = Training(model=Keeping(), steps=60, collectors=None, schedule=Schedule(wait=20, active=3))
+    collectors: list[Any] = ["default", Holders(seconds=60)]
+    training = Training(model=Keeping(), steps=60, collectors=collectors, schedule=Schedule(wait=20, active=3))
     finding = findings_of(tmp_path / "keeps", training)["memory_growth"]
     # What the C allocator gives back late comes on top.
     assert 3 * MIB < finding.numbers["bytes_per_step"] < 9 * MIB

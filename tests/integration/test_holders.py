@@ -43,7 +43,7 @@ class Asks(pl.Callback):
 
 def searched(directory: Path, model: pl.LightningModule, *callbacks: pl.Callback, **options: Any) -> list[Any]:
     """Train with a window that asks who holds what grows; return the rows."""
-    memprof = MemProfilerCallback(StageSchedules(fit=None), [Pulse(), Holders()], output=OUTPUT)
+    memprof = MemProfilerCallback(StageSchedules(fit=None), [Pulse(), Holders(seconds=60)], output=OUTPUT)
     training = trainer(directory, *callbacks, Asks(memprof), memprof, max_steps=STEPS + 6, **options)
     training.fit(model, loader(STEPS + 8))
     (file,) = directory.rglob("holders.rank00000.jsonl")
@@ -146,7 +146,7 @@ def trained(directory: Path, *callbacks: pl.Callback) -> tuple[list[torch.Tensor
 
 def test_a_training_is_the_same_bit_for_bit_with_a_search(tmp_path: Path) -> None:
     bare, state = trained(tmp_path / "bare")
-    memprof = MemProfilerCallback(StageSchedules(fit=None), [Pulse(), Holders()], output=OUTPUT)
+    memprof = MemProfilerCallback(StageSchedules(fit=None), [Pulse(), Holders(seconds=60)], output=OUTPUT)
     ours, our_state = trained(tmp_path / "ours", Asks(memprof), memprof)
     assert len(bare) > STEPS
     assert all(torch.equal(one, other) for one, other in zip(bare, ours, strict=True))
@@ -173,7 +173,7 @@ class Inside(pl.Callback):
 
 
 def test_a_request_in_the_run_directory_and_a_question_are_answered(tmp_path: Path) -> None:
-    memprof = MemProfilerCallback(StageSchedules(fit=None), [Pulse(), Holders()], output=OUTPUT)
+    memprof = MemProfilerCallback(StageSchedules(fit=None), [Pulse(), Holders(seconds=60)], output=OUTPUT)
     inside = Inside(memprof)
     training = trainer(tmp_path, inside, memprof, max_steps=STEPS + 8)
     training.fit(leaking.InList(), loader(STEPS + 10))

@@ -56,6 +56,7 @@ _LEAST_REMAINDER: Final = 16 * MIB
 _CANDIDATES: Final = 12
 _GROUPS: Final = 4
 _SAMPLES: Final = 6
+_ENOUGH: Final = 3
 _ENTRIES: Final = 9
 _PARTS: Final = 400
 _NESTED: Final = 64
@@ -220,8 +221,8 @@ class _Comparison:
     def rows(self, skip: set[int], grown: int) -> list[HolderRow]:
         """Return the holders, the largest first."""
         self._containers(skip)
-        self._graphs(skip)
         self._tensors()
+        self._graphs(skip)
         if sum(row.added_bytes or 0 for row in self._rows.values()) < grown // 2:
             self._types()
             self._large()
@@ -310,6 +311,11 @@ class _Comparison:
                 return
             if holder is not None:
                 holders.append(holder)
+            # Three of one place are enough; without time left, a chain is cut short.
+            if len(holders) >= _ENOUGH and len({other.place for other in holders}) == 1:
+                break
+            if holders and self._search.is_over:
+                break
         words = f"{group[0]}[{','.join(map(str, group[1]))}]"
         row = HolderRow(content=words, count=len(members), added=more[0], added_bytes=more[1])
         if holders and self._before.lengths.get(holders[0].owner_id) == holders[0].entries:
@@ -318,8 +324,7 @@ class _Comparison:
         if not holders:
             # Only autograd or C++ refers to them, or a function that runs.
             row.kind = "no Python object"
-            if not any(known.kind == "autograd graph" for known in self._rows.values()):
-                self._rows[words] = row
+            self._rows[words] = row
             return
         place, _ = Counter(holder.place for holder in holders).most_common(1)[0]
         self._add(next(holder for holder in holders if holder.place == place), place, row)
@@ -340,6 +345,9 @@ class _Comparison:
         if holder is not None and not self._knows(holder.place):
             shape = ",".join(map(str, root.shape))
             words = f"{type_name(root)}[{shape}] with its graph"
+            # What it saves includes the tensors that no object of Python refers to.
+            for name in [name for name, row in self._rows.items() if row.kind == "no Python object"]:
+                del self._rows[name]
             self._add(holder, holder.place, HolderRow(kind="autograd graph", content=words, added_bytes=added))
 
     def _large(self) -> None:
@@ -365,7 +373,8 @@ class _Comparison:
         for name in names[:_CANDIDATES]:
             if self._search.is_over:
                 break
-            objects = [value for value in gc.get_objects() if full_name(type(value)) == name]
+            kinds = {kind for kind in set(map(type, gc.get_objects())) if full_name(kind) == name}
+            objects = [value for value in gc.get_objects() if type(value) in kinds]
             if not objects or issubclass(type(objects[0]), torch.Tensor):
                 continue
             self._search.ignore(objects)

@@ -52,7 +52,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 def follow(run: RunContext, memory: Memory, sizes: Iterable[int], windows: tuple[int, ...] = ()) -> list[Any]:
     """Follow steps of a second with these resident sizes in MiB; return the rows."""
-    with Holders().follow(run) as on_step:
+    with Holders(seconds=60).follow(run) as on_step:
         assert on_step is not None
         for step, size in enumerate(sizes):
             memory.bytes = size * MIB
@@ -136,7 +136,7 @@ def test_a_window_is_compared_only_if_it_is_asked_for(tmp_path: Path, asked: boo
         model = Kept()
         run.__dict__["model"] = model
         run.progress.holders_asked = asked
-        with session(run, every_step, [Holders()]) as made:
+        with session(run, every_step, [Holders(seconds=60)]) as made:
             drive(made, range(8), lambda _: model.kept.append(torch.ones(512, 512)))
         path = run.sink.place.directory / "holders.rank00000.jsonl"
         assert path.exists() is asked
@@ -154,7 +154,7 @@ def test_a_search_that_fails_is_a_failure_of_the_collector(
     monkeypatch.setattr(holders, "grown_holders", fail)
     with context(tmp_path) as run:
         run.progress.holders_asked = True
-        with session(run, every_step, [Holders()]) as made:
+        with session(run, every_step, [Holders(seconds=60)]) as made:
             drive(made, range(8))
         assert "holders" in run.faults.disabled
     assert gc.isenabled()

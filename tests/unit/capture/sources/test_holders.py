@@ -60,7 +60,7 @@ def _empty() -> Iterator[None]:
 
 
 def found(model: nn.Module | None, value: Any) -> str | None:
-    holder = HolderSearch(model).find(value)
+    holder = HolderSearch(model, 60).find(value)
     return None if holder is None else holder.chain
 
 
@@ -118,7 +118,7 @@ def test_a_linked_list_has_one_place_for_all_of_its_links() -> None:
     for number in range(5):
         net.put = Slotted(torch.ones(number), net.put)
     oldest = net.put.before.before.before
-    holder = HolderSearch(net).find(oldest.value)
+    holder = HolderSearch(net, 60).find(oldest.value)
     assert holder is not None
     assert holder.chain == "Net.put.before.before.before.value"
     assert holder.place == "Net.put.before.value"
@@ -144,7 +144,7 @@ def test_a_cache_has_its_limit() -> None:
     def cached(size: int) -> torch.Tensor:
         return torch.ones(size)
 
-    holder = HolderSearch(None).find(cached(3))
+    holder = HolderSearch(None, 60).find(cached(3))
     assert holder is not None
     assert (holder.kind, holder.bound) == ("lru_cache", 7)
 
@@ -154,8 +154,8 @@ def test_an_optimizer_has_one_state_per_parameter_but_other_attributes_have_no_l
     optimizer.trace = [torch.ones(3)]
     parameter = optimizer.param_groups[0]["params"][0]
     optimizer.state[parameter]["exp_avg"] = torch.ones(2, 2)
-    state = HolderSearch(None).find(optimizer.state[parameter]["exp_avg"])
-    trace = HolderSearch(None).find(optimizer.trace[0])
+    state = HolderSearch(None, 60).find(optimizer.state[parameter]["exp_avg"])
+    trace = HolderSearch(None, 60).find(optimizer.trace[0])
     assert state is not None
     assert trace is not None
     assert (state.kind, state.bound, trace.bound) == ("optimizer state", 2, None)
@@ -168,7 +168,7 @@ def test_objects_that_only_refer_to_each_other_are_a_cycle() -> None:
         node.before = node
         value = weakref.ref(node.value)
         del node
-        holder = HolderSearch(None).find(value())
+        holder = HolderSearch(None, 60).find(value())
         assert holder is not None
         assert holder.kind == "reference cycle"
         assert "Slotted" in holder.chain
@@ -224,5 +224,5 @@ def test_the_holders_of_a_type_are_counted_and_have_a_line() -> None:
 
     net = Net()
     net.put = [Marked() for _ in range(9)]
-    (words,) = holders_of(Marked, net)
+    (words,) = holders_of(Marked, net, 60)
     assert words.startswith("Net.put[...] (sources/test_holders.py:")

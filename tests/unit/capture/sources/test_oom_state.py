@@ -15,7 +15,7 @@ CACHE: dict[str, Any] = {}
 
 
 def holder_name(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> str | None:
-    search = HolderSearch(None)
+    search = HolderSearch(None, 60)
     search.ignore(tracked)
     holder = search.find(tensor)
     return None if holder is None else holder.chain
