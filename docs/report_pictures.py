@@ -2,8 +2,9 @@
 
 First the report of the demo, then the sections that it does not have: ``RANKS.html ranks`` of a run of
 ``tests/support/straggling_ranks.py`` as two processes with ``slow=1``, and ``SNAPSHOT.html snapshots`` of the file that
-``tests/support/trained_snapshot.py`` writes. With section names after the report, only those sections are taken. Record
-in a neutral directory: the pictures show paths and the host name.
+``tests/support/trained_snapshot.py`` writes, and ``estimate.html memory`` that ``lightning-memprof estimate`` writes.
+With section names after the report, only those sections are taken. Record in a neutral directory: the pictures show
+paths and the host name.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ DARK = frozenset({"memory"})
 
 
 def main(report: str, *only: str) -> None:
-    """Write ``report-SECTION.png`` for all sections, or for those named, and ``report.png`` of the top of the page."""
+    """Write ``report-SECTION.png`` for all sections, or for those named, and ``report.png`` of the top of the page.
+
+    Those of ``estimate.html`` are ``estimate-SECTION.png``.
+    """
     address = Path(report).absolute().as_uri()
+    prefix = "estimate" if Path(report).stem == "estimate" else "report"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"), args=list(FLAGS)
@@ -49,7 +54,7 @@ def main(report: str, *only: str) -> None:
                     top = box["y"] + page.evaluate("scrollY")
                     height = min(box["height"], MOST_HEIGHT)
                     page.screenshot(
-                        path=TARGET / f"report-{name}.png",
+                        path=TARGET / f"{prefix}-{name}.png",
                         full_page=True,
                         clip={"x": box["x"], "y": top, "width": box["width"], "height": height},
                     )

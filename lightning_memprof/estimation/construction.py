@@ -84,7 +84,7 @@ def _in_constructor() -> bool:
     return False
 
 
-def without_data(model: nn.Module, device: torch.device, shards: torch.device | None = None) -> None:
+def without_data(model: nn.Module, device: torch.device) -> None:
     """Replace parameters and buffers by ones without data on a device; tied ones stay tied.
 
     ``Module.to`` cannot: it swaps tensors in place, which fakes refuse.
@@ -92,14 +92,13 @@ def without_data(model: nn.Module, device: torch.device, shards: torch.device | 
     Args:
         model: on any device.
         device: of the new tensors.
-        shards: device of the parts of distributed ones; None for ``device``.
 
     """
     made: dict[int, tuple[Any, Any]] = {}
 
     def replaced(tensor: Any) -> Any:
         if id(tensor) not in made:
-            fake = _shard(tensor, shards or device) if isinstance(tensor, DTensor) else _empty(tensor, device)
+            fake = _shard(tensor, device) if isinstance(tensor, DTensor) else _empty(tensor, device)
             if isinstance(tensor, torch.nn.Parameter):
                 fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
             # The original is kept: its number must not be given to another tensor.

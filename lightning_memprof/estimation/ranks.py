@@ -16,14 +16,16 @@ import torch
 from lightning.fabric.strategies.fsdp import _setup_activation_checkpointing
 from lightning.pytorch.strategies import (
     DDPStrategy,
+    DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
     StrategyRegistry,
 )
+from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import enable_wrap
 
 from lightning_memprof.capture.observe import Link, wrapped
@@ -38,9 +40,13 @@ if TYPE_CHECKING:
 
     from lightning_memprof.estimation.storages import StorageTracer
 
-__all__ = ["DDPBuckets", "Ranks", "ranks_of"]
+__all__ = ["OFFLOADED", "DDPBuckets", "Ranks", "ranks_of"]
 
 _KNOWN: Final = "ddp, fsdp and fsdp2"
+# Both are Lightning's DDP strategies by class.
+_OTHERS: Final = (DeepSpeedStrategy, XLAStrategy)
+OFFLOADED: Final = "keeps parameters in host memory, which is not simulated; without it the estimate is an upper bound"
+"""Part of the message about parameters that are offloaded."""
 _FIRST_BUCKET: Final = MIB
 _BUCKET: Final = 25 * MIB
 _COMMUNICATION: Final = "communication"
@@ -80,11 +86,6 @@ class Ranks:
     def is_sharded(self) -> bool:
         """Whether a rank has a part of each parameter."""
         return self.kind in {"fsdp", "fsdp2"}
-
-    @property
-    def offloads(self) -> bool:
-        """Whether the parts are in host memory."""
-        return self.kind == "fsdp" and bool(self.strategy.cpu_offload.offload_params)
 
     def assumptions(self) -> Iterator[str]:
         """Yield what the figures rest on, a sentence each."""
@@ -189,7 +190,6 @@ class Ranks:
                 "mesh": self._hybrid(mesh) if "HYBRID" in sharding else mesh["data_parallel"],
                 "reshard_after_forward": sharding in {"FULL_SHARD", "HYBRID_SHARD"},
                 "mp_policy": policy,
-                "offload_policy": CPUOffloadPolicy(pin_memory=False) if self.offloads else OffloadPolicy(),
             }
         shard: Any = fully_shard
         sharded: nn.Module = shard(module, **options)
@@ -295,11 +295,13 @@ def ranks_of(given: Mapping[str, Any]) -> Ranks:
     strategy = _strategy(given.get("strategy") or "auto", count)
     if strategy is None or isinstance(strategy, SingleDeviceStrategy):
         return Ranks()
-    if isinstance(strategy, DDPStrategy):
+    if isinstance(strategy, DDPStrategy) and not isinstance(strategy, _OTHERS):
         return Ranks(kind="ddp", data_parallel=count, strategy=strategy, nodes=nodes)
     if isinstance(strategy, FSDPStrategy):
         if strategy.sharding_strategy.name == "NO_SHARD":
             return Ranks(kind="ddp", data_parallel=count, strategy=DDPStrategy(), nodes=nodes)
+        if strategy.cpu_offload.offload_params:
+            raise ConfigError(f"estimate: FSDPStrategy(cpu_offload=True) {OFFLOADED}")
         number = str(given.get("precision") or "32-true").partition("-")[0]
         return Ranks(kind="fsdp", data_parallel=count, strategy=strategy, nodes=nodes, dtype=_HALVES.get(number))
     if isinstance(strategy, ModelParallelStrategy):
@@ -310,7 +312,12 @@ def ranks_of(given: Mapping[str, Any]) -> Ranks:
         return Ranks(
             kind="fsdp2", data_parallel=count // tensor, tensor_parallel=tensor, strategy=strategy, nodes=nodes
         )
-    raise ConfigError(f"estimate: the strategy {type(strategy).__name__} is not simulated; {_KNOWN} are")
+    raise _unknown(type(strategy).__name__)
+
+
+def _unknown(name: str) -> ConfigError:
+    alike = "; ZeRO stage 3 shards like fsdp2" if "deepspeed" in name.lower() else ""
+    return ConfigError(f"estimate: the strategy {name} is not simulated; {_KNOWN} are{alike}")
 
 
 def _devices(devices: Any) -> int:
@@ -336,6 +343,9 @@ def _strategy(strategy: Any, count: int) -> Any:
         return ModelParallelStrategy(count, 1)
     if strategy not in StrategyRegistry:
         raise ConfigError(f"--strategy {strategy}: unknown strategy; {_KNOWN} are simulated")
+    # Some cannot be made where their library is missing.
+    if issubclass(dict.__getitem__(StrategyRegistry, strategy)["strategy"], _OTHERS):
+        raise _unknown(strategy)
     return StrategyRegistry.get(strategy)
 
 

@@ -31,7 +31,7 @@ from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change, checkpoint_blocks
 from lightning_memprof.estimation.program_lines import is_program
-from lightning_memprof.estimation.ranks import ranks_of
+from lightning_memprof.estimation.ranks import OFFLOADED, ranks_of
 from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
 from lightning_memprof.estimation.storages import LOOPS, Values
@@ -70,6 +70,7 @@ _MEANINGS: Final = (
         r"autograd's threading",
         "this process has already trained on a GPU and cannot be forked; estimate in a new process",
     ),
+    (r"aten\._pin_memory|materialized on CPU when enabling CPU offloading", f"CPUOffloadPolicy {OFFLOADED}"),
     (r"\.numpy\(\)", "a tensor becomes an array of NumPy{place}, which needs its values"),
 )
 

@@ -229,7 +229,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         """Replace the model's tensors, and tell the tracer what they are."""
         model: Any = self.model
         self._ranks.shard(model, self._mesh)
-        without_data(model, self.root_device, torch.device("cpu") if self._ranks.offloads else None)
+        without_data(model, self.root_device)
         for module in model.modules():
             if isinstance(module, LightningModule):
                 module._device = self.root_device  # noqa: SLF001 what its .to() does

@@ -108,7 +108,15 @@ def test_the_strategy_of_several_devices_is_ddp_where_none_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
-    [({"devices": 0}, "must be a number of at least 1"), ({"strategy": "zero9"}, "unknown strategy")],
+    [
+        ({"devices": 0}, "must be a number of at least 1"),
+        ({"strategy": "zero9"}, "unknown strategy"),
+        (
+            {"strategy": "deepspeed_stage_2"},
+            "is not simulated; ddp, fsdp and fsdp2 are; ZeRO stage 3 shards like fsdp2",
+        ),
+        ({"strategy": "fsdp_cpu_offload"}, "keeps parameters in host memory, which is not simulated"),
+    ],
 )
 def test_wrong_ranks_are_refused_before_the_program_runs(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
