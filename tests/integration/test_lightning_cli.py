@@ -162,6 +162,12 @@ def test_the_fragment_for_modules_adds_its_collector_to_the_default_set(tmp_path
     assert (only_run(tmp_path) / "window000/rank00000.module_memory.jsonl").exists()
 
 
+def test_the_fragment_for_leaks_has_the_pulse_and_the_search_alone(tmp_path: Path, cli: Run) -> None:
+    cli(f"--config={CONFIGS / 'leaks'}.yaml")
+    (row,) = rows_of(only_run(tmp_path), "run")
+    assert row["collectors"] == ["pulse", "holders"]
+
+
 def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
     tmp_path: Path, run_program: Run, cli: Run
 ) -> None:
@@ -183,7 +189,7 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
 
 
 def test_every_shipped_fragment_has_a_test() -> None:
-    here = {"overview", "trace", "snapshot", "large_runs", "curves", "modules"}
+    here = {"overview", "trace", "snapshot", "large_runs", "curves", "modules", "leaks"}
     in_test_memprofiler_cli = {"memprofiler_demo", "pytorch_profiler"}
     in_test_triggers = {"triggers"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == here | in_test_memprofiler_cli | in_test_triggers
