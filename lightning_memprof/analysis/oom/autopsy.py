@@ -29,7 +29,9 @@ from lightning_memprof.analysis.snapshot.reader import read_snapshot
 from lightning_memprof.analysis.snapshot.replay import replay
 from lightning_memprof.analysis.stacks import Frame, parse_frame, user_frame
 from lightning_memprof.artifacts.manifest import TrainingFacts
+from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -122,7 +124,7 @@ def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
     """
     ranks = {rank.rank: rank for rank in run.ranks if any(event.rank == rank.rank for event in run.ooms)}
     blocks = {number: _largest_blocks(rank) for number, rank in ranks.items()}
-    return tuple(
+    found = (
         autopsy(
             event,
             ranks[event.rank].training,
@@ -132,6 +134,16 @@ def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
         )
         for event in run.ooms
     )
+    return tuple(_with_workers(event, ranks[event.rank]) for event in found)
+
+
+def _with_workers(found: Autopsy, rank: Rank) -> Autopsy:
+    """Add what the DataLoader workers had when host memory ran out: it is not part of the process's."""
+    last = [row for row in rank.read(ProcessRow).rows if row.kind == "workers" and row.private_bytes][-1:]
+    if not found.is_host or not last:
+        return found
+    held = f"{format_count(last[0].workers or 0, 'DataLoader worker')} had {format_bytes(last[0].private_bytes or 0)}"
+    return replace(found, why=f"{found.why} {held} of private memory in step {last[0].step}.")
 
 
 def _largest_blocks(rank: Rank) -> tuple[str, ...]:

@@ -18,10 +18,10 @@ from lightning_memprof.capture.loader_workers import (
     WorkerMemory,
     counted_workers,
     exit_code,
+    new_workers,
     worker_counts,
     worker_memory,
     worker_times,
-    workers,
 )
 from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, peak_rss_bytes
 from lightning_memprof.schedule import Point
@@ -199,6 +199,7 @@ class ProcessLog:
         self._spent_ns = 0
         # Workers by process id, and their last rows.
         self._known: dict[int, BaseProcess] = {}
+        self._seen: set[BaseProcess] = set()
         self._last: dict[int, ProcessRow] = {}
         self._batches = 0
         self._stride = 1
@@ -220,8 +221,7 @@ class ProcessLog:
         if self._batches:
             self._end_validation(record.step, record.global_step)
         self._at = (record.step, record.global_step)
-        # Half a microsecond, and 0.3 µs for each worker.
-        self._known.update((child.pid, child) for child in workers() if child.pid is not None)
+        self._known.update((child.pid, child) for child in new_workers(self._seen) if child.pid is not None)
         if self._left:
             self._read_next()
             return

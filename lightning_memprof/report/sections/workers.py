@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.steps.workers import Worker, private_memory, workers
 from lightning_memprof.report.document import (
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from lightning_memprof.report.view import View
 
 __all__ = ["workers_section"]
+
+# From this share of the limit on, the number of workers matters.
+NEAR: Final = 0.5
 
 
 def workers_section(view: View) -> Section | None:
@@ -104,9 +107,13 @@ def _node(view: View) -> Iterator[Lines]:
     private = sum(max(private_memory(rank), default=0) for rank in here)
     limits = [view.run.lead.facts.environment.get(name) for name in ("memory_limit_bytes", "memory_bytes")]
     limit = next((value for value in limits if isinstance(value, int) and value > 0), None)
+    each = max((row.private_bytes or 0 for rank in here for row in workers(rank)), default=0)
     words = [size(resident + private), size(resident), size(private)]
     text = f"at most {{}}: {format_count(len(here), 'rank')} with {{}} (RSS), private memory of their workers {{}}"
-    if limit is None:
-        yield Lines("", [Fact("memory of the node", phrase(text, *words))])
-    else:
-        yield Lines("", [Fact("memory of the node", phrase(f"{text}; limit {{}}", *words, size(limit)))])
+    lines = [Fact("memory of the node", phrase(text, *words))]
+    if limit is not None:
+        lines.append(Fact("limit of the node", size(limit)))
+        if each and resident + private > NEAR * limit:
+            fits = max(0, limit - resident) // (each * len(here))
+            lines.append(Fact("num_workers that fits", phrase("{} per rank, of {} each", count(fits), size(each))))
+    yield Lines("", lines)

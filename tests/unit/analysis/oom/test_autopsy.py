@@ -393,6 +393,15 @@ def test_a_run_carries_its_events_with_what_its_file_adds(tmp_path: Path) -> Non
     assert [oom.cause for oom in autopsies(run)] == ["full", "full"]
 
 
+def test_a_full_host_names_the_memory_of_its_workers(tmp_path: Path) -> None:
+    run = recorded(tmp_path, {"number": 0, "memory": "device"}, {"number": 1, "memory": "host"})
+    sample = {"kind": "workers", "step": 40, "workers": 2, "private_bytes": 4 * GIB}
+    (run / "processes.rank00000.jsonl").write_text(json.dumps(sample) + "\n")
+    device, host = autopsies(load_run(tmp_path))
+    assert host.why.endswith("2 DataLoader workers had 4.00 GiB of private memory in step 40.")
+    assert "worker" not in device.why
+
+
 @pytest.mark.parametrize(
     "file", ["", "[]", '{"events": 3}', '{"events": [3]}', '{"events": [{"number": "x"}]}', "[" * 9999]
 )

@@ -9,7 +9,7 @@ import pytest
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.steps.workers import Loading, loading, workers
-from lightning_memprof.report.document import Table
+from lightning_memprof.report.document import Lines, Table
 from lightning_memprof.report.sections.workers import workers_section
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import MIB
@@ -90,6 +90,24 @@ def test_the_page_has_each_worker_and_the_code_of_one_that_died(tmp_path: Path) 
     codes = [row[headings.index("exit code")].value for row in memory.rows]
     assert codes == [None, -9]
     assert [row[0].value for row in time.rows] == ["Images", "Images"]
+
+
+def test_close_to_the_nodes_limit_the_page_has_the_number_of_workers_that_fits(tmp_path: Path) -> None:
+    def labels(limit: int) -> list[str]:
+        directory = make_run(tmp_path / str(limit), FakeRun(memory=None, trace=False, rss_bytes=lambda _: 100 * MIB))
+        manifest = directory / "manifest.rank00000.jsonl"
+        lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+        lines[0]["environment"]["memory_limit_bytes"] = limit
+        manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        samples = [worker(100, 3), {"kind": "workers", "step": 150, "workers": 1, "private_bytes": 43 * MIB}]
+        (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        section = workers_section(run_view(load_run(directory)))
+        assert section is not None
+        (node,) = (part for part in section.parts if isinstance(part, Lines))
+        return [line.label for line in node.rows]
+
+    assert labels(2000 * MIB) == ["memory of the node", "limit of the node"]
+    assert labels(200 * MIB) == ["memory of the node", "limit of the node", "num_workers that fits"]
 
 
 def test_a_run_without_workers_has_no_section(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def sampling(monkeypatch: pytest.MonkeyPatch, children: list[Child]) -> list[int
     now = [0]
     host = "lightning_memprof.capture.collectors.host."
     monkeypatch.setattr(f"{host}perf_counter_ns", lambda: now[0])
-    monkeypatch.setattr(f"{host}workers", lambda: children)
+    monkeypatch.setattr(f"{host}new_workers", lambda _: children)
     monkeypatch.setattr(f"{host}worker_memory", lambda _: WorkerMemory(2 * MIB, MIB, 4 * MIB))
     return now
 
