@@ -7,6 +7,7 @@ import sys
 from typing import Any, Final
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -110,6 +111,9 @@ def without_data(model: nn.Module, device: torch.device) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = replaced(tensor)
+        # The states of torchmetrics' Metric are neither, and move with it.
+        for name in getattr(module, "_defaults", ()):
+            setattr(module, name, apply_to_collection(getattr(module, name), Tensor, replaced))
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeig
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_memprof import estimate
 from lightning_memprof.analysis.estimate import DEVICES, device_named, parse_bytes
@@ -451,3 +452,18 @@ def test_options_after_the_program_are_explained_where_it_refuses_them(tmp_path:
     command = program(tmp_path, before="sys.exit(2 if len(sys.argv) > 1 else 0)")
     with pytest.raises(MemprofError, match="--devices after the program's name belongs to the program"):
         estimate_program([*command, "--devices", "8"], Wanted(what_if=("none",)))
+
+
+@FORKS
+def test_the_states_of_metrics_move_with_the_model() -> None:
+    class Measured(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Any) -> Any:
+            loss = super().training_step(batch)
+            self.mean(loss)
+            return loss
+
+    assert estimate(Measured(), loader(), device="L4", what_if=("none",)).fit == "fits"
