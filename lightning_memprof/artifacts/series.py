@@ -37,6 +37,7 @@ __all__ = [
     "SeriesRow",
     "StallRow",
     "ThroughputRow",
+    "WorkerBatchRow",
     "columns_of",
     "decode_pulse",
     "encode_pulse",
@@ -153,6 +154,18 @@ class ActionMemoryRow(SeriesRow, gc=False):
     action: str | None = None
     rss_change_bytes: Int64 | None = None
     heap_change_bytes: Int64 | None = None
+
+
+class WorkerBatchRow(SeriesRow, gc=False):
+    """A batch that a DataLoader worker made during a window: when it began (Unix time) and how long it took."""
+
+    series = "worker_batches"
+
+    pid: Int64 | None = None
+    worker: Int64 | None = None
+    dataset: str | None = None
+    start_ns: Int64 | None = None
+    duration_ns: Int64 | None = None
 
 
 class ProcessRow(SeriesRow, gc=False):

@@ -35,6 +35,7 @@ __all__ = [
     "counted_workers",
     "exit_code",
     "new_workers",
+    "worker_batches",
     "worker_counts",
     "worker_loop",
     "worker_memory",
@@ -46,10 +47,12 @@ __all__ = [
 # Bound when no worker has started: in a forked one torch's module has ours.
 _TORCH_LOOP: Final[Any] = getattr(getattr(_utils, "worker", None), "_worker_loop", None)
 _LOOP: Final = "_worker_loop"
-# The counters of a page, each an int64, then the name of the data set.
+# The counters of a page, each an int64, then the name of the data set, then the last batches: start and duration.
 _COUNTERS: Final = ("worker", "batches", "fetch_ns", "fetch_cpu_ns", "collate_ns", "queue_wait_ns", "waits_since_ns")
 _NAME_AT: Final = 8 * len(_COUNTERS)
-_PAGE_BYTES: Final = 512
+_BATCHES_AT: Final = 512
+_LAST_BATCHES: Final = 64
+_PAGE_BYTES: Final = _BATCHES_AT + 16 * _LAST_BATCHES
 _TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 # Fields of proc(5)'s stat after the command: utime, stime and delayacct_blkio_ticks.
 _UTIME, _STIME, _BLKIO = 11, 12, 39
@@ -155,8 +158,17 @@ def worker_counts(pid: int) -> dict[str, Any]:
     found: dict[str, Any] = dict(zip(_COUNTERS, unpack_from(f"={len(_COUNTERS)}q", page), strict=True))
     if since := found.pop("waits_since_ns"):
         found["queue_wait_ns"] += max(perf_counter_ns() - since, 0)
-    found["dataset"] = page[_NAME_AT:].rstrip(b"\0").decode("utf-8", "replace")
+    found["dataset"] = page[_NAME_AT:_BATCHES_AT].rstrip(b"\0").decode("utf-8", "replace")
     return found
+
+
+def worker_batches(pid: int) -> list[tuple[int, int]]:
+    """Return start, as of ``perf_counter_ns``, and duration of a worker's last batches, at most 64, in ns."""
+    page = _read(_folder(os.getpid()) / str(pid))
+    if len(page) != _PAGE_BYTES:
+        return []
+    values = unpack_from(f"={2 * _LAST_BATCHES}q", page, _BATCHES_AT)
+    return sorted((start, ns) for start, ns in zip(values[::2], values[1::2], strict=True) if start)
 
 
 def _folder(parent: int) -> Path:
@@ -228,7 +240,7 @@ class _Page:
 
     def begin(self, worker: int, dataset: str) -> None:
         """Write who this is."""
-        name = dataset.encode()[: _PAGE_BYTES - _NAME_AT]
+        name = dataset.encode()[: _BATCHES_AT - _NAME_AT]
         self._bytes[_NAME_AT : _NAME_AT + len(name)] = name
         self._counts[_COUNTERS.index("worker")] = worker
 
@@ -258,8 +270,11 @@ class _Page:
                 with wrapped(fetcher, "collate_fn", self._collates):
                     return link.call(fetcher, *arguments, **keywords)
             finally:
+                elapsed = perf_counter_ns() - began
                 counts[cpu] += process_time_ns() - cpu_began
-                counts[wall] += perf_counter_ns() - began
+                counts[wall] += elapsed
+                place = _BATCHES_AT // 8 + 2 * (counts[batches] % _LAST_BATCHES)
+                counts[place], counts[place + 1] = began, elapsed
                 counts[batches] += 1
 
         return fetch

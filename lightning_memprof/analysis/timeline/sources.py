@@ -209,6 +209,7 @@ def _window_sources(run: Run, rank: Rank, window: RecordedWindow, offset: int, s
     readers: dict[str, Reader] = {
         "hooks": _hooks,
         "garbage": _pauses,
+        "worker_batches": _batches,
         "host": partial(_counters, "memory"),
         "allocator": _allocator,
         "system": partial(_counters, "system"),
@@ -288,6 +289,18 @@ def _hooks(path: Path) -> Iterator[TimelineEvent]:
         yield TimelineEvent(
             name=name, start_ns=start, duration_ns=max(0, duration), thread=thread, cat=cat, args=where
         )  # fmt: skip
+
+
+def _batches(path: Path) -> Iterator[TimelineEvent]:
+    """Yield the batches of DataLoader workers, a track for each worker."""
+    for row in _rows(path):
+        start, duration = integer(row.get("start_ns")), integer(row.get("duration_ns"))
+        if start is not None and duration is not None:
+            owner = text(row, "dataset") or "DataLoader"
+            thread = f"worker {row.get('worker')} of {owner}, pid {row.get('pid')}"
+            yield TimelineEvent(
+                name=f"{owner} batch", start_ns=start, duration_ns=max(0, duration), thread=thread, cat="data_fetch"
+            )
 
 
 def _pauses(path: Path) -> Iterator[TimelineEvent]:

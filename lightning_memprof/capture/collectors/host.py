@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import psutil
 
 from lightning_memprof.artifacts.naming import processes_name
-from lightning_memprof.artifacts.series import ActionMemoryRow, HostRow, ProcessRow, columns_of, encode_rows
+from lightning_memprof.artifacts.series import (
+    ActionMemoryRow,
+    HostRow,
+    ProcessRow,
+    WorkerBatchRow,
+    columns_of,
+    encode_rows,
+)
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnException, OnMark, OnStep
 from lightning_memprof.capture.loader_workers import (
@@ -19,8 +26,10 @@ from lightning_memprof.capture.loader_workers import (
     counted_workers,
     exit_code,
     new_workers,
+    worker_batches,
     worker_counts,
     worker_memory,
+    worker_pids,
     worker_times,
 )
 from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, peak_rss_bytes
@@ -75,6 +84,7 @@ class HostMemory(Collector):
         ):
             last.callback(actions.close)
             last.callback(_save, run, window, actions)
+            last.callback(_save_batches, run, window, perf_counter_ns())
             last.enter_context(run.actions.listen(actions.start, actions.stop))
 
             def sample(mark: Mark) -> None:
@@ -116,6 +126,26 @@ class HostMemory(Collector):
 def _save(run: RunContext, window: Window, actions: ActionMemory) -> None:
     if actions.rows:
         run.sink.write_rows(window, ActionMemoryRow.series, actions.rows)
+
+
+def _save_batches(run: RunContext, window: Window, since_ns: int) -> None:
+    rows = []
+    for pid in worker_pids():
+        counts = worker_counts(pid)
+        rows += [
+            WorkerBatchRow(
+                pid=pid,
+                worker=counts.get("worker"),
+                dataset=counts.get("dataset"),
+                start_ns=start + run.unix_offset_ns,
+                duration_ns=duration,
+                recorded=True,
+            )
+            for start, duration in worker_batches(pid)
+            if start + duration > since_ns
+        ]
+    if rows:
+        run.sink.write_rows(window, WorkerBatchRow.series, rows)
 
 
 class ActionMemory:

@@ -63,6 +63,16 @@ def test_pauses_and_samples_of_the_machine_are_events_and_damage_hides_only_itse
     assert (sample.name, sample.args) == ("load_1m", {"value": 0.5})
 
 
+def test_each_worker_of_a_dataloader_has_a_track_with_its_batches(tmp_path):
+    run = make_run(tmp_path)
+    batch = {"recorded": True, "dataset": "Images", "start_ns": 10**18, "duration_ns": 7_000}
+    rows = [{**batch, "pid": 90 + worker, "worker": worker} for worker in (0, 1)]
+    add_series(run, "worker_batches", [*rows, {"pid": 92, "start_ns": "soon"}])
+    found = events(run_sources(load_run(run)), name="Images batch")
+    assert [event.thread for event in found] == ["worker 0 of Images, pid 90", "worker 1 of Images, pid 91"]
+    assert {event.duration_ns for event in found} == {7_000}
+
+
 def test_samples_of_the_whole_run_and_named_moments_are_kept_to_the_windows(tmp_path):
     directory = make_run(tmp_path)
     starts = {row["step"]: row["start_ns"] or 0 for row in load_run(directory).lead.pulse}
