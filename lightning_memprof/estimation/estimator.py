@@ -195,7 +195,7 @@ def _alternative(fit: Fit, change: Change, variation: Variation, base: model.Est
 
 def _tried(fit: Fit, wanted: Wanted, variation: Variation) -> model.Estimate:
     wanted.progress(f"batches of {variation.batch_size}", 0, 0)
-    return simulate(fit, wanted.target(), variation)
+    return simulate(fit, wanted.target(), variation, is_checked=True)
 
 
 def _largest(first: model.Estimate, tried: Callable[[int], model.Estimate]) -> model.Estimate:

@@ -129,8 +129,14 @@ class Variation:
     values: Values = field(default_factory=Values)
 
 
-def simulate(fit: Fit, device: Device, variation: Variation | None = None) -> Estimate:
+def simulate(fit: Fit, device: Device, variation: Variation | None = None, *, is_checked: bool = False) -> Estimate:
     """Return the estimate of a fit; the program's objects stay as they are.
+
+    Args:
+        fit: the call.
+        device: whose memory limits it.
+        variation: what is changed about it.
+        is_checked: whether another batch of the fit was estimated: what depends on values is refused there.
 
     Raises:
         MemprofError: the training cannot run without data, or the platform cannot fork.
@@ -142,7 +148,7 @@ def simulate(fit: Fit, device: Device, variation: Variation | None = None) -> Es
     # Here, where this machine's GPUs can be counted.
     ranks = ranks_of(_arguments(fit, variation))
     found = _in_child(lambda: _simulated(fit, ranks, device, variation))
-    if found.assumed and variation.change is None:
+    if found.assumed and variation.change is None and not is_checked:
         _refuse_dependence(found, lambda values: _simulated(fit, ranks, device, replace(variation, values=values)))
     return found.estimate
 

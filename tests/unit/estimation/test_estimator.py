@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric
 from lightning_memprof import estimate
 from lightning_memprof.analysis.estimate import DEVICES, device_named, parse_bytes
 from lightning_memprof.errors import ConfigError, MemprofError
-from lightning_memprof.estimation import storages
+from lightning_memprof.estimation import simulation, storages
 from lightning_memprof.estimation.changes import checkpoint_blocks, parse_change, repeated_blocks
 from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.estimator import estimate_program
@@ -467,3 +467,27 @@ def test_the_states_of_metrics_move_with_the_model() -> None:
             return loss
 
     assert estimate(Measured(), loader(), device="L4", what_if=("none",)).fit == "fits"
+
+
+@FORKS
+def test_each_batch_size_that_is_tried_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(Net):
+        def training_step(self, batch: Any) -> Any:
+            loss = super().training_step(batch)
+            return loss * loss.item()
+
+    runs: list[int] = []
+
+    def counted(work: Any) -> Any:
+        runs.append(1)
+        return in_child(work)
+
+    in_child = simulation._in_child
+    monkeypatch.setattr(simulation, "_in_child", counted)
+    tried: list[str] = []
+    estimate(
+        Reads(), loader(), device="cpu", device_memory="8MiB", batch_size="max", what_if=("none",),
+        progress=lambda name, _done, _total: tried.append(name),
+    )  # fmt: skip
+    # The program's own size is simulated again with another number.
+    assert len(runs) == len(tried) + 1
