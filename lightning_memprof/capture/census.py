@@ -32,7 +32,6 @@ __all__ = [
     "grouped",
     "large_objects",
     "take_census",
-    "tracked_tensors",
 ]
 
 LEAST_ENTRIES: Final = 4
@@ -176,12 +175,6 @@ def large_objects(least: int) -> Iterator[tuple[Any, int]]:
                 if size >= least and getattr(value, "base", None) is None:
                     seen.add(id(value))
                     yield value, size
-
-
-def tracked_tensors() -> list[torch.Tensor]:
-    """Return all tensors that the garbage collector tracks."""
-    # isinstance of a proxy may run the program's code; its type does not.
-    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
 
 
 def full_name(kind: type) -> str:

@@ -21,7 +21,6 @@ from lightning_memprof.capture.census import (
     graphs,
     grouped,
     large_objects,
-    tracked_tensors,
 )
 from lightning_memprof.capture.sources.assignments import Assignments
 from lightning_memprof.capture.sources.holders import (
@@ -34,6 +33,7 @@ from lightning_memprof.capture.sources.holders import (
     length_of,
     type_name,
 )
+from lightning_memprof.capture.sources.oom_state import tracked_tensors
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
