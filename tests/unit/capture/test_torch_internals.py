@@ -19,7 +19,7 @@ PACKAGE: Final = Path(lightning_memprof.__file__).parent
 MODULE: Final = PACKAGE / "capture" / "torch_internals.py"
 # Private names of Python and of Lightning.
 NOT_TORCHS: Final = {
-    *("_asdict", "_exit", "_getframe", "_replace"),
+    *("_asdict", "_current_frames", "_exit", "_getframe", "_replace"),
     *("_batches_that_stepped", "_combined_loader", "_logger_connector", "_forward_redirection", "_should_accumulate"),
     *("_activation_checkpointing_kwargs", "_data_parallel_size", "_ddp_comm_hook", "_ddp_kwargs"),
     "_tensor_parallel_size",
