@@ -11,6 +11,7 @@ import inspect
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 from contextlib import ExitStack, contextmanager, suppress
 from mmap import mmap
@@ -18,6 +19,7 @@ from multiprocessing import process
 from pathlib import Path
 from struct import unpack_from
 from time import perf_counter_ns, process_time_ns
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_memprof.capture.observe import wrapped
@@ -219,6 +221,26 @@ def _count(bound: Mapping[str, Any], counting: ExitStack) -> None:
     counting.enter_context(wrapped(bound["index_queue"], "get", page.waits))
     for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
         counting.enter_context(wrapped(fetcher, "fetch", page.fetches))
+    counting.enter_context(wrapped(_utils.worker.ExceptionWrapper, "__init__", _hidden))
+
+
+def _hidden(link: Link) -> Callable[..., None]:
+    """Leave our functions out of the traceback that a worker sends as the message of its exception."""
+
+    def init(wrapper: Any, exc_info: Any = None, *arguments: Any, **keywords: Any) -> None:
+        kind, error, traceback = exc_info or sys.exc_info()
+        link.call(wrapper, (kind, error, _without_ours(traceback)), *arguments, **keywords)
+
+    return init
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    if traceback is None:
+        return None
+    rest = _without_ours(traceback.tb_next)
+    if traceback.tb_frame.f_code.co_filename == __file__:
+        return rest
+    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
 class _Page:

@@ -104,8 +104,15 @@ def test_blocks_that_stay_from_window_to_window_are_told_from_those_that_grew(tm
 
 def test_the_variable_that_keeps_the_tensors_is_named(tmp_path: Path) -> None:
     directory = trained(tmp_path, leaks)
-    row = {"kind": "attribute", "place": "Net.outputs[...]", "content": "Tensor[9]", "line": "a/train.py:3"}
-    row |= {"step": 24, "since_step": 4, "added": 20, "added_bytes": 400 * MIB, "source": "self.outputs = []"}
+    row: dict[str, str | int] = {"kind": "attribute", "place": "Net.outputs[...]", "content": "Tensor[9]"}
+    row |= {
+        "line": "a/train.py:3",
+        "step": 24,
+        "since_step": 4,
+        "added": 20,
+        "added_bytes": 400 * MIB,
+        "source": "self.outputs = []",
+    }
     (directory / "holders.rank00000.jsonl").write_text(json.dumps(row) + "\n")
     finding = found(directory)["device_memory_growth"]
     assert finding.next_steps[0].startswith("Clear or bound Net.outputs, assigned in a/train.py:3: self.outputs = []")
