@@ -2,17 +2,14 @@
 
 torch starts a worker with its function ``_worker_loop``. While :func:`counted_workers` is open it starts
 :func:`worker_loop` instead, which is pickled by name as torch's is: nothing else is pickled. The worker counts in a
-page of memory, a file in a folder that it finds by the process id of its parent; the parent reads the file.
+page of memory, an open file without a name, which the parent reads while the worker lives.
 """
 
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
-import shutil
 import sys
-import tempfile
 from contextlib import ExitStack, contextmanager, suppress
 from mmap import mmap
 from multiprocessing import process
@@ -49,6 +46,7 @@ __all__ = [
 # Bound when no worker has started: in a forked one torch's module has ours.
 _TORCH_LOOP: Final[Any] = getattr(getattr(_utils, "worker", None), "_worker_loop", None)
 _LOOP: Final = "_worker_loop"
+_PAGE: Final = "lightning-memprof-worker"
 # The counters of a page, each an int64, then the name of the data set, then the last batches: start and duration.
 _COUNTERS: Final = ("worker", "batches", "fetch_ns", "fetch_cpu_ns", "collate_ns", "queue_wait_ns", "waits_since_ns")
 _NAME_AT: Final = 8 * len(_COUNTERS)
@@ -154,7 +152,7 @@ def exit_code(child: BaseProcess) -> int | None:
 
 def worker_counts(pid: int) -> dict[str, Any]:
     """Return what a worker has counted since its start, in columns of a ``ProcessRow``; empty if it does not count."""
-    page = _read(_folder(os.getpid()) / str(pid))
+    page = _page_of(pid)
     if len(page) != _PAGE_BYTES:
         return {}
     found: dict[str, Any] = dict(zip(_COUNTERS, unpack_from(f"={len(_COUNTERS)}q", page), strict=True))
@@ -166,16 +164,27 @@ def worker_counts(pid: int) -> dict[str, Any]:
 
 def worker_batches(pid: int) -> list[tuple[int, int]]:
     """Return start, as of ``perf_counter_ns``, and duration of a worker's last batches, at most 64, in ns."""
-    page = _read(_folder(os.getpid()) / str(pid))
+    page = _page_of(pid)
     if len(page) != _PAGE_BYTES:
         return []
     values = unpack_from(f"={2 * _LAST_BATCHES}q", page, _BATCHES_AT)
     return sorted((start, ns) for start, ns in zip(values[::2], values[1::2], strict=True) if start)
 
 
-def _folder(parent: int) -> Path:
-    """Return where the workers of a process have their pages."""
-    return Path(tempfile.gettempdir(), f"lightning-memprof-{os.getuid()}-{parent}")
+def _page_of(pid: int) -> bytes:
+    """Return the page of a worker; empty if it has none, or has ended. About 3 µs per open file of the worker."""
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as files:
+            return next((_read(file.path) for file in files if _is_page(file.path)), b"")
+    except OSError:
+        return b""
+
+
+def _is_page(path: str) -> bool:
+    # The file may be closed meanwhile.
+    with suppress(OSError):
+        return _PAGE in os.readlink(path)  # noqa: PTH115 a Path doubles the cost
+    return False
 
 
 @contextmanager
@@ -186,20 +195,12 @@ def counted_workers() -> Iterator[None]:
     if _TORCH_LOOP is None or vars(place).get(_LOOP) is not _TORCH_LOOP:
         yield
         return
-    folder = _folder(os.getpid())
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir(mode=0o700)
-    except OSError:
-        yield
-        return
     setattr(place, _LOOP, worker_loop)
     try:
         yield
     finally:
         if vars(place).get(_LOOP) is worker_loop:
             setattr(place, _LOOP, _TORCH_LOOP)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def worker_loop(*arguments: Any, **keywords: Any) -> None:
@@ -213,10 +214,7 @@ def worker_loop(*arguments: Any, **keywords: Any) -> None:
 
 
 def _count(bound: Mapping[str, Any], counting: ExitStack) -> None:
-    parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None:
-        return
-    page = _Page(_folder(parent.pid) / str(os.getpid()))
+    page = _Page()
     page.begin(bound["worker_id"], type(bound["dataset"]).__name__)
     counting.enter_context(wrapped(bound["index_queue"], "get", page.waits))
     for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
@@ -244,20 +242,13 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
 
 
 class _Page:
-    """The counters of this worker, in a file.
+    """The counters of this worker, in a file of memory that is gone with the process, however that ends."""
 
-    Args:
-        path: the file.
-
-    """
-
-    def __init__(self, path: Path) -> None:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(file, _PAGE_BYTES)
-            self._bytes = mmap(file, _PAGE_BYTES)
-        finally:
-            os.close(file)
+    def __init__(self) -> None:
+        # Open as long as the worker lives: the parent finds it among the worker's files.
+        file = os.memfd_create(_PAGE)
+        os.ftruncate(file, _PAGE_BYTES)
+        self._bytes = mmap(file, _PAGE_BYTES)
         self._counts = memoryview(self._bytes).cast("q")
 
     def begin(self, worker: int, dataset: str) -> None:
