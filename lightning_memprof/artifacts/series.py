@@ -324,7 +324,7 @@ class RegionRow(SeriesRow, gc=False, omit_defaults=False):
 
 
 class HolderRow(SeriesRow, gc=False):
-    """Who holds what has grown between ``since_step`` and ``step``, as the search at ``step`` found it.
+    """A holder of memory that grew between ``since_step`` and ``step``, as the search at ``step`` found it.
 
     ``place`` is the chain from a variable to it, ``LitGPT.history[...]``, ``line`` and ``source`` the assignment of the
     variable; ``content`` describes an entry, ``count`` is their number, ``added`` the new ones, ``added_bytes`` their

@@ -47,7 +47,7 @@ class Request:
         cause: where the request comes from, for the report.
         active: steps to record; None for the value of the run's ``Triggers``.
         warmup: warmup steps before them; None for the value of the run's ``Triggers``.
-        leaks: whether to search for the holders of what grows in the window.
+        leaks: whether to search for the holders of memory that grows in the window.
 
     """
 
@@ -69,7 +69,7 @@ class Plan:
         warmup: steps whose records are discarded.
         active: steps to record.
         seen_at: rank 0's step when it saw the request.
-        leaks: whether to search for the holders of what grows in the window.
+        leaks: whether to search for the holders of memory that grows in the window.
 
     """
 

@@ -112,7 +112,7 @@ class Progress:
         window: index of the open window.
         clock: of the run's steps; None before there is a session.
         validation_batch: called before each batch of a validation inside fit; None if nobody listens.
-        holders_asked: whether a request asks who holds memory, in the next window.
+        holders_asked: whether the request of the next window asks for holders of growing memory.
         apart_ns: nanoseconds of collectors outside windows that do not belong to the pulse.
 
     """

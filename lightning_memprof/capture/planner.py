@@ -29,7 +29,7 @@ class WindowRequest:
         warmup: warmup steps, whose records are discarded.
         active: steps to record.
         step: the step at which the window opens; None is the next step.
-        leaks: whether to search for the holders of what grows in the window.
+        leaks: whether to search for the holders of memory that grows in the window.
 
     """
 

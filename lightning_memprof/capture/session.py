@@ -251,6 +251,10 @@ class Session:
             log.info("%s", message)
             manifest.append("note", collector="triggers", message=message)
             self._progress.holders_asked = turn.request.leaks
+            if turn.request.leaks and not any(collector.name == "holders" for collector in self._collectors):
+                note = "the request asks for holders of growing memory: add the collector Holders to the callback"
+                log.warning("%s", note)
+                manifest.append("note", collector="triggers", message=note)
         elif window.active:
             if turn.action is Action.WARMUP:
                 log.info("window %d warms up in %s", window.index, _span(window.warmup))

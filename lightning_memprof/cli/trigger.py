@@ -25,7 +25,9 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("RUN", help=RUN_HELP)
     parser.add_argument("--active", type=int, default=None, metavar="N", help="steps to record (default: the run's)")
     parser.add_argument("--warmup", type=int, default=None, metavar="N", help="warmup steps (default: the run's)")
-    parser.add_argument("--leaks", action="store_true", help="also name who holds what grows in the window")
+    parser.add_argument(
+        "--leaks", action="store_true", help="also search for the holders of memory that grows in the window"
+    )
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for rank 0 (default: %(default)s)"
     )

@@ -138,7 +138,7 @@ class MemProfilerCallback(Adapter):
 
         Args:
             active: steps to record; None is what :class:`Triggers` says.
-            leaks: search for the holders of what grows in the window, see :class:`Holders`.
+            leaks: search for the holders of memory that grows in the window, see :class:`Holders`.
 
         Raises:
             ConfigError: ``active`` is not a number of steps.
@@ -152,7 +152,7 @@ class MemProfilerCallback(Adapter):
         self.attachment.triggers.call(active, leaks=leaks)
 
     def holders(self, wanted: Any) -> list[str]:
-        """Return who holds a tensor or another object, or the objects of a type, in words with the source line.
+        """Return the holders of a tensor or another object, or of the objects of a type, with the source line.
 
         At any point of the program; takes up to 2 s and keeps nothing alive.
 

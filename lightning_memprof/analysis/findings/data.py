@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics as stats
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.measures import MANY_PER_CORE, counted_workers, rhythm, sample_method
+from lightning_memprof.analysis.findings.measures import MANY_PER_CORE, rhythm, sample_method, worker_advice
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTABLE,
@@ -118,7 +118,7 @@ def input_bound(facts: Facts) -> list[Finding]:
                 at_epoch_starts,
                 _slowest_part(ledger, few),
                 in_few_steps=in_few_steps,
-                measured=counted_workers(facts, rank, ledger),
+                measured=worker_advice(facts, rank, ledger),
             ),
             evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
             numbers={

@@ -61,7 +61,7 @@ OUTSIDE: Final = {
     "remainder": ("outside Python objects", "native code keeps it.", NATIVE),
     "free memory": (
         "in freed memory",
-        "the C allocator keeps what the program has freed.",
+        "the C allocator keeps freed memory.",
         "Pad batches to a few lengths, or set MALLOC_ARENA_MAX=2 before the training.",
     ),
 }
@@ -156,7 +156,7 @@ def memory_growth(facts: Facts) -> list[Finding]:
 
 
 def _slopes(facts: Facts) -> list[tuple[Growth, Rank, str, str]]:
-    """Return what grows: the slope, its rank, and the words for the memory and its source."""
+    """Return each slope with its rank, and the words for the memory and its source."""
     return [
         (growth, rank, title, source)
         for rank in facts.run.ranks
@@ -218,10 +218,9 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
 def _held(holder: HolderRow) -> _Cause:
     place = (holder.place or "").removesuffix("[...]")
     line = f" ({holder.line})" if holder.line else ""
-    more = f"{holder.added:,} more of " if holder.added else ""
-    why = (
-        f"{place} has {more}{holder.content}, {format_bytes(holder.added_bytes or 0)}, since step {holder.since_step}."
-    )
+    count = f"{holder.added:,} " if holder.added else ""
+    size = format_bytes(holder.added_bytes or 0)
+    why = f"{place} gained {count}{holder.content} ({size}) since step {holder.since_step}."
     assigned = f", assigned in {holder.line}: {holder.source}" if holder.line and holder.source else ""
     advice = f"Clear or bound {place}{assigned}"
     if "Tensor" in (holder.content or ""):

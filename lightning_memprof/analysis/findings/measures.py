@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 __all__ = [
     "MANY_PER_CORE",
     "Rhythm",
-    "counted_workers",
     "few_steps",
     "own_marks",
     "own_ns",
     "rhythm",
     "sample_method",
+    "worker_advice",
 ]
 
 # A step stands out if a phase takes this many times its median.
@@ -217,8 +217,8 @@ def own_ns(rank: Rank, statistics: PulseStatistics) -> int:
     return sum(marks.get(step, 0) for step in steps) // statistics.used
 
 
-def counted_workers(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
-    """Return what the workers' own times say about their number; None where they do not show that it is too small.
+def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
+    """Return the number of workers that removes the wait, from their times; None where they do not show one.
 
     A worker takes ``fetch`` ns for a batch, the loop one batch every ``step`` ns without its wait: ``fetch / step``
     workers keep up, rounded up. Of ``fetch``, the processor time needs cores, which the ranks of the machine use too.
@@ -230,7 +230,7 @@ def counted_workers(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
     number, cores, method = loaders[0].num_workers, rank.facts.cpu_count, sample_method(loaders)
     here = sum(other.facts.host == rank.facts.host for other in facts.run.ranks)
     wanted = cost.workers_for(step_ns)
-    times = f"a batch takes a worker {format_ns(cost.fetch_ns)}, a step without the wait {format_ns(step_ns)}"
+    times = f"a worker needs {format_ns(cost.fetch_ns)} per batch, a step {format_ns(step_ns)} without the wait"
     if cores is not None and cost.is_cpu_bound:
         free = max((cores - here) / here, 1.0)
         if cost.step_on(free) > step_ns:

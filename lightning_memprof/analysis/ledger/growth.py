@@ -1,4 +1,4 @@
-"""Memory that grows steadily, in steps, workers and validations, who holds it, and what windows leave behind."""
+"""Memory that grows steadily, in steps, workers and validations; its holders; memory that windows leave behind."""
 
 from __future__ import annotations
 

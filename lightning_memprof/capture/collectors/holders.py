@@ -1,4 +1,4 @@
-"""Who holds memory that grows: searched for when growth is seen, or on request."""
+"""Holders of growing memory, searched for when memory has grown, or on request."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Holders(Collector):
     """The holders of memory that grows: the chain of references from a variable of the program, and its source line.
 
     Over the whole run RSS, and on an accelerator the allocated bytes, are read at most every 10 ms. Once they have
-    grown by 8 MiB and 1%, the objects of the program are counted, about 0.1 s; once they have grown by further 32 MiB
-    and 5%, and at the end of the run, what has grown is searched for, at most ``seconds``, and again each time that the
-    growth is four times as large. A window that ``lightning-memprof trigger --leaks`` requests compares its start and
-    its end. Without growth and without a request nothing is counted.
+    grown by 8 MiB and 1%, the objects of the program are counted, about 0.1 s; once they have grown by another 32 MiB
+    and 5%, and at the end of the run, their holders are searched for, about ``seconds`` at most, and again each time
+    that the growth is four times as large. A window that ``lightning-memprof trigger --leaks`` requests compares its
+    start and its end. Without growth and without a request nothing is counted.
 
     The search runs no code of the program, keeps no object alive, and does not collect garbage.
 

@@ -1,4 +1,4 @@
-"""What has grown between two moments, and who holds it: containers, groups of tensors, graphs, objects by type."""
+"""Holders of memory that has grown between two moments: containers, groups of tensors, graphs, objects by type."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _mean_bytes(container: Any, more: int, content: _Content, search: HolderSear
 def grown_holders(
     before: Census, now: Census, model: nn.Module, seconds: float, skip: Iterable[int]
 ) -> list[HolderRow]:
-    """Return who holds what has grown between two moments, the largest first; keeps nothing alive.
+    """Return the holders of memory that has grown between two moments, the largest first; keeps nothing alive.
 
     Args:
         before: an earlier moment.
@@ -393,7 +393,7 @@ def _is_within(place: str, other: str) -> bool:
 
 
 def holders_of(wanted: Any, model: nn.Module | None, seconds: float = 2.0) -> list[str]:
-    """Return who holds an object, or the objects of a type, in words.
+    """Return the holders of an object, or of the objects of a type, in words.
 
     Args:
         wanted: a tensor or another object; or a type, of which the garbage collector tracks the objects.

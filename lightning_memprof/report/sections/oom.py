@@ -1,4 +1,4 @@
-"""Out-of-memory events: place, cause, memory at that moment, sites and remedies; and who holds memory that grows."""
+"""Out-of-memory events: place, cause, memory at that moment, sites and remedies; holders of growing memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def oom_section(events: Sequence[Autopsy]) -> Section | None:
 
 
 def holders_section(view: View) -> Section | None:
-    """Return who holds what has grown; None where memory does not grow and nobody asked."""
+    """Return the holders of growing memory; None where memory does not grow and no request asked for them."""
     grows = any(finding.rule in GROWTH for finding in view.findings)
     found = [
         (rank.rank, row) for rank in view.run.ranks if rank.in_full for row in who_holds(rank.read(HolderRow).rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_memprof.capture import loader_workers
 from lightning_memprof.capture.loader_workers import (
@@ -107,6 +107,35 @@ def test_workers_count_their_batches_with_every_start_method(start: str) -> None
         for pid in worker_pids():
             assert sum(ns for _, ns in worker_batches(pid)) == worker_counts(pid)["fetch_ns"]
         del loader
+
+
+class Broken(Dataset[torch.Tensor]):
+    """Raises for its first sample, as a collate function may for its batch."""
+
+    def __init__(self, collated: bool) -> None:
+        self.collated = collated
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not self.collated:
+            raise ValueError(index)
+        return torch.zeros(index + 1)
+
+
+@pytest.mark.parametrize("collated", [False, True])
+def test_the_exception_of_a_worker_is_the_one_without_counters(collated: bool) -> None:
+    def message() -> str:
+        loader = DataLoader(Broken(collated), batch_size=2, num_workers=1, multiprocessing_context="fork")
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            list(loader)
+        return str(caught.value)
+
+    plain = message()
+    with counted_workers():
+        assert message() == plain
+    assert "in fetch" in plain
 
 
 def test_torchs_loop_is_back_afterwards() -> None:

@@ -99,6 +99,13 @@ def test_a_wanted_window_has_a_plan_its_warmup_and_a_note_that_says_why(tmp_path
     assert not any(mark.recorded for mark in warm)
 
 
+def test_a_request_for_holders_without_their_collector_is_noted(tmp_path: Path) -> None:
+    wanted = Wanted((4, WindowRequest("somebody", 1, 2, 6, leaks=True)))
+    rows, _ = steps_of(tmp_path, Schedule(active=1), wanted, fit(12))
+    notes = [row["message"] for row in rows if row["kind"] == "note"]
+    assert notes[1:] == ["the request asks for holders of growing memory: add the collector Holders to the callback"]
+
+
 def test_a_wanted_window_waits_for_the_schedules_and_the_schedules_begins_behind_a_wanted_one(tmp_path: Path) -> None:
     wanted = Wanted((3, WindowRequest("first", 0, 1)), (7, WindowRequest("second", 0, 4)))
     rows, _ = steps_of(tmp_path, Schedule(wait=2, warmup=0, active=3, repeat=3), wanted, fit(20))

@@ -63,6 +63,17 @@ def test_one_rank_and_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith("rank 0 is at step 5: rank 0 will record step 25\n")
 
 
+@pytest.mark.parametrize("options", [[], ["--leaks"]])
+def test_a_request_for_holders_reaches_the_run(tmp_path: Path, options: list[str]) -> None:
+    directory = began(tmp_path)
+    rank = answer(directory, 5)
+    assert main(["trigger", str(tmp_path), *options]) == 0
+    rank.join()
+    request = read_request(directory)
+    assert request is not None
+    assert request.leaks == bool(options)
+
+
 def test_the_answer_to_another_is_not_taken_for_ones_own(run: Path) -> None:
     write_plan(run, Plan("other", "somebody", 20, 1, 3, 0))
     with pytest.raises(ArtifactError, match=r"rank 0 has not begun a step for 0\.3 s; the request stays pending"):

@@ -116,4 +116,4 @@ def test_the_variable_that_keeps_the_tensors_is_named(tmp_path: Path) -> None:
     (directory / "holders.rank00000.jsonl").write_text(json.dumps(row) + "\n")
     finding = found(directory)["device_memory_growth"]
     assert finding.next_steps[0].startswith("Clear or bound Net.outputs, assigned in a/train.py:3: self.outputs = []")
-    assert "Net.outputs has 20 more of Tensor[9], 400 MiB, since step 4." in finding.why
+    assert "Net.outputs gained 20 Tensor[9] (400 MiB) since step 4." in finding.why

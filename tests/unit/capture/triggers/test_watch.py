@@ -70,6 +70,13 @@ def test_rank_0_plans_its_step_plus_20_and_the_others_read_it(tmp_path: Path) ->
         assert not (directory(tmp_path) / "trigger.request.json").exists()
 
 
+def test_a_request_for_holders_reaches_all_ranks(tmp_path: Path) -> None:
+    with ranks(tmp_path) as (first, second):
+        write_request(directory(tmp_path), Request("id", "somebody", leaks=True))
+        planned = [*first.before_step(7), *second.before_step(8)]
+    assert [request.leaks for request in planned] == [True, True]
+
+
 def test_steps_that_rank_0_does_not_check_are_added_to_its_lead(tmp_path: Path) -> None:
     with ranks(tmp_path) as (first, second):
         for step in (0, 100, 101):
