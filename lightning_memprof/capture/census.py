@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ Group = tuple[str, tuple[int, ...], str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """Sizes at one moment, in numbers only: refers to no object of the program.
+    """Sizes at one moment; keeps no object of the program alive.
 
     Attributes:
         step: of the run.
@@ -59,7 +60,7 @@ class Census:
         device_bytes: allocated on the device, None without one.
         free_bytes: freed, but kept by the C allocator.
         lengths: entries of each container, by its ``id``.
-        storages: the storages of all tensors that the garbage collector tracks, by address.
+        tensors: all tensors that the garbage collector tracks, with the addresses of their storages.
         groups: number of storages, and their bytes, by class, shape, dtype and device of a tensor.
         types: number of objects by type.
         graph_bytes: the most that the graph of a live tensor saves.
@@ -73,12 +74,16 @@ class Census:
     device_bytes: int | None = None
     free_bytes: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
-    storages: frozenset[int] = frozenset()
+    tensors: tuple[tuple[ref[torch.Tensor], tuple[int, ...]], ...] = ()
     groups: dict[Group, tuple[int, int]] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)
     graph_bytes: int = 0
     mapped: dict[str, int] = field(default_factory=dict)
     large: dict[int, int] | None = None
+
+    def storages(self) -> set[int]:
+        """Return the addresses of the storages whose tensors still live: a new storage may have that of a freed one."""
+        return {address for tensor, addresses in self.tensors if tensor() is not None for address in addresses}
 
 
 def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip: Iterable[int] = ()) -> Census:
@@ -105,7 +110,9 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
     del objects
     groups: dict[Group, tuple[int, int]] = {}
     seen: set[int] = set()
-    for _, group, parts in grouped(tensors):
+    known = []
+    for tensor, group, parts in grouped(tensors):
+        known.append((ref(tensor), tuple(parts)))
         for address, size in parts.items():
             if address not in seen:
                 seen.add(address)
@@ -120,7 +127,7 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
         device_bytes=device_bytes,
         free_bytes=HeapSize().free(),
         lengths={key: length for key, length in lengths.items() if length >= LEAST_ENTRIES},
-        storages=frozenset(seen),
+        tensors=tuple(known),
         groups=groups,
         types=dict(types),
         graph_bytes=max((size for _, size in graphs(tensors, skip)), default=0),

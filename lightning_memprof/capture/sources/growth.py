@@ -71,10 +71,10 @@ _DEPTH: Final = 12
 class _Content:
     """The bytes that new entries of a container own, each once; what existed before is not theirs."""
 
-    def __init__(self, before: Census, skip: Iterable[int]) -> None:
+    def __init__(self, before: Census, storages: Iterable[int]) -> None:
         self._before = before.lengths
         self._graph = SavedGraph() if can_read() else None
-        self._storages = before.storages.union(skip)
+        self._storages = set(storages)
         self._seen: set[int] = set()
         self.label = ""
         self._largest = -1
@@ -122,7 +122,7 @@ class _Content:
         size = 0
         for address, storage_bytes in storage_sizes([tensor]).items():
             size += 0 if address in self._storages else storage_bytes
-            self._storages |= {address}
+            self._storages.add(address)
         saved = 0
         with DisableTorchFunctionSubclass():
             shape = ",".join(map(str, tensor.shape))
@@ -216,6 +216,7 @@ class _Comparison:
         self._search = search
         self.least = least
         self._assignments = Assignments()
+        self._storages = before.storages()
         self._rows: dict[str, HolderRow] = {}
 
     def rows(self, skip: set[int], grown: int) -> list[HolderRow]:
@@ -258,7 +259,7 @@ class _Comparison:
         self._search.ignore(sized)
         while grown and not self._search.is_over:
             container, more = grown.pop()
-            content = _Content(self._before, skip)
+            content = _Content(self._before, self._storages | skip)
             size = more * _mean_bytes(container, more, content, self._search)
             if size >= self.least:
                 entry = size, content.label, container
@@ -293,7 +294,7 @@ class _Comparison:
         self._search.ignore(tensors)
         members: dict[Group, list[torch.Tensor]] = {group: [] for group in groups}
         for tensor, group, parts in grouped(tensors):
-            if group in members and not self._before.storages.issuperset(parts):
+            if group in members and not self._storages.issuperset(parts):
                 members[group].append(tensor)
         tensors.clear()
         self._search.ignore(members, *members.values())
@@ -378,7 +379,7 @@ class _Comparison:
             if not objects or issubclass(type(objects[0]), torch.Tensor):
                 continue
             self._search.ignore(objects)
-            content = _Content(self._before, ())
+            content = _Content(self._before, self._storages)
             size = more[name] * _mean_bytes(objects, more[name], content, self._search)
             if size >= self.least and (holder := self._search.find(objects[-1])) is not None:
                 row = HolderRow(content=content.label, count=len(objects), added=more[name])

@@ -28,6 +28,17 @@ def test_a_census_counts_and_keeps_nothing_alive() -> None:
         gc.enable()
 
 
+def test_only_storages_that_still_live_are_known_from_before() -> None:
+    freed, kept = torch.ones(17), torch.ones(17)
+    taken = take_census(7, 0)
+    addresses = {tensor.untyped_storage()._cdata for tensor in (freed, kept)}
+    before = taken.storages()
+    del freed
+    gone = before - taken.storages()
+    assert gone & addresses == gone != set()
+    assert kept.untyped_storage()._cdata in taken.storages()
+
+
 def test_the_bytes_of_a_graph_that_is_not_released_are_counted() -> None:
     root = torch.ones(64, 64, requires_grad=True).exp().exp()
     assert take_census(0, 0).graph_bytes >= 2 * 64 * 64 * 4
