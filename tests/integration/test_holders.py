@@ -1,4 +1,4 @@
-"""Who holds what grows: trainings that keep something with every step, and healthy ones that do not."""
+"""Holders of growing memory: trainings that keep something with every step, and healthy ones that do not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import json
 import time
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from training import loader, only_run, trainer
 SOURCE = Path(leaking.__file__).read_text(encoding="utf-8").splitlines()
 STEPS = 12
 OUTPUT = OutputOptions(summary=False, on_error="raise", report=False, curves=False)
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """Free what the trainings leave in modules, classes and the C allocator."""
+    yield
+    leaking.release()
 
 
 class Asks(pl.Callback):

@@ -18,11 +18,16 @@ from torchmetrics import CatMetric
 
 from training import Perceptron
 
-__all__ = ["LEAKS", "Leaking"]
+__all__ = ["LEAKS", "Leaking", "release"]
 
 # 1 MiB of float32.
 SIZE = (512, 512)
 SEEN: dict[int, torch.Tensor] = {}  # global
+BLOCKS: list[int] = []
+LIBC = ctypes.CDLL(None)
+LIBC.malloc.restype = ctypes.c_void_p
+LIBC.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+LIBC.free.argtypes = (ctypes.c_void_p,)
 
 
 class Leaking(Perceptron):
@@ -171,10 +176,8 @@ class InCpp(Leaking):
     """Memory that no Python object refers to; larger blocks than the C allocator ever reuses."""
 
     def keep(self, batch: torch.Tensor, step: int) -> None:
-        libc = ctypes.CDLL(None)
-        libc.malloc.restype = ctypes.c_void_p
-        libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
-        libc.memset(libc.malloc(36 << 20), 1, 36 << 20)
+        BLOCKS.append(LIBC.malloc(36 << 20))
+        LIBC.memset(BLOCKS[-1], 1, 36 << 20)
 
 
 # More than the issue's twelve.
@@ -289,3 +292,15 @@ LEAKS: dict[str, tuple[type[Leaking], str]] = {
     "hooks": (InHooks, "forward pre-hook of InHooks.net.0: InHooks.keep.<locals>.<lambda> (closure variable mask)"),
     "text": (InText, "InText.log_lines"),
 }
+
+
+def release() -> None:
+    """Free what outlives its training: other tests of the process would find it."""
+    SEEN.clear()
+    positions.cache_clear()
+    InClass.kept.clear()
+    for default in InDefault.keep.__defaults__ or ():
+        default.clear()
+    while BLOCKS:
+        LIBC.free(BLOCKS.pop())
+    gc.collect()
