@@ -1,7 +1,7 @@
 """``make test-cuda``: the tests of tests/gpu with a CUDA build of torch and simulated devices.
 
     python tests/cuda/run.py [ARGUMENTS OF PYTEST]
-    python tests/cuda/run.py --is-at-hand       exit code 0 if pip finds the wheel of torch without an index
+    python tests/cuda/run.py --is-at-hand       exit code 0 if pip has the wheel of torch in a local folder
 
 Makes ``build/cuda``: an environment with PyPI's torch, without NVIDIA's libraries, the stand-ins for them, and
 everything else from the environment that runs this script. Writes ``docs/measured/cuda.md``.
@@ -9,6 +9,7 @@ everything else from the environment that runs this script. Writes ``docs/measur
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -37,13 +38,15 @@ def main() -> int:
 
 
 def is_at_hand() -> bool:
-    """Return whether pip has the wheel in its ``find-links``; print one line if it does not."""
-    options = ("-q", "--dry-run", "--no-deps", "--no-index", "--ignore-installed")
+    """Return whether pip takes the wheel from a folder of this machine; print one line if it does not."""
+    options = ("-q", "--dry-run", "--no-deps", "--ignore-installed", "--retries", "0", "--report", "-")
     command = [sys.executable, "-m", "pip", "install", *options, TORCH]
-    done = subprocess.run(command, env=unconstrained(), capture_output=True, check=False)
-    if done.returncode:
-        print(f"test-cuda left out: pip has no wheel of {TORCH} in its find-links", flush=True)
-    return done.returncode == 0
+    done = subprocess.run(command, env=unconstrained(), capture_output=True, text=True, check=False)
+    urls = [row["download_info"]["url"] for row in json.loads(done.stdout)["install"]] if done.returncode == 0 else []
+    found = any(url.startswith("file:") for url in urls)
+    if not found:
+        print(f"test-cuda left out: pip has no local wheel of {TORCH}", flush=True)
+    return found
 
 
 def unconstrained() -> dict[str, str]:
