@@ -70,6 +70,7 @@ _OURS: Final = "lightning_memprof."
 _INDEX: Final = re.compile(r"\[[^\]]*\]")
 # The links of a linked list.
 _REPEATED: Final = re.compile(r"((?:\.\w+|\[\.\.\.\])+?)\1+(?!\w)")
+_WRITTEN: Final = (str, int, float, bool, bytes, type(None))
 _LONGEST_KEY: Final = 40
 
 
@@ -409,6 +410,15 @@ def _key(mapping: dict[Any, Any], value: Any) -> Any:
     return next((key for key, item in list(dict.items(mapping)) if item is value), "?")
 
 
+def _key_text(key: Any) -> str:
+    """Return a key as it is written, of other types their name: a ``__repr__`` may be the program's."""
+    parts = key if type(key) is tuple else (key,)
+    if not all(type(part) in _WRITTEN for part in parts):
+        return type_name(key)
+    text = repr(key)
+    return text if len(text) <= _LONGEST_KEY else "..."
+
+
 def _attribute(key: Any) -> str:
     return "" if key in _MODULE_DICTS else f".{key}"
 
@@ -418,8 +428,7 @@ def _step(owner: Any, held: Any) -> tuple[str, Place | None]:
     kind = type(owner)
     words = ""
     if issubclass(kind, dict):
-        key = repr(_key(owner, held))
-        words = f"[{key if len(key) <= _LONGEST_KEY else '...'}]"
+        words = f"[{_key_text(_key(owner, held))}]"
     elif issubclass(kind, (list, tuple, deque)):
         entries = list(tuple.__iter__(owner)) if issubclass(kind, tuple) else entries_of(owner)
         number = next((number for number, item in enumerate(entries) if item is held), None)

@@ -52,6 +52,13 @@ class Loud(list[Any]):
         raise AssertionError
 
 
+class Mute:
+    """A key whose text is the program's code."""
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+
 @pytest.fixture(autouse=True)
 def _empty() -> Iterator[None]:
     yield
@@ -111,6 +118,12 @@ def test_the_last_reference_of_a_chain_is_one_that_the_garbage_collector_knows()
     net.put = [value]
     assert found(net, value) == "Net.put[0]"
     assert any(owner is net.put for owner in gc.get_referrers(value))
+
+
+def test_a_key_of_the_programs_own_class_is_named_by_its_class() -> None:
+    net, value = Net(), torch.ones(3)
+    net.put = {Mute(): {("a", 1): value}}
+    assert found(net, value) == "Net.put[Mute][('a', 1)]"
 
 
 def test_a_linked_list_has_one_place_for_all_of_its_links() -> None:
