@@ -11,6 +11,7 @@ from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats 
 from lightning_memprof.capture.collectors.functions import CallRange as CallRange
 from lightning_memprof.capture.collectors.functions import FunctionMemory as FunctionMemory
 from lightning_memprof.capture.collectors.garbage import GarbageCollection as GarbageCollection
+from lightning_memprof.capture.collectors.hangs import Hangs as Hangs
 from lightning_memprof.capture.collectors.holders import Holders as Holders
 from lightning_memprof.capture.collectors.hook_timings import HookTimings as HookTimings
 from lightning_memprof.capture.collectors.host import HostMemory as HostMemory

@@ -31,7 +31,7 @@ ONE_IMPORTER = {
     "analysis/trace/host.py": "pass over the host's events, beside those of device and idle time",
     "artifacts/tfevents.py": "imports tensorboard",
     "artifacts/upload.py": "runs in a separate process",
-    "capture/collectors/function_rows.py": "file format of function memory",
+    "capture/function_rows.py": "file format of function memory",
     "capture/named_snapshots.py": "the callback's snapshots and regions, without lightning",
     "capture/sources/kineto.py": "the one owner of torch's profiler",
     "capture/sources/oom_state.py": "reads allocator and host state, without the collector protocol",

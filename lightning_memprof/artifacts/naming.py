@@ -18,6 +18,8 @@ __all__ = [
     "fsdp_log_name",
     "fsdp_stats_name",
     "functions_name",
+    "hang_stacks_name",
+    "hangs_name",
     "holders_name",
     "manifest_name",
     "memory_stats_name",
@@ -95,6 +97,16 @@ def processes_name(rank: int) -> str:
 def holders_name(rank: int) -> str:
     """Name of a rank's holders of growing memory, inside the run directory."""
     return f"holders.rank{rank:05d}.jsonl"
+
+
+def hangs_name(rank: int) -> str:
+    """Name of a rank's steps that took too long, inside the run directory."""
+    return f"hangs.rank{rank:05d}.jsonl"
+
+
+def hang_stacks_name(rank: int) -> str:
+    """Name of the Python stacks of all threads in those steps, inside the run directory."""
+    return f"stacks.rank{rank:05d}.txt"
 
 
 def regions_name(rank: int) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "DeadTensorRow",
     "FunctionRow",
     "GarbageRow",
+    "HangRow",
     "HolderRow",
     "HookRow",
     "HostRow",
@@ -321,6 +322,24 @@ class RegionRow(SeriesRow, gc=False, omit_defaults=False):
     name: str | None = None
     rss_bytes: Int64 | None = None
     peak_rss_bytes: Int64 | None = None
+
+
+class HangRow(SeriesRow, gc=False):
+    """A step that has not ended after ``limit_ns``; ``waited_ns`` since its start.
+
+    ``kind`` is ``hang``, or ``end`` when the step has ended after all. ``function`` is the innermost function of the
+    training thread, ``place`` the innermost line of the program below the Trainer, None if there is none.
+    """
+
+    series = "hangs"
+
+    kind: str | None = None
+    phase: str | None = None
+    waited_ns: Int64 | None = None
+    limit_ns: Int64 | None = None
+    function: str | None = None
+    place: str | None = None
+    source: str | None = None
 
 
 class HolderRow(SeriesRow, gc=False):

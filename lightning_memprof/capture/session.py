@@ -76,7 +76,6 @@ class Session:
         self._pulse_ns = self._windows_ns = 0
         self._collectors_ns: dict[str, int] = {}
         self._steps = 0
-        self._is_usual = True
         self._progress = run.progress
         self._progress.clock = self.clock
 
@@ -141,7 +140,7 @@ class Session:
 
     def unusual(self) -> None:
         """Note that the current step contains more than a step, a validation for instance."""
-        self._is_usual = False
+        self._progress.is_usual = False
 
     def validation_batch(self) -> None:
         """Note that a batch of a validation inside fit begins."""
@@ -227,9 +226,9 @@ class Session:
             now - start,
             times,
             moments,
-            self._is_usual,
+            progress.is_usual,
         )
-        self._is_usual = True
+        progress.is_usual = True
         self._followers.step(record)
         if self._requests is not None and self._requests.watched:
             self._requests.after_step(record)

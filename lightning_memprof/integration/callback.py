@@ -66,7 +66,7 @@ class MemProfilerCallback(Adapter):
             ``["default", MyCollector()]``; a collector of the same name replaces one of the set. None is the default
             set, as far as it is available: ``Pulse``, ``HostMemory``, ``AllocatorStats``, ``HookTimings``,
             ``GarbageCollection``, ``SystemStats``, ``Throughput``, ``AllocatorHistory``, ``FunctionMemory``,
-            ``SavedTensors``, ``Holders``, ``OOMAutopsy`` and ``OperatorTrace``.
+            ``SavedTensors``, ``Holders``, ``Hangs``, ``OOMAutopsy`` and ``OperatorTrace``.
         ranks: global ranks that record windows with every collector: ``"all"``, ``"none"``, a list, a count (the
             first N), ``{"every": N}``; None is all of up to 8, else the first of each node. The other ranks use only
             collectors that are cheap enough for every rank.

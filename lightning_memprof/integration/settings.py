@@ -20,6 +20,7 @@ from lightning_memprof.capture.collectors.allocator_history import AllocatorHist
 from lightning_memprof.capture.collectors.allocator_stats import AllocatorStats
 from lightning_memprof.capture.collectors.functions import FunctionMemory
 from lightning_memprof.capture.collectors.garbage import GarbageCollection
+from lightning_memprof.capture.collectors.hangs import Hangs
 from lightning_memprof.capture.collectors.holders import Holders
 from lightning_memprof.capture.collectors.hook_timings import HookTimings
 from lightning_memprof.capture.collectors.host import HostMemory
@@ -147,6 +148,7 @@ def default_collectors() -> list[Collector]:
         FunctionMemory(),
         SavedTensors(),
         Holders(),
+        Hangs(),
         OOMAutopsy(),
         OperatorTrace(profile_memory=True),
     ]

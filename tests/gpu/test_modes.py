@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule, load_run
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from training import Perceptron, loader, only_run, rows_of, trainer
 
@@ -124,7 +124,9 @@ def test_what_recording_costs_on_the_device_is_said_in_absolute_times(
     active = step_ms(Schedule(wait=9, warmup=1, active=45, repeat=1))
     for name, value in (("bare", bare), ("waiting", waiting), ("active", active)):
         record_property(f"{name}_step_ms", f"{value:.2f}")
-    assert waiting <= 1.1 * bare
+    # Durations depend on what else the machine does: they are printed, not judged.
+    windows = [len(load_run(only_run(tmp_path / number)).lead.windows) for number in ("1", "2")]
+    assert windows == [0, 1]
 
 
 def test_the_allocators_history_is_off_after_a_fit(cuda: torch.device, tmp_path: Path) -> None:

@@ -168,6 +168,12 @@ def test_the_fragment_for_leaks_has_the_pulse_and_the_search_alone(tmp_path: Pat
     assert row["collectors"] == ["pulse", "holders"]
 
 
+def test_the_fragment_for_hangs_has_the_pulse_and_the_watch_alone(tmp_path: Path, cli: Run) -> None:
+    cli(f"--config={CONFIGS / 'hangs'}.yaml")
+    (row,) = rows_of(only_run(tmp_path), "run")
+    assert row["collectors"] == ["pulse", "hangs"]
+
+
 def test_the_fragment_for_workers_has_the_pulse_and_the_host_alone(tmp_path: Path, cli: Run) -> None:
     cli(f"--config={CONFIGS / 'workers'}.yaml")
     (row,) = rows_of(only_run(tmp_path), "run")
@@ -195,7 +201,7 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
 
 
 def test_every_shipped_fragment_has_a_test() -> None:
-    here = {"overview", "trace", "snapshot", "large_runs", "curves", "modules", "leaks", "workers"}
+    here = {"overview", "trace", "snapshot", "large_runs", "curves", "modules", "hangs", "leaks", "workers"}
     in_test_memprofiler_cli = {"memprofiler_demo", "pytorch_profiler"}
     in_test_triggers = {"triggers"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == here | in_test_memprofiler_cli | in_test_triggers

@@ -25,7 +25,7 @@ ROOT = {
 NAMESPACES = {
     "collectors": {
         "AllocatorHistory", "AllocatorStats", "CallRange", "FSDPMemory", "FunctionMemory", "GarbageCollection",
-        "Holders", "HookTimings", "HostMemory", "ModuleMemory", "ModuleRss", "OOMAutopsy", "OperatorTrace", "Pulse",
+        "Hangs", "Holders", "HookTimings", "HostMemory", "ModuleMemory", "ModuleRss", "OOMAutopsy", "OperatorTrace", "Pulse",
         "SavedTensors", "SystemStats", "Throughput", "UserHooks", "Window",
     },
     "triggers": {"AllocatorRetries", "Anomaly", "MemoryGrowth", "NearOOM", "SlowStep"},

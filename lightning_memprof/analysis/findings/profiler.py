@@ -1,4 +1,4 @@
-"""Profiler overhead that distorts the figures: of a run, and of an operator trace."""
+"""Steps that do not end, and profiler overhead that distorts the figures: of a run, and of an operator trace."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import own_ns
-from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import NOTABLE_SHARE, idle_ns, on_rank, remedies, remedy, seen_in, times
 from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.artifacts.manifest import OverheadFacts
+from lightning_memprof.artifacts.naming import hang_stacks_name
+from lightning_memprof.artifacts.series import HangRow
 from lightning_memprof.units import format_count, format_ns, percent
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.analysis.trace.model import TraceReport
 
-__all__ = ["other_profiler", "profiler_overhead", "recording_ns", "recording_overhead"]
+__all__ = ["hang", "other_profiler", "profiler_overhead", "recording_ns", "recording_overhead"]
 
 # Why the operator trace is not available: the words of capture and integration.
 OTHER_PROFILER: Final = re.compile(r"its own torch profiler|owns torch\.profiler")
@@ -37,6 +39,86 @@ NO_PULSE: Final = "Leave the pulse out of MemProfilerCallback(collectors=[...]),
 
 # Its events take host time for every operator, and are garbage to collect when it ends.
 OTHER: Final = (0.2, 0.5)
+
+COLLECTIVE: Final = "torch.distributed."
+TIMEOUT: Final = "Let a stuck worker raise: DataLoader(timeout=60); num_workers=0 shows its line."
+
+
+def hang(facts: Facts) -> list[Finding]:
+    """Find a step that has not ended, by the rank that the others wait for."""
+    hanging = {rank.rank: row for rank in facts.run.ranks if (row := _unfinished(rank)) is not None}
+    if not hanging:
+        return []
+    silent = [rank.rank for rank in facts.run.ranks if rank.rank not in hanging and rank.status != "finished"]
+    behind = _behind(hanging, silent)
+    if behind not in hanging:
+        waiting = min(hanging)
+        row = hanging[waiting]
+        sentence = f"Rank {behind} is stuck or gone: rank {waiting} waits in step {row.step}, in {row.phase}."
+    else:
+        row = hanging[behind]
+        place = row.place or row.function or "?"
+        sentence = f"Step {row.step} does not end{facts.on_rank(behind)}: {row.phase} is in {place}."
+    others = [
+        f"rank {number} in step {other.step}, {other.phase}, {other.place or other.function}"
+        for number, other in sorted(hanging.items())
+        if other is not row
+    ]
+    source = f" `{row.source}`" if row.source else ""
+    rank = behind if behind in hanging else min(hanging)
+    stacks = facts.run.directory / hang_stacks_name(rank)
+    return [
+        Finding(
+            rule="hang",
+            severity=Severity.CRITICAL,
+            sentence=sentence,
+            why=(
+                f"After {format_ns(row.waited_ns or 0)} (limit {format_ns(row.limit_ns or 0)}) it is in "
+                f"{row.function}{source}{'; also waiting: ' + '; '.join(others) if others else ''}."
+            ),
+            next_steps=(_remedy(row, behind, hanging), f"Read the stacks of all threads in {stacks.name}."),
+            evidence=(Evidence(artifact=f"{facts.run.directory.name}/{stacks.name}", rank=rank),),
+            numbers={"rank": behind, "step": row.step, "waited_ns": row.waited_ns, "limit_ns": row.limit_ns},
+            # Nothing else is worth more than a training that ends.
+            weight=1.0,
+        )
+    ]
+
+
+def _unfinished(rank: Rank) -> HangRow | None:
+    """Return the step that a rank did not leave, or left only by an exception."""
+    rows = rank.read(HangRow).rows if rank.in_full else []
+    row = next((row for row in reversed(rows) if row.kind == "hang"), None)
+    if row is None or row is rows[-1]:
+        return row
+    continued = bool(rank.pulse) and (rank.pulse[-1]["step"] or 0) > (row.step or 0)
+    return None if rank.exception is None or continued else row
+
+
+def _behind(hanging: dict[int, HangRow], silent: list[int]) -> int:
+    """Return the rank that the others wait for: the one in the earliest step, outside of collectives, or silent."""
+
+    def order(number: int) -> tuple[int, bool, int]:
+        row = hanging[number]
+        return row.step or 0, len(hanging) + len(silent) > 1 and _waits(row), number
+
+    first = min(hanging, key=order)
+    return silent[0] if silent and _waits(hanging[first]) else first
+
+
+def _waits(row: HangRow) -> bool:
+    """Return whether a rank is inside a collective; those of DistributedDataParallel run inside backward."""
+    return (row.function or "").startswith(COLLECTIVE) or (row.phase == "backward" and row.place is None)
+
+
+def _remedy(row: HangRow, behind: int, hanging: dict[int, HangRow]) -> str:
+    if row.phase == "data_wait":
+        return TIMEOUT
+    if _waits(row) and len(hanging) > 1:
+        return "Call the same collectives on every rank, in the same order and with the same shapes."
+    if behind not in hanging:
+        return f"Look whether rank {behind} was killed or stopped: its log, and `ps` on its node."
+    return f"Look at {row.place or row.function}: it does not return."
 
 
 def other_profiler(facts: Facts) -> list[Finding]:

@@ -15,7 +15,7 @@ from lightning_memprof.artifacts.series import encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
 from lightning_memprof.capture.collectors.allocator_history import memory_history
-from lightning_memprof.capture.collectors.function_rows import CallNumber, Counting, FunctionRows, write_memory_stats
+from lightning_memprof.capture.function_rows import CallNumber, Counting, FunctionRows, write_memory_stats
 from lightning_memprof.capture.sources.call_memory import CallMemory, UserHooks
 from lightning_memprof.capture.sources.methods import IN_COMPILED, marked_methods, method_calls, unsupported_method
 from lightning_memprof.errors import ConfigError

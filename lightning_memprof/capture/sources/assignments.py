@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import CodeType
 
-__all__ = ["Assignments", "Place"]
+__all__ = ["Assignments", "Place", "is_library"]
 
 _STANDARD: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -97,7 +97,7 @@ class Assignments:
                 parsed = self._tree(file)
                 text = parsed[1][line - 1].strip() if parsed is not None and line <= len(parsed[1]) else None
                 found = f"{_short(file)}:{line}", text
-                if not _is_library(file):
+                if not is_library(file):
                     return found
                 library = library if library[0] else found
         return library
@@ -132,7 +132,7 @@ class Assignments:
         # Assigned from outside the class, as in ``model.history = []``.
         files = dict.fromkeys([_file_of_module("__main__"), place.file])
         for file in files:
-            parsed = self._tree(file) if file and not _is_library(file) else None
+            parsed = self._tree(file) if file and not is_library(file) else None
             if parsed is not None and file is not None:
                 for line in _made(parsed[0], name):
                     yield file, line
@@ -150,7 +150,8 @@ class Assignments:
         return self._trees[file]
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Return whether a source file is the standard library's or an installed package's."""
     return file.startswith(_STANDARD) or any(part in file for part in _INSTALLED)
 
 

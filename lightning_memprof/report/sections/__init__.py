@@ -38,7 +38,7 @@ from lightning_memprof.report.sections.run import (
     system_section,
 )
 from lightning_memprof.report.sections.snapshots import reserved_stack, snapshot_peak, snapshots_section
-from lightning_memprof.report.sections.steps import steps_section
+from lightning_memprof.report.sections.steps import hangs_section, steps_section
 from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.sections.traces import busy_share, device_stack, traces_section
 from lightning_memprof.report.sections.workers import workers_section
@@ -95,6 +95,7 @@ def run_document(view: View) -> Document:
 
 def _sections(view: View) -> Iterator[Section | None]:
     yield oom_section(view.ooms)
+    yield hangs_section(view)
     yield holders_section(view)
     yield steps_section(view)
     yield memory_section(view)

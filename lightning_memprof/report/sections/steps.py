@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.ledger.model import grouped
 from lightning_memprof.analysis.steps.events import OWN_WORK, PARTS, action_name, event_totals
 from lightning_memprof.analysis.steps.statistics import DeviceMemory, HostMemory, StepReport
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.artifacts.series import PHASES, HangRow
 from lightning_memprof.report.document import (
     Cell,
     Chart,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.steps.throughput import RankThroughput, Rate
     from lightning_memprof.report.view import View, WindowView
 
-__all__ = ["lead_throughput", "main_rate", "steps_section"]
+__all__ = ["hangs_section", "lead_throughput", "main_rate", "steps_section"]
 
 # More recorded steps than these are shown as means, one for each window.
 MAX_STEPS: Final = 5
@@ -86,6 +86,25 @@ def steps_section(view: View) -> Section:
         *_throughput(view),
     ]
     return Section("steps", "Steps", lead, parts)
+
+
+def hangs_section(view: View) -> Section | None:
+    """Return the steps that exceeded their limit, on all ranks; None without one."""
+    rows = [(rank.rank, row) for rank in view.run.ranks if rank.in_full for row in rank.read(HangRow).rows]
+    ended = {(rank, row.step): row.waited_ns for rank, row in rows if row.kind == "end"}
+    parts = filled(
+        Table("hangs", "Steps that exceeded their limit", is_sortable=False),
+        [row for row in rows if row[1].kind == "hang"],
+        Field("rank", "index", lambda row: row[0], priority=1),
+        Field("step", "index", lambda row: row[1].step),
+        Field("phase", "text", lambda row: called(row[1].phase or "?")),
+        Field("limit", "ns", lambda row: row[1].limit_ns),
+        Field("ended after", "ns", lambda row: ended.get((row[0], row[1].step))),
+        Field("line", "code", lambda row: row[1].place),
+        Field("source", "code", lambda row: row[1].source, priority=1),
+        Field("function", "code", lambda row: row[1].function),
+    )
+    return Section("hangs", "Where it hangs", "", list(parts)) if rows else None
 
 
 def _by_phase(view: View) -> Iterator[Table]:

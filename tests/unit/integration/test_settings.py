@@ -39,7 +39,7 @@ def test_by_default_every_collector_of_the_default_set_is_there_and_nobody_asked
     entries = joined(None, [])
     assert names(entries) == [
         "pulse", "host", "allocator", "hooks", "garbage", "system", "throughput", "allocator_history",
-        "functions", "saved_tensors", "holders", "oom", "operator_trace",
+        "functions", "saved_tensors", "holders", "hangs", "oom", "operator_trace",
     ]  # fmt: skip
     assert not any(asked for _, asked in entries)
     assert names(entries) == [collector.name for collector in default_collectors()]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lightning_memprof.artifacts.sink import Sink, claim_run_place
-from lightning_memprof.capture.collectors.function_rows import stats_key, write_memory_stats
+from lightning_memprof.capture.function_rows import stats_key, write_memory_stats
 from lightning_memprof.units import MIB
 from mutations import Runs
 from recorded_rows import read_rows

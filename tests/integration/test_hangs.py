@@ -1,0 +1,46 @@
+"""A step that does not end: the page says where, although the training was killed there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_memprof import load_run
+from lightning_memprof.report.document import Document
+from training import only_run
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def page(directory: Path, ranks: int) -> Document:
+    subprocess.run(
+        [sys.executable, str(SUPPORT / "hanging.py"), str(directory), str(ranks)],
+        env=os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    return load_run(only_run(directory)).document()
+
+
+def test_a_step_that_does_not_end_is_the_verdict_with_its_line(tmp_path: Path) -> None:
+    document = page(tmp_path, 1)
+    assert document.rule == "hang"
+    assert document.verdict.startswith("Step 3 does not end: forward is in hanging.py:")
+    assert document.verdict.endswith("in wait.")
+    stacks = (only_run(tmp_path) / "stacks.rank00000.txt").read_text()
+    assert "time.sleep(0.05)" in stacks or "path.read_bytes()" in stacks or "path.exists()" in stacks
+    assert "the training" in stacks
+
+
+@pytest.mark.timeout(300)
+def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path) -> None:
+    document = page(tmp_path, 2)
+    assert document.rule == "hang"
+    assert document.verdict.startswith("Step 3 does not end on rank 1: forward is in hanging.py:")
+    assert "rank 0 in step 3, backward" in document.why
+    (section,) = [section for section in document.sections if section.id == "hangs"]
+    (table,) = section.parts
+    assert len(table.rows) == 2

@@ -1,0 +1,44 @@
+"""A training whose last rank hangs in step 3 until every rank has reported it, and is then killed.
+
+python hanging.py DIRECTORY RANKS
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_memprof import MemProfilerCallback
+from lightning_memprof.artifacts.naming import hangs_name
+from lightning_memprof.collectors import Hangs, Pulse
+from training import Perceptron, loader, trainer
+
+DIRECTORY, RANKS = Path(sys.argv[1]), int(sys.argv[2])
+
+
+class Hanging(Perceptron):
+    """Its last rank waits in its step; the others wait for it in backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 3 and self.global_rank == RANKS - 1:
+            self.wait()
+        return super().training_step(batch, batch_idx)
+
+    def wait(self) -> None:
+        rows = [DIRECTORY / "log" / "memprofiler" / hangs_name(rank) for rank in range(RANKS)]
+        while not all(path.exists() and path.read_bytes().endswith(b"\n") for path in rows):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    callback = MemProfilerCallback(collectors=[Pulse(), Hangs(max_step_seconds=3)])
+    strategy = {"strategy": "ddp", "devices": RANKS} if RANKS > 1 else {}
+    trainer(DIRECTORY, callback, max_steps=8, **strategy).fit(Hanging(), loader())

@@ -1,0 +1,75 @@
+"""The rank that hangs, from what each rank reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_runs import FakeRun, make_run
+from lightning_memprof import load_run
+from lightning_memprof.analysis.findings import Facts, Finding
+from lightning_memprof.analysis.findings.profiler import hang
+
+KILLED = {0: None, 1: None}
+ALL_REDUCE = {"function": "torch.distributed.distributed_c10d.all_reduce", "place": "train.py:9 in training_step"}
+GRADIENTS = {"function": "torch.autograd.graph._engine_run_backward", "phase": "backward"}
+SLEEP = {"function": "__main__.Net.training_step", "place": "train.py:14 in training_step", "source": "sleep(9)"}
+FETCH = {"function": "multiprocessing.connection.wait", "phase": "data_wait"}
+
+
+def hanging(step: int = 29, **fields: Any) -> dict[str, Any]:
+    return {"kind": "hang", "step": step, "phase": "forward", "waited_ns": 61 * 10**9, "limit_ns": 60 * 10**9, **fields}
+
+
+def found(root: Path, reports: dict[int, list[dict[str, Any]]], endings: dict[int, str | None]) -> list[Finding]:
+    run = make_run(root, FakeRun(world_size=2, endings=endings))
+    for rank, rows in reports.items():
+        (run / f"hangs.rank{rank:05d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return hang(Facts.of(load_run(run)))
+
+
+@pytest.mark.parametrize(
+    ("reports", "sentence", "next_step"),
+    [
+        (
+            {0: hanging(**GRADIENTS), 1: hanging(**SLEEP)},
+            "Step 29 does not end on rank 1: forward is in train.py:14",
+            "Look at",
+        ),
+        ({0: hanging(**ALL_REDUCE), 1: hanging(28, **ALL_REDUCE)}, "Step 28 does not end on rank 1", "Call the same"),
+        (
+            {0: hanging(**GRADIENTS), 1: hanging(**FETCH)},
+            "Step 29 does not end on rank 1: data_wait",
+            "Let a stuck worker",
+        ),
+        (
+            {0: hanging(**GRADIENTS)},
+            "Rank 1 is stuck or gone: rank 0 waits in step 29, in backward.",
+            "Look whether rank 1",
+        ),
+        ({0: hanging(**SLEEP)}, "Step 29 does not end on rank 0", "Look at"),
+    ],
+    ids=["sleep", "missed collective", "stuck loader", "silent rank", "sleep beside a silent rank"],
+)
+def test_the_rank_is_named_that_the_others_wait_for(
+    tmp_path: Path, reports: dict[int, dict[str, Any]], sentence: str, next_step: str
+) -> None:
+    (finding,) = found(tmp_path, {rank: [report] for rank, report in reports.items()}, KILLED)
+    assert finding.sentence.startswith(sentence)
+    assert len(finding.sentence) < 100
+    assert finding.next_steps[0].startswith(next_step)
+
+
+def test_a_step_that_ended_after_all_is_no_finding(tmp_path: Path) -> None:
+    ended = [hanging(12, **SLEEP), {"kind": "end", "step": 12, "waited_ns": 70 * 10**9}]
+    assert found(tmp_path, {1: ended}, {}) == []
+
+
+def test_a_step_that_ended_with_an_exception_is_one(tmp_path: Path) -> None:
+    ended = [hanging(29, **GRADIENTS), {"kind": "end", "step": 29, "waited_ns": 70 * 10**9}]
+    (finding,) = found(tmp_path, {0: ended, 1: [hanging(29, **SLEEP)]}, {0: "RuntimeError: timeout", 1: None})
+    assert "on rank 1" in finding.sentence
+    assert "rank 0 in step 29, backward" in finding.why

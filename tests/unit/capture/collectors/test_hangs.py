@@ -1,0 +1,76 @@
+"""Steps that exceed their limit: a row and the stacks while they run, and a row when they end after all."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof import ConfigError, Schedule
+from lightning_memprof.capture.collectors.hangs import step_limit
+from lightning_memprof.collectors import Hangs
+from sessions import context, drive, session
+
+SECOND = 1_000_000_000
+NEVER = Schedule(skip_first=1_000)
+
+
+def rows_of(directory: Path, limit: float, slow: Any) -> list[dict[str, Any]]:
+    """Drive five steps; ``slow`` is called in the fourth with the file of the rows."""
+    path = directory / "memprofiler" / "hangs.rank00000.jsonl"
+    with context(directory) as run, session(run, NEVER, [Hangs(max_step_seconds=limit)]) as made:
+        drive(made, range(5), lambda step: slow(path) if step == 3 else None)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def test_a_step_above_its_limit_has_a_row_and_the_stacks_while_it_runs(tmp_path: Path) -> None:
+    hang, end = rows_of(tmp_path, 0.2, wait_for)
+    assert (hang["kind"], hang["step"], end["kind"], end["step"]) == ("hang", 3, "end", 3)
+    assert hang["waited_ns"] > hang["limit_ns"] == 0.2 * SECOND
+    assert end["waited_ns"] >= hang["waited_ns"]
+    stacks = (tmp_path / "memprofiler" / "stacks.rank00000.txt").read_text()
+    assert "in wait_for" in stacks
+    assert stacks.index("the training") < stacks.index("in wait_for")
+
+
+def test_steps_below_their_limit_leave_no_file_and_no_thread(tmp_path: Path) -> None:
+    assert rows_of(tmp_path, 3600, lambda _: None) == []
+    assert not (tmp_path / "memprofiler" / "stacks.rank00000.txt").exists()
+    assert "memprof-hangs" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize(
+    ("durations", "unusual", "is_usual", "chosen", "limit"),
+    [
+        ([], 0, True, None, 600),
+        ([1, 1], 0, True, None, 600),
+        ([1, 1, 1], 0, True, None, 60),
+        ([20, 10, 30], 0, True, None, 200),
+        ([20, 10, 30], 0, True, 5, 5),
+        ([1, 1, 1], 0, False, None, 600),
+        ([1, 1, 1], 900, False, None, 2700),
+        ([1, 1, 1], 900, True, None, 60),
+    ],
+)
+def test_the_limit_follows_the_median_step_and_the_longest_validation(
+    durations: list[int], unusual: int, is_usual: bool, chosen: int | None, limit: int
+) -> None:
+    times = [seconds * SECOND for seconds in durations]
+    given = None if chosen is None else chosen * SECOND
+    assert step_limit(times, unusual * SECOND, given, is_usual=is_usual) == limit * SECOND
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "60", True])
+def test_a_limit_that_is_no_positive_number_is_refused(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match="max_step_seconds"):
+        Hangs(max_step_seconds=seconds)
