@@ -25,8 +25,8 @@ ROOT = {
 NAMESPACES = {
     "collectors": {
         "AllocatorHistory", "AllocatorStats", "CallRange", "FSDPMemory", "FunctionMemory", "GarbageCollection",
-        "Hangs", "Holders", "HookTimings", "HostMemory", "ModuleMemory", "ModuleRss", "OOMAutopsy", "OperatorTrace", "Pulse",
-        "SavedTensors", "SystemStats", "Throughput", "UserHooks", "Window",
+        "Hangs", "Holders", "HookTimings", "HostMemory", "ModuleMemory", "ModuleRss", "OOMAutopsy", "OperatorTrace",
+        "Pulse", "SavedTensors", "SystemStats", "Throughput", "UserHooks", "Window",
     },
     "triggers": {"AllocatorRetries", "Anomaly", "MemoryGrowth", "NearOOM", "SlowStep"},
     "compat.fts": {

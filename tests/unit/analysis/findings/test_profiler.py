@@ -13,11 +13,18 @@ from lightning_memprof import load_run
 from lightning_memprof.analysis.findings import Facts, Finding
 from lightning_memprof.analysis.findings.profiler import hang
 
-KILLED = {0: None, 1: None}
-ALL_REDUCE = {"function": "torch.distributed.distributed_c10d.all_reduce", "place": "train.py:9 in training_step"}
-GRADIENTS = {"function": "torch.autograd.graph._engine_run_backward", "phase": "backward"}
-SLEEP = {"function": "__main__.Net.training_step", "place": "train.py:14 in training_step", "source": "sleep(9)"}
-FETCH = {"function": "multiprocessing.connection.wait", "phase": "data_wait"}
+KILLED: dict[int, str | None] = {0: None, 1: None}
+ALL_REDUCE: dict[str, Any] = {
+    "function": "torch.distributed.distributed_c10d.all_reduce",
+    "place": "train.py:9 in training_step",
+}
+GRADIENTS: dict[str, Any] = {"function": "torch.autograd.graph._engine_run_backward", "phase": "backward"}
+SLEEP: dict[str, Any] = {
+    "function": "__main__.Net.training_step",
+    "place": "train.py:14 in training_step",
+    "source": "sleep(9)",
+}
+FETCH: dict[str, Any] = {"function": "multiprocessing.connection.wait", "phase": "data_wait"}
 
 
 def hanging(step: int = 29, **fields: Any) -> dict[str, Any]:
