@@ -89,7 +89,8 @@ COPIES: Final = (
 def worker_memory(facts: Facts) -> list[Finding]:
     """Find DataLoader workers that grow with every step.
 
-    Recovers what the slope added to the line ``workers`` of the byte ledger.
+    Copies of objects of the main process end when all are copied, so that they are one degree less severe. Recovers
+    what the slope added to the line ``workers`` of the byte ledger.
     """
     series = [(rank, rank.read(ProcessRow).rows) for rank in facts.run.ranks if rank.in_full]
     found = [(growth, rank, rows) for rank, rows in series if (growth := worker_growth(rows)) is not None]
@@ -107,7 +108,7 @@ def worker_memory(facts: Facts) -> list[Finding]:
     return [
         Finding(
             rule="worker_memory",
-            severity=Severity.CRITICAL if share >= SEVERE_GROWTH and not is_copy else Severity.WARNING,
+            severity=Severity(Severity.WARNING + (share >= SEVERE_GROWTH) - is_copy),
             sentence=(
                 f"DataLoader workers{f' of {name}' if name else ''} grow by {format_bytes(growth.bytes_per_step)} per "
                 f"step{facts.on_rank(rank)}{': they copy objects of the main process' if is_copy else ''}."

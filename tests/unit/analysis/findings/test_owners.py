@@ -123,23 +123,27 @@ def test_workers_that_grow_are_found(tmp_path: Path) -> None:
     assert finding.recovers.max == 300 * MIB
 
 
-def test_workers_that_copy_objects_of_the_main_process_are_told_from_caches(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scale", "severity"), [(1, Severity.INFO), (8, Severity.WARNING)])
+def test_workers_that_copy_objects_of_the_main_process_are_less_severe_than_caches(
+    tmp_path: Path, scale: int, severity: Severity
+) -> None:
     directory = make_run(tmp_path, FakeRun(memory=None, trace=False))
     samples = [
         {
             "kind": "workers",
             "step": 5 * n,
             "workers": 2,
-            "private_bytes": size * MIB,
-            "shared_bytes": (900 - size) * MIB,
+            "private_bytes": scale * size * MIB,
+            "shared_bytes": scale * (900 - size) * MIB,
         }
         for n, size in enumerate((50, 100, 200, 300, 400))
     ]
     rows(directory / "processes.rank00000.jsonl", *samples)
     finding = finding_of(directory, "worker_memory")
     assert finding is not None
-    assert finding.sentence == "DataLoader workers grow by 20.0 MiB per step: they copy objects of the main process."
-    assert finding.severity is Severity.WARNING
+    grown = f"{scale * 20}.0 MiB" if scale == 1 else "160 MiB"
+    assert finding.sentence == f"DataLoader workers grow by {grown} per step: they copy objects of the main process."
+    assert finding.severity is severity
     assert "numpy.array" in finding.next_steps[0]
 
 
