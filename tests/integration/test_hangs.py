@@ -1,4 +1,4 @@
-"""A step that does not end: the page says where, although the training was killed there."""
+"""Trainings that hang, or lose a DataLoader worker: the page says where and why, although they were killed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from training import only_run
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def page(directory: Path, ranks: int) -> Document:
+def page(directory: Path, program: str, argument: int) -> Document:
     subprocess.run(
-        [sys.executable, str(SUPPORT / "hanging.py"), str(directory), str(ranks)],
+        [sys.executable, str(SUPPORT / program), str(directory), str(argument)],
         env=os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
@@ -26,7 +26,7 @@ def page(directory: Path, ranks: int) -> Document:
 
 
 def test_a_step_that_does_not_end_is_the_verdict_with_its_line(tmp_path: Path) -> None:
-    document = page(tmp_path, 1)
+    document = page(tmp_path, "hanging.py", 1)
     assert document.rule == "hang"
     assert document.verdict.startswith("Step 3 does not end: forward is in hanging.py:")
     assert document.verdict.endswith("in wait.")
@@ -37,10 +37,18 @@ def test_a_step_that_does_not_end_is_the_verdict_with_its_line(tmp_path: Path) -
 
 @pytest.mark.timeout(300)
 def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path) -> None:
-    document = page(tmp_path, 2)
+    document = page(tmp_path, "hanging.py", 2)
     assert document.rule == "hang"
     assert document.verdict.startswith("Step 3 does not end on rank 1: forward is in hanging.py:")
     assert "rank 0 in step 3, backward" in document.why
     (section,) = [section for section in document.sections if section.id == "hangs"]
     (table,) = section.parts
     assert len(table.rows) == 2
+
+
+@pytest.mark.parametrize(("code", "end"), [(-9, "signal 9 (SIGKILL)"), (3, "exit code 3")])
+def test_a_worker_that_died_is_the_verdict_with_its_signal_or_exit_code(tmp_path: Path, code: int, end: str) -> None:
+    document = page(tmp_path, "dying_worker.py", code)
+    assert document.rule == "worker_died"
+    assert document.verdict.endswith(f"died: {end}.")
+    assert "worker" in document.why or "Connection" in document.why

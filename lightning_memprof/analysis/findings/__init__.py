@@ -43,7 +43,13 @@ from lightning_memprof.analysis.findings.memory import (
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
 from lightning_memprof.analysis.findings.modules import double_backward, python_loop, python_time, unused_gradients
-from lightning_memprof.analysis.findings.profiler import hang, other_profiler, profiler_overhead, recording_overhead
+from lightning_memprof.analysis.findings.profiler import (
+    hang,
+    other_profiler,
+    profiler_overhead,
+    recording_overhead,
+    worker_died,
+)
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,
     failed_request,
@@ -77,6 +83,7 @@ __all__ = [
 
 RULES: Final[tuple[Rule, ...]] = (
     hang,
+    worker_died,
     out_of_memory,
     other_profiler,
     memory_growth,

@@ -1,25 +1,28 @@
-"""Steps that do not end, and profiler overhead that distorts the figures: of a run, and of an operator trace."""
+"""Steps that do not end, workers that die, and the profiler overhead of a run and of an operator trace."""
 
 from __future__ import annotations
 
 import re
+import signal
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import own_ns
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import NOTABLE_SHARE, idle_ns, on_rank, remedies, remedy, seen_in, times
 from lightning_memprof.analysis.ledger.run import typical_in_windows
+from lightning_memprof.analysis.steps.workers import workers
 from lightning_memprof.artifacts.manifest import OverheadFacts
-from lightning_memprof.artifacts.naming import hang_stacks_name
+from lightning_memprof.artifacts.naming import hang_stacks_name, processes_name
 from lightning_memprof.artifacts.series import HangRow
-from lightning_memprof.units import format_count, format_ns, percent
+from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
+    from lightning_memprof.analysis.steps.workers import Worker
     from lightning_memprof.analysis.trace.model import TraceReport
 
-__all__ = ["hang", "other_profiler", "profiler_overhead", "recording_ns", "recording_overhead"]
+__all__ = ["hang", "other_profiler", "profiler_overhead", "recording_ns", "recording_overhead", "worker_died"]
 
 # Why the operator trace is not available: the words of capture and integration.
 OTHER_PROFILER: Final = re.compile(r"its own torch profiler|owns torch\.profiler")
@@ -42,6 +45,13 @@ OTHER: Final = (0.2, 0.5)
 
 COLLECTIVE: Final = "torch.distributed."
 TIMEOUT: Final = "Let a stuck worker raise: DataLoader(timeout=60); num_workers=0 shows its line."
+
+WITHOUT_WORKERS: Final = "Run with DataLoader(num_workers=0): the main process then shows the error with its line."
+# By exit code; a signal's number with a minus sign.
+DEATHS: Final = {
+    -9: "The kernel kills what exceeds the memory: use fewer workers; `dmesg | grep -i oom` on the node tells.",
+    -7: "Shared memory is full: enlarge /dev/shm (docker run --shm-size=8g), or use fewer workers.",
+}
 
 
 def hang(facts: Facts) -> list[Finding]:
@@ -119,6 +129,36 @@ def _remedy(row: HangRow, behind: int, hanging: dict[int, HangRow]) -> str:
     if behind not in hanging:
         return f"Look whether rank {behind} was killed or stopped: its log, and `ps` on its node."
     return f"Look at {row.place or row.function}: it does not return."
+
+
+def worker_died(facts: Facts) -> list[Finding]:
+    """Find a DataLoader worker that a signal killed, or that ended with an exit code of its own."""
+    dead = [(rank, worker) for rank in facts.run.ranks if rank.in_full for worker in workers(rank) if worker.exit_code]
+    if not dead:
+        return []
+    rank, worker = dead[0]
+    name = f" of {worker.dataset}" if worker.dataset else ""
+    more = f" {format_count(len(dead) - 1, 'more worker')} died." if len(dead) > 1 else ""
+    ended = f"The training ended: {rank.exception}." if rank.exception else "The training continued."
+    held = f"It had {format_bytes(worker.private_bytes)} of private memory. " if worker.private_bytes else ""
+    return [
+        Finding(
+            rule="worker_died",
+            severity=Severity.WARNING if rank.exception is None else Severity.CRITICAL,
+            sentence=f"A DataLoader worker{name} died{facts.on_rank(rank)}: {_end(worker)}.",
+            why=f"{held}{ended}{more}",
+            next_steps=(DEATHS.get(worker.exit_code or 0, WITHOUT_WORKERS),),
+            numbers={"rank": rank.rank, "pid": worker.pid, "exit_code": worker.exit_code, "workers": len(dead)},
+            evidence=(Evidence(artifact=f"{facts.run.directory.name}/{processes_name(rank.rank)}", rank=rank.rank),),
+            weight=1.0,
+        )
+    ]
+
+
+def _end(worker: Worker) -> str:
+    code = worker.exit_code or 0
+    names = {number.value: number.name for number in signal.Signals}
+    return f"exit code {code}" if code > 0 else f"signal {-code} ({names.get(-code, 'unknown')})"
 
 
 def other_profiler(facts: Facts) -> list[Finding]:

@@ -266,6 +266,17 @@ class ProcessLog:
 
     def close(self) -> bool:
         """Finish, in a short run with a last sample of the workers; return whether anything was written."""
+        try:
+            self._finish()
+        except RuntimeError:
+            # torch's handler of SIGCHLD raises for a worker that died, wherever the main thread is.
+            self._finish()
+        self._resident.close()
+        if self._file is not None:
+            self._file.close()
+        return self._file is not None
+
+    def _finish(self) -> None:
         if self._batches:
             self._end_validation(None, None)
         if not self._left and self._at is not None and self._taken <= len(_FIRST_S) and self._sampled != self._at:
@@ -273,10 +284,6 @@ class ProcessLog:
         while self._left:
             self._read_next()
         self._report_deaths()
-        self._resident.close()
-        if self._file is not None:
-            self._file.close()
-        return self._file is not None
 
     def _begin(self, now: int) -> None:
         """Begin a sample of the workers that there are."""
@@ -327,12 +334,13 @@ class ProcessLog:
             code = exit_code(child)
             if code is None:
                 continue
-            row = self._last.pop(pid, None) or ProcessRow(kind="worker", pid=pid)
-            del self._known[pid]
             # The DataLoader terminates workers that do not end in time.
             if code not in {0, -signal.SIGTERM}:
+                row = self._last.get(pid) or ProcessRow(kind="worker", pid=pid)
                 row.exit_code = code
                 self._write(row, *(self._at or (None, None)))
+            self._last.pop(pid, None)
+            del self._known[pid]
 
     def _end_validation(self, step: int | None, global_step: int | None) -> None:
         heap = [size for _, size in self._sizes if size is not None]

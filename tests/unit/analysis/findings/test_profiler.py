@@ -10,8 +10,8 @@ import pytest
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
-from lightning_memprof.analysis.findings import Facts, Finding
-from lightning_memprof.analysis.findings.profiler import hang
+from lightning_memprof.analysis.findings import Facts, Finding, Severity
+from lightning_memprof.analysis.findings.profiler import hang, worker_died
 
 KILLED: dict[int, str | None] = {0: None, 1: None}
 ALL_REDUCE: dict[str, Any] = {
@@ -80,3 +80,25 @@ def test_a_step_that_ended_with_an_exception_is_one(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, {0: ended, 1: [hanging(29, **SLEEP)]}, {0: "RuntimeError: timeout", 1: None})
     assert "on rank 1" in finding.sentence
     assert "rank 0 in step 29, backward" in finding.why
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "next_step"),
+    [
+        (-9, "signal 9 (SIGKILL)", "The kernel kills"),
+        (-7, "signal 7 (SIGBUS)", "Shared memory is full"),
+        (3, "exit code 3", "Run with DataLoader(num_workers=0)"),
+    ],
+)
+def test_a_worker_that_died_is_named_with_its_signal_or_exit_code(
+    tmp_path: Path, code: int, end: str, next_step: str
+) -> None:
+    run = make_run(tmp_path, FakeRun(endings={0: "RuntimeError: DataLoader worker exited unexpectedly"}))
+    alive = {"kind": "worker", "pid": 7, "step": 1, "private_bytes": 1 << 30, "dataset": "Images"}
+    rows = [alive, {**alive, "pid": 8}, {**alive, "pid": 8, "step": 2, "exit_code": code}]
+    (run / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (finding,) = worker_died(Facts.of(load_run(run)))
+    assert finding.sentence == f"A DataLoader worker of Images died: {end}."
+    assert finding.severity is Severity.CRITICAL
+    assert finding.why.startswith("It had 1.00 GiB of private memory.")
+    assert finding.next_steps[0].startswith(next_step)
