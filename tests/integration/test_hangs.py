@@ -28,7 +28,7 @@ def page(directory: Path, program: str, argument: int) -> Document:
 def test_a_step_that_does_not_end_is_the_verdict_with_its_line(tmp_path: Path) -> None:
     document = page(tmp_path, "hanging.py", 1)
     assert document.rule == "hang"
-    assert document.verdict.startswith("Step 3 does not end: forward is in hanging.py:")
+    assert document.verdict.startswith("Step 3 does not end: stuck in forward at hanging.py:")
     assert document.verdict.endswith("in wait.")
     stacks = (only_run(tmp_path) / "stacks.rank00000.txt").read_text()
     assert "time.sleep(0.05)" in stacks or "path.read_bytes()" in stacks or "path.exists()" in stacks
@@ -39,8 +39,8 @@ def test_a_step_that_does_not_end_is_the_verdict_with_its_line(tmp_path: Path) -
 def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path) -> None:
     document = page(tmp_path, "hanging.py", 2)
     assert document.rule == "hang"
-    assert document.verdict.startswith("Step 3 does not end on rank 1: forward is in hanging.py:")
-    assert "rank 0 in step 3, backward" in document.why
+    assert document.verdict.startswith("Step 3 does not end on rank 1: stuck in forward at hanging.py:")
+    assert "rank 0 in backward of step 3" in document.why
     (section,) = [section for section in document.sections if section.id == "hangs"]
     (table,) = section.parts
     assert len(table.rows) == 2

@@ -64,13 +64,13 @@ def hang(facts: Facts) -> list[Finding]:
     if behind not in hanging:
         waiting = min(hanging)
         row = hanging[waiting]
-        sentence = f"Rank {behind} is stuck or gone: rank {waiting} waits in step {row.step}, in {row.phase}."
+        sentence = f"Rank {behind} is stuck or gone: rank {waiting} waits in {_phase(row)} of step {row.step}."
     else:
         row = hanging[behind]
         place = row.place or row.function or "?"
-        sentence = f"Step {row.step} does not end{facts.on_rank(behind)}: {row.phase} is in {place}."
+        sentence = f"Step {row.step} does not end{facts.on_rank(behind)}: stuck in {_phase(row)} at {place}."
     others = [
-        f"rank {number} in step {other.step}, {other.phase}, {other.place or other.function}"
+        f"rank {number} in {_phase(other)} of step {other.step}, {other.place or other.function}"
         for number, other in sorted(hanging.items())
         if other is not row
     ]
@@ -93,6 +93,10 @@ def hang(facts: Facts) -> list[Finding]:
             weight=1.0,
         )
     ]
+
+
+def _phase(row: HangRow) -> str:
+    return (row.phase or "?").replace("_", " ")
 
 
 def _unfinished(rank: Rank) -> HangRow | None:
