@@ -32,7 +32,10 @@ class Hanging(Perceptron):
 
     def wait(self) -> None:
         rows = [DIRECTORY / "log" / "memprofiler" / hangs_name(rank) for rank in range(RANKS)]
-        while not all(path.exists() and path.read_bytes().endswith(b"\n") for path in rows):
+        until = time.monotonic() + 120
+        while time.monotonic() < until and not all(
+            path.exists() and path.read_bytes().endswith(b"\n") for path in rows
+        ):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -41,8 +41,8 @@ PERMANENT: Final = frozenset({"backward", "optimizer"})
 # A surviving allocation must be this share of the growth per step.
 MIN_PART: Final = 0.1
 MAX_SURVIVORS: Final = 5
-# What adds the memory adds about the slope: tensors and fetches at least half, a hook, which usually adds nothing,
-# a tenth, and a graph all saved activations.
+# The cause adds about the slope: tensors and fetches at least half of it, a hook, which usually adds nothing, a tenth,
+# and a graph all saved activations.
 MATCHES: Final = (0.5, 2.0)
 FETCHED: Final = 0.5
 HOOKED: Final = 0.1

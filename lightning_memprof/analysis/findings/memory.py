@@ -105,10 +105,11 @@ def worker_memory(facts: Facts) -> list[Finding]:
     held = max(row.private_bytes or 0 for row in rows)
     copied = copied_on_write(rows)
     is_copy = copied >= MOSTLY
+    severity = Severity.CRITICAL if share >= SEVERE_GROWTH else Severity.WARNING
     return [
         Finding(
             rule="worker_memory",
-            severity=Severity(Severity.WARNING + (share >= SEVERE_GROWTH) - is_copy),
+            severity=Severity(severity - 1) if is_copy else severity,
             sentence=(
                 f"DataLoader workers{f' of {name}' if name else ''} grow by {format_bytes(growth.bytes_per_step)} per "
                 f"step{facts.on_rank(rank)}{': they copy objects of the main process' if is_copy else ''}."

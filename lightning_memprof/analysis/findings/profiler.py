@@ -59,12 +59,17 @@ def hang(facts: Facts) -> list[Finding]:
     hanging = {rank.rank: row for rank in facts.run.ranks if (row := _unfinished(rank)) is not None}
     if not hanging:
         return []
-    silent = [rank.rank for rank in facts.run.ranks if rank.rank not in hanging and rank.status != "finished"]
+    silent = {
+        rank.rank: rank.exception
+        for rank in facts.run.ranks
+        if rank.rank not in hanging and (rank.status == "running or killed" or rank.exception)
+    }
     behind = _behind(hanging, silent)
     if behind not in hanging:
         waiting = min(hanging)
-        row = hanging[waiting]
-        sentence = f"Rank {behind} is stuck or gone: rank {waiting} waits in {_phase(row)} of step {row.step}."
+        row, error = hanging[waiting], silent[behind]
+        end = f"raised {error.partition(':')[0]}" if error else "is stuck or gone"
+        sentence = f"Rank {behind} {end}: rank {waiting} waits in {_phase(row)} of step {row.step}."
     else:
         row = hanging[behind]
         place = row.place or row.function or "?"
@@ -101,7 +106,8 @@ def _phase(row: HangRow) -> str:
 
 def _unfinished(rank: Rank) -> HangRow | None:
     """Return the step that a rank did not leave, or left only by an exception."""
-    rows = rank.read(HangRow).rows if rank.in_full else []
+    # Also of ranks that are not read in full: of thousands each may be the one.
+    rows = rank.read(HangRow).rows if rank.status != "finished" else []
     row = next((row for row in reversed(rows) if row.kind == "hang"), None)
     if row is None or row is rows[-1]:
         return row
@@ -109,15 +115,18 @@ def _unfinished(rank: Rank) -> HangRow | None:
     return None if rank.exception is None or continued else row
 
 
-def _behind(hanging: dict[int, HangRow], silent: list[int]) -> int:
-    """Return the rank that the others wait for: the one in the earliest step, outside of collectives, or silent."""
+def _behind(hanging: dict[int, HangRow], silent: dict[int, str | None]) -> int:
+    """Return the rank that the others wait for: the one in the earliest step, outside of collectives, or silent.
+
+    Of silent ranks one that raised an exception comes first.
+    """
 
     def order(number: int) -> tuple[int, bool, int]:
         row = hanging[number]
         return row.step or 0, len(hanging) + len(silent) > 1 and _waits(row), number
 
     first = min(hanging, key=order)
-    return silent[0] if silent and _waits(hanging[first]) else first
+    return min(silent, key=lambda rank: (silent[rank] is None, rank)) if silent and _waits(hanging[first]) else first
 
 
 def _waits(row: HangRow) -> bool:
@@ -131,7 +140,7 @@ def _remedy(row: HangRow, behind: int, hanging: dict[int, HangRow]) -> str:
     if _waits(row) and len(hanging) > 1:
         return "Call the same collectives on every rank, in the same order and with the same shapes."
     if behind not in hanging:
-        return f"Look whether rank {behind} was killed or stopped: its log, and `ps` on its node."
+        return f"Look at the log of rank {behind}, and whether its process is stopped or was killed: `ps` on its node."
     return f"Look at {row.place or row.function}: it does not return."
 
 
@@ -143,7 +152,7 @@ def worker_died(facts: Facts) -> list[Finding]:
     rank, worker = dead[0]
     name = f" of {worker.dataset}" if worker.dataset else ""
     more = f" {format_count(len(dead) - 1, 'more worker')} died." if len(dead) > 1 else ""
-    ended = f"The training ended: {rank.exception}." if rank.exception else "The training continued."
+    ended = f"The training ended: {rank.exception.rstrip('.')}." if rank.exception else "The training continued."
     held = f"It had {format_bytes(worker.private_bytes)} of private memory. " if worker.private_bytes else ""
     return [
         Finding(

@@ -44,11 +44,11 @@ __all__ = [
     "total_ns",
 ]
 
-# Below 10%, even work that costs nothing would make the program less than 1.12 times as fast.
+# A remedy for less than 10% makes the program less than 1.12 times as fast.
 NOTABLE_SHARE: Final = 0.10
 # From 30% on, it decides how long the run takes: the program would be 1.4x as fast or faster without it.
 SEVERE_SHARE: Final = 0.30
-# The Trainer fetches a batch that is ready in less; beside a device a ready one is fetched in less than the second.
+# Fetching a batch that is ready takes less, and with a device less than the second.
 MIN_COST_NS: Final = 2_000_000
 MIN_DEVICE_COST_NS: Final = 1_000_000
 # In a trace with a single step, a loader that starts its workers looks like one that is always slow.

@@ -32,7 +32,7 @@ RARE: Final = 1 / 3
 # The name of the data wait between epochs, and the epochs that show it.
 RESTART: Final = "workers restart"
 EPOCHS: Final = 3
-# The phases whose work is the same in every step. A long fetch or callback has an owner of its own.
+# The phases whose work is the same in every step. A long fetch or callback is a separate line.
 _STEADY: Final[tuple[HostPart, ...]] = ("forward", "backward", "optimizer")
 # The parts of a trace that are inside them.
 _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
@@ -43,7 +43,7 @@ _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
 _MEETING: Final = (*_STEADY, "untracked", "rank_wait")
 _METRIC: Final = "[Metric]"
 _MODULE: Final = "[LightningModule]"
-# Actions inside forward, backward and optimizer that are lines of their own.
+# Actions inside forward, backward and optimizer that are separate lines.
 _WITHIN: Final = ("gc_pauses", "metric", "module_hook", "callback")
 _NAMED_PARTS: Final[Mapping[str, HostPart]] = {
     "data_wait": "data_wait",
@@ -72,7 +72,7 @@ def run_ledger(
     among its owners: data wait by the hook timings of the windows; callbacks, hooks, transfers, validation and
     checkpoints by the action totals of the whole run; forward, backward and optimizer by ``host``, less the cost of
     recording, with the program's hooks on modules. The owners of a phase never sum to more than the phase. The wait for
-    a core is a line of its own; no phase includes it.
+    a core is a separate line; no phase includes it.
 
     Args:
         rank: the rank.
@@ -217,7 +217,7 @@ def _stalls(steps: Sequence[_Step], parts: Sequence[HostPart]) -> tuple[tuple[St
         more = {part: max((phases[part] or 0) - usual[part], 0) for part in parts}
         ns = sum(more.values())
         if ns <= duration / 2:
-            continue  # the excess belongs to a fetch, a callback or another action, which has a line of its own
+            continue  # the excess belongs to a fetch, a callback or another action, which is a separate line
         for part, part_ns in more.items():
             excess[part] += part_ns / len(steps)
         owner = max(more, key=lambda part: more[part])

@@ -355,7 +355,7 @@ def _straggler(
 def _of_windows(
     ranks: tuple[RankTimes, ...], by_rank: Mapping[int, RankTimes], waiting: Waiting | None
 ) -> Straggler | None:
-    # Where some ranks alone record their collectives, one of the others may be the last in all of them.
+    # If only some ranks record collectives, one of the others may be the last in each.
     unseen = [rank for rank in ranks if rank.wait_ns is None and rank.steps >= FEW_STEPS]
     if waiting is None:
         return _without_collectives(unseen, ranks)
@@ -402,8 +402,8 @@ def _cause(
 ) -> _Excess | None:
     """Return the phase that takes this rank longer than the others by ``threshold_ns`` or more.
 
-    A phase of its own comes before computing: that is what remains of forward and backward, and it grows where ranks
-    share the cores of a machine.
+    The phases come before computing, which is the rest of forward and backward: it grows where ranks share the cores of
+    a machine.
     """
     found = [_Excess(phase, mine.phases_ns.get(phase, 0), _median(others, phase)) for phase in phases]
     computes = [rank.compute_ns for rank in others if rank.compute_ns is not None]

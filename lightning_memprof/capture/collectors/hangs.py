@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import FrameType
 
-    from lightning_memprof.capture.base import OnMark, OnStep, RunContext, StepRecord
+    from lightning_memprof.capture.base import OnMark, OnStep, Position, RunContext, StepRecord
+    from lightning_memprof.capture.clock import StepClock
     from lightning_memprof.schedule import Window
 
 __all__ = ["Hangs", "step_limit"]
@@ -123,8 +124,12 @@ class _Watch:
         self._training = threading.get_ident()
         self._durations: deque[int] = deque(maxlen=_RECENT)
         self._longest_unusual = 0
-        # Start of the step that was reported last.
+        # By their start, as of the clock: the step that was reported, and the last one that ended. Until the next one
+        # starts the clock, it has that of the last.
         self._reported_ns = 0
+        self._ended_ns = 0
+        # A report is complete before its step can end.
+        self._reporting = threading.Lock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memprof-hangs", daemon=True)
         directory = run.sink.place.directory
@@ -152,9 +157,11 @@ class _Watch:
             self._durations.append(record.duration_ns)
         else:
             self._longest_unusual = max(self._longest_unusual, record.duration_ns)
+        self._ended_ns = record.start_ns - self._run.unix_offset_ns
         if self._reported_ns:
-            self._reported_ns = 0
-            self._write(HangRow(kind="end", step=record.step, waited_ns=record.duration_ns))
+            with self._reporting:
+                self._reported_ns = 0
+                self._write(HangRow(kind="end", step=record.step, waited_ns=record.duration_ns))
 
     def _limit(self) -> int:
         # Other than iterating, copying a deque is one step for other threads.
@@ -179,31 +186,36 @@ class _Watch:
         waited = perf_counter_ns() - start
         if waited <= limit or start == self._reported_ns:
             return
+        with self._reporting:
+            self._reported_ns = start
+            # Set before it is compared: a step that ends from here on waits for the report.
+            if start == self._ended_ns or start != clock.start_ns:
+                self._reported_ns = 0
+                return
+            self._report(position, clock, waited, limit)
+
+    def _report(self, position: Position, clock: StepClock, waited: int, limit: int) -> None:
         frames = sys._current_frames()  # noqa: SLF001 the documented way to the stacks of all threads
-        own = frames.pop(threading.get_ident(), None)
-        del own
-        training = frames.get(self._training)
-        # Between these two the step may have ended.
-        if training is None or clock.start_ns != start:
-            return
-        self._reported_ns = start
+        del frames[threading.get_ident()]
+        training = frames[self._training]
         place, source = _place(training)
-        row = HangRow(
-            kind="hang",
-            step=position.step,
-            global_step=position.global_step,
-            time_ns=start + waited + self._run.unix_offset_ns,
-            phase=clock.phase,
-            waited_ns=waited,
-            limit_ns=limit,
-            function=_function(training),
-            place=place,
-            source=source,
-        )
         with self._stacks.open("a", encoding="utf-8") as file:
             file.write(f"Step {position.step} has not ended after {format_ns(waited)} (limit {format_ns(limit)}).\n")
             file.writelines(_stacks(frames, self._training))
-        self._write(row)
+        self._write(
+            HangRow(
+                kind="hang",
+                step=position.step,
+                global_step=position.global_step,
+                time_ns=clock.start_ns + waited + self._run.unix_offset_ns,
+                phase=clock.phase,
+                waited_ns=waited,
+                limit_ns=limit,
+                function=_function(training),
+                place=place,
+                source=source,
+            )
+        )
 
     def _write(self, row: HangRow) -> None:
         with self._rows.open("a", encoding="utf-8") as file:

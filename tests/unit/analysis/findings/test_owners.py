@@ -123,9 +123,11 @@ def test_workers_that_grow_are_found(tmp_path: Path) -> None:
     assert finding.recovers.max == 300 * MIB
 
 
-@pytest.mark.parametrize(("scale", "severity"), [(1, Severity.INFO), (8, Severity.WARNING)])
+@pytest.mark.parametrize(
+    ("scale", "grown", "severity"), [(1, "20.0 MiB", Severity.INFO), (8, "160 MiB", Severity.WARNING)]
+)
 def test_workers_that_copy_objects_of_the_main_process_are_less_severe_than_caches(
-    tmp_path: Path, scale: int, severity: Severity
+    tmp_path: Path, scale: int, grown: str, severity: Severity
 ) -> None:
     directory = make_run(tmp_path, FakeRun(memory=None, trace=False))
     samples = [
@@ -141,7 +143,6 @@ def test_workers_that_copy_objects_of_the_main_process_are_less_severe_than_cach
     rows(directory / "processes.rank00000.jsonl", *samples)
     finding = finding_of(directory, "worker_memory")
     assert finding is not None
-    grown = f"{scale * 20}.0 MiB" if scale == 1 else "160 MiB"
     assert finding.sentence == f"DataLoader workers grow by {grown} per step: they copy objects of the main process."
     assert finding.severity is severity
     assert "numpy.array" in finding.next_steps[0]

@@ -55,7 +55,7 @@ def found(root: Path, reports: dict[int, list[dict[str, Any]]], endings: dict[in
         (
             {0: hanging(**GRADIENTS)},
             "Rank 1 is stuck or gone: rank 0 waits in backward of step 29.",
-            "Look whether rank 1",
+            "Look at the log of rank 1",
         ),
         ({0: hanging(**SLEEP)}, "Step 29 does not end on rank 0", "Look at"),
     ],
@@ -70,9 +70,18 @@ def test_the_rank_is_named_that_the_others_wait_for(
     assert finding.next_steps[0].startswith(next_step)
 
 
+def test_a_rank_that_raised_is_the_one_that_the_others_wait_for(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, {0: [hanging(**ALL_REDUCE)]}, {0: None, 1: "OutOfMemoryError: 8 GiB"})
+    assert finding.sentence == "Rank 1 raised OutOfMemoryError: rank 0 waits in forward of step 29."
+
+
+def test_a_run_that_finished_has_no_finding(tmp_path: Path) -> None:
+    assert found(tmp_path, {0: [hanging(**SLEEP)]}, {}) == []
+
+
 def test_a_step_that_ended_after_all_is_no_finding(tmp_path: Path) -> None:
     ended = [hanging(12, **SLEEP), {"kind": "end", "step": 12, "waited_ns": 70 * 10**9}]
-    assert found(tmp_path, {1: ended}, {}) == []
+    assert found(tmp_path, {1: ended}, KILLED) == []
 
 
 def test_a_step_that_ended_with_an_exception_is_one(tmp_path: Path) -> None:

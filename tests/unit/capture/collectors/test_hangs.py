@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_memprof import ConfigError, Schedule
+from lightning_memprof.capture.base import OnMark, RunContext
 from lightning_memprof.capture.collectors.hangs import step_limit
-from lightning_memprof.collectors import Hangs
+from lightning_memprof.collectors import Hangs, Window
+from lightning_memprof.schedule import Point
+from lightning_memprof.testing import FakeCollector
 from sessions import context, drive, session
 
 SECOND = 1_000_000_000
@@ -47,6 +52,22 @@ def test_steps_below_their_limit_leave_no_file_and_no_thread(tmp_path: Path) -> 
     assert rows_of(tmp_path, 3600, lambda _: None) == []
     assert not (tmp_path / "memprofiler" / "stacks.rank00000.txt").exists()
     assert "memprof-hangs" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_time_between_two_steps_is_not_a_step_that_hangs(tmp_path: Path) -> None:
+    class Slow(FakeCollector):
+        """Takes long at the first mark of a step, before the step's clock starts."""
+
+        @contextmanager
+        def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
+            yield lambda mark: time.sleep(1) if mark.point is Point.STEP_START else None
+
+    with (
+        context(tmp_path) as run,
+        session(run, Schedule(wait=1, active=1), [Slow(), Hangs(max_step_seconds=0.2)]) as made,
+    ):
+        drive(made, range(3))
+    assert not (tmp_path / "memprofiler" / "hangs.rank00000.jsonl").exists()
 
 
 @pytest.mark.parametrize(
