@@ -274,8 +274,8 @@ def test_a_step_outside_of_windows_calls_few_of_our_functions(tmp_path: Path) ->
 
     callback = MemProfilerCallback(schedule=Schedule(skip_first=1000), output=OutputOptions(summary=False))
     trainer(tmp_path, callback, max_steps=160).fit(Counted(), loader(160))
-    # One in the middle: not those that write the rows of many steps.
-    usual = sorted(steps[51:151], key=Counter.total)[50]
+    # One of the cheapest: what the clock and the garbage collector add falls into most steps of a slow machine.
+    usual = sorted(steps[51:151], key=Counter.total)[10]
     # One lookup, start and stop for each action, whether it counts or not; they cost a tenth of a microsecond.
     for name in ("profile", "__enter__", "__exit__"):
         assert 15 < usual.pop(name) < 35

@@ -251,7 +251,9 @@ class ProcessLog:
         if self._batches:
             self._end_validation(record.step, record.global_step)
         self._at = (record.step, record.global_step)
-        self._known.update((child.pid, child) for child in new_workers(self._seen) if child.pid is not None)
+        for child in new_workers(self._seen):
+            if child.pid is not None:
+                self._known[child.pid] = child
         if self._left:
             self._read_next()
             return
