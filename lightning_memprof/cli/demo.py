@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import Command
-from lightning_memprof.cli.terminal import quiet_lightning
+from lightning_memprof.cli.command import Command, quiet_lightning
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:

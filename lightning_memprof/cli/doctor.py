@@ -21,8 +21,7 @@ import psutil
 from jsonargparse import Namespace
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.command import Command
-from lightning_memprof.cli.terminal import quiet_lightning
+from lightning_memprof.cli.command import Command, quiet_lightning
 from lightning_memprof.integration.registration import PROFILER_NAME
 from lightning_memprof.units import format_bytes
 

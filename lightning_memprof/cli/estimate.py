@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Final
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.artifacts.naming import ESTIMATE
-from lightning_memprof.cli.command import Command, add_format, write_document
-from lightning_memprof.cli.terminal import estimating, quiet_lightning
+from lightning_memprof.cli.command import Command, add_format, estimating, quiet_lightning, write_document
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +65,8 @@ def _execute(options: Namespace) -> int:
     output = None if options.output is None else Path(options.output)
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}")
-    from lightning_memprof.estimation.wanted import Wanted, require_program
+    from lightning_memprof.estimation.program import require_program
+    from lightning_memprof.estimation.wanted import Wanted
 
     require_program(options.program)
     from lightning_memprof.analysis.run.load import load_run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from jsonargparse import ArgumentParser
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.terminal import ClosedOutput
+from lightning_memprof.cli.command import ClosedOutput
 from lightning_memprof.errors import MemprofError
 
 if TYPE_CHECKING:

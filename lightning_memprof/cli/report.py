@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import TARGET_HELP, Command, check_output, open_in_browser
-from lightning_memprof.cli.terminal import infrequent_gc, reading
+from lightning_memprof.cli.command import TARGET_HELP, Command, check_output, infrequent_gc, open_in_browser, reading
 from lightning_memprof.errors import ReportError
 from lightning_memprof.units import format_bytes
 

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import TARGET_HELP, Command, Format, add_format, write_document, write_json
-from lightning_memprof.cli.terminal import infrequent_gc, reading
+from lightning_memprof.cli.command import (
+    TARGET_HELP,
+    Command,
+    Format,
+    add_format,
+    infrequent_gc,
+    reading,
+    write_document,
+    write_json,
+)
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import Command, open_in_browser, opened_run, parse_numbers
-from lightning_memprof.cli.terminal import sigterm_as_ctrl_c
+from lightning_memprof.cli.command import Command, open_in_browser, opened_run, parse_numbers, sigterm_as_ctrl_c
 from lightning_memprof.errors import ConfigError, ReportError
 
 if TYPE_CHECKING:

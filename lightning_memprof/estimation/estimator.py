@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
-import os
-import runpy
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -21,10 +17,11 @@ from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
+from lightning_memprof.estimation.program import require_program, run_program
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.simulation import Variation, failure_line, simulate
 from lightning_memprof.estimation.trainer import Fit
-from lightning_memprof.estimation.wanted import OPTIONS, Wanted, is_cli, require_program
+from lightning_memprof.estimation.wanted import OPTIONS, Wanted
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
@@ -281,7 +278,7 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
 
         undo.enter_context(_watched(name, reached))
         try:
-            _run(program)
+            run_program(program)
         except _Reached as ended:
             if ended.error is not None:
                 raise ended.error from ended.error.__cause__
@@ -337,26 +334,3 @@ def _watched(name: str, use: Callable[[Fit], None]) -> Iterator[None]:
         for other in ("validate", "test", "predict"):
             undo.enter_context(wrapped(Trainer, other, skipped))
         yield
-
-
-def _run(program: Sequence[str]) -> None:
-    argv, path = sys.argv, list(sys.path)
-    first, rest = program[0], list(program[1:])
-    try:
-        if first.startswith("-m"):
-            module, rest = (first[2:], rest) if first[2:] else (rest[0], rest[1:])
-            sys.argv = [module, *rest]
-            sys.path.insert(0, os.getcwd())  # noqa: PTH109 what python -m inserts
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        elif is_cli(program):
-            from lightning.pytorch.cli import LightningCLI
-
-            sys.argv = ["lightning", first, *rest]
-            sys.path.insert(0, os.getcwd())  # noqa: PTH109 configurations name the user's own modules
-            LightningCLI(save_config_callback=None)
-        else:
-            sys.argv = [first, *rest]
-            sys.path.insert(0, str(Path(first).resolve().parent))
-            runpy.run_path(first, run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = argv, path

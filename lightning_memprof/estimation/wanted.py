@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.estimate import Device, device_named, device_of, parse_bytes
-from lightning_memprof.errors import ConfigError, MemprofError
+from lightning_memprof.errors import ConfigError
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning_memprof.estimation.changes import Change
 
-__all__ = ["OPTIONS", "Wanted", "is_cli", "require_program"]
+__all__ = ["OPTIONS", "Wanted"]
 
 OPTIONS: Final = (
     "--device",
@@ -32,8 +30,6 @@ OPTIONS: Final = (
 """Options of ``lightning-memprof estimate`` that change what is estimated."""
 _USUAL: Final = ("precision=bf16-mixed", "checkpointing", "accumulate=2", "optimizer=adamw8bit")
 _FULL: Final = (None, "32", "32-true")
-_CLI: Final = ("fit",)
-_CONFIG: Final = ("--config", "-c")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,31 +133,3 @@ def _here() -> Device:
         properties = torch.cuda.get_device_properties(0)
         return device_of(properties.name, properties.total_memory, "this machine")
     return replace(device_of("a GPU", 0, "none was named"), total_bytes=None, usable_bytes=None)
-
-
-def is_cli(program: Sequence[str]) -> bool:
-    """Return whether a program is a bare ``LightningCLI``."""
-    return program[0] in _CLI and not Path(program[0]).is_file()
-
-
-def require_program(program: Sequence[str]) -> None:
-    """Check that the files of a program's command line exist.
-
-    Args:
-        program: ``[SCRIPT, *ARGS]``, ``["-m", MODULE, *ARGS]``, or ``["fit", *ARGS]`` for a bare ``LightningCLI``.
-
-    Raises:
-        MemprofError: one does not.
-
-    """
-    first = program[0]
-    if first == "-m" and not program[1:]:
-        raise MemprofError("estimate: -m needs the name of a module")
-    if is_cli(program):
-        words = [part for word in program for part in word.split("=", 1)]
-        files = [file for option, file in pairwise(words) if option in _CONFIG]
-    else:
-        files = [] if first.startswith("-m") else [first]
-    for file in files:
-        if not Path(file).is_file():
-            raise MemprofError(f"estimate: {file}: no such file")

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from lightning_memprof.cli.terminal import quiet_lightning
+from lightning_memprof.cli.command import quiet_lightning
 
 
 @pytest.mark.slow

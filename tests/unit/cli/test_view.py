@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from fake_runs import FakeRun, make_run
+from lightning_memprof.cli.command import sigterm_as_ctrl_c
 from lightning_memprof.cli.main import main
-from lightning_memprof.cli.terminal import sigterm_as_ctrl_c
 from lightning_memprof.cli.view import tensorboard_directory
 from lightning_memprof.errors import ReportError
 
