@@ -38,7 +38,7 @@ __all__ = [
     "Reading",
     "add_format",
     "check_output",
-    "estimating",
+    "counting",
     "infrequent_gc",
     "merge_progress",
     "open_in_browser",
@@ -301,21 +301,25 @@ def merge_progress() -> Iterator[Callable[[int, int], None] | None]:
 
 
 @contextmanager
-def estimating() -> Iterator[Callable[[str, int, int], None]]:
-    """Provide a function that shows what is simulated, and how many simulations are done of how many.
+def counting(first: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Provide a function that shows what runs now, how many runs are done, and of how many.
 
     Where standard error is not a terminal it shows nothing.
+
+    Args:
+        first: what runs before the first call.
+
     """
     if not sys.stderr.isatty():
         yield lambda _text, _done, _total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("the program", total=None)
-        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
+        task = bar.add_task(first, total=None)
+        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total or None)
 
 
 def _bar(text: str, stream: TextIO) -> Progress:

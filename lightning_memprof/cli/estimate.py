@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.artifacts.naming import ESTIMATE
-from lightning_memprof.cli.command import Command, add_format, estimating, quiet_lightning, write_document
+from lightning_memprof.cli.command import Command, add_format, counting, quiet_lightning, write_document
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _execute(options: Namespace) -> int:
     )
     from lightning_memprof.estimation.estimator import estimate_program
 
-    with estimating() as progress, redirect_stdout(sys.stderr), quiet_lightning():
+    with counting("the program") as progress, redirect_stdout(sys.stderr), quiet_lightning():
         estimate = estimate_program(options.program, replace(wanted, progress=progress))
     document = estimate.document()
     if run is not None:

@@ -22,14 +22,18 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "main", "split_program"]
 
 COMMANDS: Final = (
-    "demo", "show", "trigger", "merge", "view", "watch", "report", "compare", "export", "estimate", "doctor", "run",
+    "demo", "show", "trigger", "merge", "view", "watch", "report", "compare", "export", "estimate", "try", "doctor",
+    "run",
 )  # fmt: skip
-"""The commands in the order of the help; each is a module of this package."""
+"""The commands in the order of the help; each is a module of this package, :data:`_MODULES` has the other names."""
 
 PROGRAM: Final = "lightning-memprof"
+# A keyword cannot be imported.
+_MODULES: Final = {"try": "trial"}
 # By command: its options with a value, and those that may also stand after the program's name.
 _WITH_PROGRAM: Final = {
     "run": (("--config",), ()),
+    "try": (("--remedy", "--rounds", "--steps", "--time-limit", "--list", "--output", "-o", "--format"), ()),
     "estimate": (
         (
             "--device", "--device-memory", "--devices", "--strategy", "--batch-size", "--seq-len", "--batch-shape",
@@ -143,7 +147,7 @@ def _execute(own: list[str], program: list[str]) -> int:
 
 
 def _command(name: str) -> Command:
-    command: Command = import_module(f"lightning_memprof.cli.{name}").COMMAND
+    command: Command = import_module(f"lightning_memprof.cli.{_MODULES.get(name, name)}").COMMAND
     return command
 
 

@@ -385,7 +385,7 @@ class Document:
 
     Args:
         title: its name.
-        kind: ``run``, ``files``, ``comparison``, ``live`` or ``estimate``.
+        kind: ``run``, ``files``, ``comparison``, ``live``, ``estimate`` or ``trial``.
         about: what ran.
         status: how it ended.
         status_style: how the status looks.
@@ -404,7 +404,7 @@ class Document:
     """
 
     title: str
-    kind: Literal["run", "files", "comparison", "live", "estimate"]
+    kind: Literal["run", "files", "comparison", "live", "estimate", "trial"]
     about: Words = ""
     status: str = ""
     status_style: Style = ""

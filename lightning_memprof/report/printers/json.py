@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
     from lightning_memprof.analysis.steps.events import StepEvents
     from lightning_memprof.analysis.trace.model import TraceReport
+    from lightning_memprof.analysis.trial import Trial
     from lightning_memprof.report.document import Document, Words
     from lightning_memprof.report.view import RankView, View
 
-__all__ = ["comparison_to_json", "document_to_json", "encode", "to_json"]
+__all__ = ["comparison_to_json", "document_to_json", "encode", "estimate_to_json", "to_json", "trial_to_json"]
 
 # A window has thousands of allocation sites, nearly all of a few bytes; a trace thousands of kernels, a snapshot
 # thousands of stacks: the rest is one sum.
@@ -99,6 +100,12 @@ def comparison_to_json(comparison: Comparison, verdict: Words, outcomes: Sequenc
 def estimate_to_json(estimate: Estimate) -> dict[str, Any]:
     """Return an estimate: bytes, seconds."""
     found: dict[str, Any] = encode(_without(estimate))
+    return found
+
+
+def trial_to_json(trial: Trial) -> dict[str, Any]:
+    """Return a trial: bytes, nanoseconds, shares of 1; ``best`` is the remedy to choose."""
+    found: dict[str, Any] = {**_without(trial), "best": None if trial.best is None else trial.best.remedy}
     return found
 
 

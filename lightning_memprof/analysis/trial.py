@@ -1,0 +1,224 @@
+"""What remedies gain on a training that ran with and without them, in turns; and whether it is still the same."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import msgspec
+
+from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
+
+__all__ = ["NOTABLE_PEAK", "Equality", "Measured", "Outcome", "Trial", "equality", "outcome"]
+
+# A smaller difference of the peak is the allocator's, or the machine's.
+NOTABLE_PEAK: Final = 0.05
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """One run of the training, as its process wrote it.
+
+    Attributes:
+        steps: measured steps; a step is a batch.
+        step_ns: mean time from the end of a step to the end of the next, without validation.
+        losses: of all steps, from the first; empty where the module returns none.
+        weights: a hash of all parameters after the last step; empty where it was not computed.
+        rss_bytes: peak RSS of the process.
+        worker_bytes: memory of its DataLoader workers at the end, by their share of shared pages.
+        device_bytes: peak memory of tensors on the device in the measured steps; None on a CPU.
+        problem: why the training was not measured.
+
+    """
+
+    steps: int = 0
+    step_ns: float = 0.0
+    losses: list[float] = []
+    weights: str = ""
+    rss_bytes: int = 0
+    worker_bytes: int = 0
+    device_bytes: int | None = None
+    problem: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The memory that a remedy may save: the device's, or the host's."""
+        return self.rss_bytes + self.worker_bytes if self.device_bytes is None else self.device_bytes
+
+
+EqualityName = Literal["bit-equal", "within tolerance", "changes the training", "not comparable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equality:
+    """Whether a training is the same with a remedy.
+
+    ``difference`` is the largest difference of a step's loss, as a share of the mean loss; None where no loss is known.
+    ``tolerance`` is what the remedy may change.
+    """
+
+    name: EqualityName
+    difference: float | None = None
+    tolerance: float = 0.0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the remedy may be recommended."""
+        return self.name != "changes the training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A remedy that was tried.
+
+    Attributes:
+        remedy: its name on the command line; several joined by ``+``.
+        code: the change, as lines to paste.
+        promised: least and most share of the step that the finding promised to recover.
+        time: change of the step time.
+        peak: change of the peak memory, as a share.
+        is_smaller: whether every run with the remedy had a notably lower peak than every run without it.
+        peak_bytes: median peak memory with the remedy.
+        step_ns: median of the mean step times with the remedy.
+        equality: whether the training is the same.
+        problem: why it could not be tried; everything else is then unknown.
+
+    """
+
+    remedy: str
+    code: tuple[str, ...] = ()
+    promised: tuple[float, float] | None = None
+    time: PairedChange | None = None
+    peak: float | None = None
+    is_smaller: bool = False
+    peak_bytes: int | None = None
+    step_ns: float | None = None
+    equality: Equality | None = None
+    problem: str = ""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the training is the same with it, as far as that could be compared."""
+        return self.equality is not None and self.equality.is_kept
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether it makes steps shorter, and leaves the training the same."""
+        return self.is_kept and self.time is not None and self.time.high < 0
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it lowers the peak, and leaves the training the same."""
+        return self.is_kept and self.is_smaller
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The remedies that were tried on one program.
+
+    Attributes:
+        program: its command line.
+        rounds: how often each was measured.
+        steps: measured steps of each run.
+        compared: steps whose losses were compared.
+        step_ns: median of the mean step times of the unchanged program.
+        peak_bytes: its median peak memory.
+        is_device: whether the peak is the device's, not the host's.
+        outcomes: of each remedy, in the order in which they were asked for.
+        together: of the remedies that won, at once; None where fewer than two did.
+        notes: what a reader of the figures has to know.
+
+    """
+
+    program: str
+    rounds: int
+    steps: int
+    compared: int
+    step_ns: float
+    peak_bytes: int
+    is_device: bool = False
+    outcomes: tuple[Outcome, ...] = ()
+    together: Outcome | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def best(self) -> Outcome | None:
+        """The outcome with the shortest step; otherwise the one with the lowest peak; None where nothing was gained."""
+        tried: list[Outcome] = [*self.outcomes, *((self.together,) if self.together is not None else ())]
+        faster = [found for found in tried if found.is_faster]
+        if faster:
+            return min(faster, key=lambda found: found.step_ns or 0.0)
+        smaller = [found for found in tried if found.saves_memory]
+        return min(smaller, key=lambda found: found.peak or 0.0, default=None)
+
+
+def equality(bare: Measured, again: Measured, changed: Measured, tolerance: float) -> Equality:
+    """Compare a changed training with two runs of the unchanged one, all with the same seeds.
+
+    Args:
+        bare: the unchanged program.
+        again: the same, to see whether it repeats itself.
+        changed: the program with the remedy.
+        tolerance: the largest difference of a step's loss that the remedy may cause, as a share of the mean loss.
+
+    """
+    if not _same(bare, again):
+        return Equality(name="not comparable", difference=_difference(bare.losses, changed.losses), tolerance=tolerance)
+    if _same(bare, changed):
+        return Equality(name="bit-equal", difference=0.0 if bare.losses else None, tolerance=tolerance)
+    difference = _difference(bare.losses, changed.losses)
+    is_close = difference is not None and tolerance > 0 and difference <= tolerance
+    name: EqualityName = "within tolerance" if is_close else "changes the training"
+    return Equality(name=name, difference=difference, tolerance=tolerance)
+
+
+def _same(a: Measured, b: Measured) -> bool:
+    return a.weights == b.weights and _difference(a.losses, b.losses) in {0.0, None}
+
+
+def _difference(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Return the largest difference of two losses as a share of the mean; None without losses."""
+    if not a and not b:
+        return None
+    if len(a) != len(b):
+        return math.inf
+    scale = statistics.fmean(abs(loss) for loss in a if math.isfinite(loss)) if any(map(math.isfinite, a)) else 1.0
+    return max(_apart(*pair) for pair in zip(a, b, strict=True)) / (scale or 1.0)
+
+
+def _apart(a: float, b: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
+
+
+def outcome(tried: Outcome, bare: Sequence[Measured], changed: Sequence[Measured], equal: Equality | None) -> Outcome:
+    """Return what a remedy gained.
+
+    Args:
+        tried: the remedy, its code and its promise.
+        bare: the unchanged program, by round.
+        changed: the program with the remedy, by round.
+        equal: whether the training is the same.
+
+    """
+    problem = next((run.problem for run in changed if run.problem), "")
+    if problem or not changed:
+        return Outcome(remedy=tried.remedy, code=tried.code, promised=tried.promised, problem=problem or "did not run")
+    before = statistics.median(run.peak_bytes for run in bare)
+    after = statistics.median(run.peak_bytes for run in changed)
+    peak = after / before - 1 if before else None
+    least, most = min(run.peak_bytes for run in bare), max(run.peak_bytes for run in changed)
+    return Outcome(
+        remedy=tried.remedy,
+        code=tried.code,
+        promised=tried.promised,
+        time=paired_change([run.step_ns for run in bare], [run.step_ns for run in changed]),
+        peak=peak,
+        is_smaller=peak is not None and peak <= -NOTABLE_PEAK and most < least,
+        peak_bytes=round(after),
+        step_ns=statistics.median(run.step_ns for run in changed),
+        equality=equal,
+    )

@@ -1,0 +1,104 @@
+"""``lightning-memprof try``: measure remedies on the user's own program."""
+
+from __future__ import annotations
+
+from argparse import ArgumentError
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_memprof.cli.command import (
+    RUN_HELP,
+    Command,
+    add_format,
+    counting,
+    sigterm_as_ctrl_c,
+    write_document,
+)
+from lightning_memprof.errors import ConfigError
+
+__all__ = ["COMMAND"]
+
+_DESCRIPTION: Final = """\
+Run a training program with and without remedies, in turns, and show what each
+gains and whether the training is still the same. The program's own files stay
+as they are. Without --remedy, a first recorded run decides what is tried.
+
+  SCRIPT ARGS...        the program; everything after SCRIPT belongs to it
+  -m MODULE ARGS...     the program as a module, as with python -m
+  fit ARGS...           a LightningCLI without a script, with --config FILE
+"""
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--remedy", metavar="NAME", action="append", default=None, help="try this one, as in workers=4; may be repeated"
+    )
+    parser.add_argument("--list", metavar="RUN", default=None, help=f"show what would be tried for a run: {RUN_HELP}")
+    parser.add_argument(
+        "--rounds", metavar="N", type=int, default=5, help="measurements of each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=None, help="measured steps of a run (default: about 4 s)"
+    )
+    parser.add_argument(
+        "--time-limit", metavar="S", type=float, default=600.0, help="seconds for each run (default: %(default)s)"
+    )
+    parser.add_argument("--output", "-o", metavar="FILE", default=None, help="also write an HTML page")
+    add_format(parser)
+    parser.add_argument("--all", action="store_true", help="all sections instead of the page that fits one screen")
+
+
+def _execute(options: Namespace) -> int:
+    if options.list is not None:
+        return _list(options)
+    if not options.program:
+        raise ArgumentError(None, "try: name a program, as in: lightning-memprof try train.py")
+    output = None if options.output is None else Path(options.output)
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}")
+    from lightning_memprof.estimation.program import require_program
+    from lightning_memprof.report.printers.html import render_document
+    from lightning_memprof.report.printers.json import trial_to_json
+    from lightning_memprof.report.sections.trial import trial_document
+    from lightning_memprof.trial.runner import Wanted, try_program
+
+    require_program(options.program, "try")
+    with counting("a first recorded run") as progress, sigterm_as_ctrl_c():
+        wanted = Wanted(
+            remedies=tuple(options.remedy or ()),
+            rounds=options.rounds,
+            steps=options.steps,
+            time_limit_s=options.time_limit,
+            progress=progress,
+        )
+        trial = try_program(options.program, wanted)
+    document = trial_document(trial)
+    if output is not None:
+        output.write_text(render_document(document, {}), encoding="utf-8")
+    write_document(document, options.format, partial(trial_to_json, trial), is_full=options.all)
+    return 0
+
+
+def _list(options: Namespace) -> int:
+    from lightning_memprof.report.opened import opened
+    from lightning_memprof.report.printers.json import document_to_json
+    from lightning_memprof.report.sections.trial import listing
+    from lightning_memprof.trial.runner import advice
+
+    with opened([options.list]) as view:
+        found = [(remedy.label, remedy.code, remedy.tolerance, promised) for remedy, promised in advice(view.findings)]
+    document = listing(options.list, found)
+    write_document(document, options.format, partial(document_to_json, document), is_full=True)
+    return 0
+
+
+COMMAND: Final = Command(
+    summary="measure what a remedy gains on your own program",
+    description=_DESCRIPTION,
+    add_options=_add_options,
+    execute=_execute,
+    usage="lightning-memprof try [options] SCRIPT ARGS...",
+)

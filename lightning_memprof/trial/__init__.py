@@ -1,0 +1,1 @@
+"""Trials: the user's own training with and without a remedy, in turns."""

@@ -1,0 +1,408 @@
+"""The remedies: how each is applied to a training from outside, what it may change, and the code to paste."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from lightning_memprof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+__all__ = ["REMEDIES", "RefusedError", "Remedy", "advised", "parse_remedy"]
+
+# Reductions add in another order; the loss of a training that is sensitive to it drifts by less within 25 steps.
+_ROUNDING: Final = 0.01
+# 8 bits of mantissa.
+_LOW_PRECISION: Final = 0.05
+_MOST_VALUE: Final = 1024
+
+
+class RefusedError(Exception):
+    """The remedy cannot be applied to this training; the message is the reason."""
+
+
+class Remedy:
+    """A change of a training that can be tried.
+
+    Attributes:
+        name: on the command line.
+        example: a value for messages; empty where the remedy takes none.
+        change: the code to paste, with ``{value}``.
+        advice: a pattern of the next steps of findings that mean this remedy; its group is the value.
+        tolerance: the largest difference of a step's loss that it may cause, as a share of the mean loss.
+
+    Args:
+        value: what stands behind ``=``.
+
+    Raises:
+        ConfigError: the value is invalid.
+
+    """
+
+    name: ClassVar[str]
+    change: ClassVar[str]
+    example: ClassVar[str] = ""
+    advice: ClassVar[str] = ""
+    tolerance: ClassVar[float] = 0.0
+
+    def __init__(self, value: str = "") -> None:
+        self.value = value
+        if bool(value) != bool(self.example) or not self.is_valid(value):
+            wanted = f"{self.name}={self.example}" if self.example else self.name
+            raise ConfigError(f"--remedy {self.label}: must be as in {wanted}")
+
+    @property
+    def label(self) -> str:
+        """The remedy on the command line."""
+        return f"{self.name}={self.value}" if self.value else self.name
+
+    @property
+    def code(self) -> str:
+        """The change, as a line to paste."""
+        return self.change.format(value=self.value)
+
+    def is_valid(self, value: str) -> bool:  # noqa: ARG002 any, where a subclass has no rule
+        """Whether a value can be used."""
+        return True
+
+    def environment(self) -> Mapping[str, str]:
+        """Return environment variables of the program's process."""
+        return {}
+
+    def make_comparable(self) -> None:
+        """Let a compared run draw the random numbers of the unchanged program, where that costs time."""
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:
+        """Change the Trainer or the model before ``fit``.
+
+        Raises:
+            RefusedError: the remedy does not apply.
+
+        """
+
+    def on_loader(self, loader: DataLoader[Any]) -> None:
+        """Change a training DataLoader before its first batch.
+
+        Raises:
+            RefusedError: the remedy does not apply.
+
+        """
+
+    def on_start(self, trainer: Trainer, model: LightningModule) -> None:
+        """Change what exists when the first step begins, such as optimizers.
+
+        Raises:
+            RefusedError: the remedy does not apply.
+
+        """
+
+
+class _Number(Remedy):
+    example = "4"
+
+    def is_valid(self, value: str) -> bool:
+        return value.isascii() and value.isdecimal() and 1 <= int(value) <= _MOST_VALUE
+
+
+class _Workers(_Number):
+    name = "workers"
+    change = "DataLoader(..., num_workers={value}, persistent_workers=True)"
+    advice = r"num_workers=(\d+)"
+
+    def on_loader(self, loader: DataLoader[Any]) -> None:
+        had = loader.num_workers
+        loader.num_workers = int(self.value)
+        if not had:
+            loader.prefetch_factor = 2
+            _set_persistent(loader)
+
+
+class _PersistentWorkers(Remedy):
+    name = "persistent_workers"
+    change = "DataLoader(..., persistent_workers=True)"
+    advice = r"DataLoader\(persistent_workers=True\)"
+
+    def on_loader(self, loader: DataLoader[Any]) -> None:
+        if not loader.num_workers:
+            raise RefusedError("the DataLoader has no workers")
+        _set_persistent(loader)
+
+
+class _Prefetch(_Number):
+    name = "prefetch"
+    change = "DataLoader(..., prefetch_factor={value})"
+    advice = r"prefetch_factor=(\d+)"
+
+    def on_loader(self, loader: DataLoader[Any]) -> None:
+        if not loader.num_workers:
+            raise RefusedError("the DataLoader has no workers")
+        loader.prefetch_factor = int(self.value)
+
+
+class _PinMemory(Remedy):
+    name = "pin_memory"
+    change = "DataLoader(..., pin_memory=True)"
+    advice = r"pin_memory=True"
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        if trainer.strategy.root_device.type == "cpu":
+            raise RefusedError("the training is on the CPU: nothing is copied to a device")
+
+    def on_loader(self, loader: DataLoader[Any]) -> None:
+        loader.pin_memory = True
+
+
+class _OptimizerFlag(Remedy):
+    def on_start(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        flag = self.name.partition("_")[0]
+        found = [optimizer for optimizer in trainer.optimizers if flag in optimizer.defaults]
+        if not found:
+            names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
+            raise RefusedError(f"{names or 'the training'} has no {flag} implementation")
+        for optimizer in found:
+            for group in optimizer.param_groups:
+                group.update({"foreach": False, "fused": False, flag: True})
+
+
+class _FusedOptimizer(_OptimizerFlag):
+    name = "fused_optimizer"
+    change = "torch.optim.AdamW(..., fused=True)  # Adam, AdamW, SGD, Adagrad"
+    advice = r"fused=True"
+    tolerance = _ROUNDING
+
+
+class _ForeachOptimizer(_OptimizerFlag):
+    name = "foreach_optimizer"
+    change = "torch.optim.AdamW(..., foreach=True)  # any optimizer with this argument"
+    advice = r"foreach=True"
+    tolerance = _ROUNDING
+
+
+class _Threads(_Number):
+    name = "threads"
+    change = "torch.set_num_threads({value})"
+    advice = r"set_num_threads\((\d+)\)"
+    tolerance = _ROUNDING
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        import torch
+
+        torch.set_num_threads(int(self.value))
+
+
+class _Precision(Remedy):
+    name = "precision"
+    example = "bf16-mixed"
+    change = 'Trainer(..., precision="{value}")'
+    advice = r"precision=[\"'](bf16-mixed|16-mixed)[\"']"
+    tolerance = _LOW_PRECISION
+
+    def is_valid(self, value: str) -> bool:
+        return value in {"bf16-mixed", "16-mixed"}
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+
+        strategy = trainer.strategy
+        if type(strategy.precision_plugin) is not Precision:
+            raise RefusedError(f"the Trainer has precision={trainer.precision}")
+        device = strategy.root_device.type
+        if device == "cpu" and self.value == "16-mixed":
+            raise RefusedError("16-mixed needs a GPU")
+        strategy.precision_plugin = MixedPrecision(self.value, device)  # type: ignore[arg-type]  # a literal
+
+
+class _MatmulPrecision(Remedy):
+    name = "matmul_precision"
+    example = "high"
+    change = 'torch.set_float32_matmul_precision("{value}")'
+    advice = r"set_float32_matmul_precision\([\"'](high|medium)[\"']\)"
+    tolerance = _LOW_PRECISION
+
+    def is_valid(self, value: str) -> bool:
+        return value in {"high", "medium"}
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        import torch
+
+        torch.set_float32_matmul_precision(self.value)
+
+
+class _Compile(Remedy):
+    name = "compile"
+    change = "child.forward = torch.compile(child.forward)  # for each child of the module, before fit"
+    advice = r"\btorch\.compile\("
+    tolerance = _ROUNDING
+
+    def make_comparable(self) -> None:
+        import torch._inductor.config
+
+        torch._inductor.config.fallback_random = True  # noqa: SLF001 its documented place
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        import torch
+
+        children = [child for child in _called(model) if any(True for _ in child.parameters())]
+        if not children:
+            raise RefusedError("the module has no children with parameters before fit")
+        for child in children:
+            # Module.compile() does not compile torch's own containers, such as Sequential.
+            child.forward = torch.compile(child.forward)
+
+
+class _Checkpointing(Remedy):
+    name = "checkpointing"
+    change = "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # for each repeated block"
+    advice = r"checkpoint\.checkpoint\("
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        from lightning_memprof.estimation.changes import checkpoint_blocks
+
+        if not checkpoint_blocks(model):
+            raise RefusedError("the model has no repeated blocks")
+
+
+class _ChannelsLast(Remedy):
+    name = "channels_last"
+    change = "model.to(memory_format=torch.channels_last)"
+    advice = r"memory_format=torch\.channels_last"
+    tolerance = _ROUNDING
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        import torch
+
+        model.to(memory_format=torch.channels_last)
+
+
+class _NoAnomalyDetection(Remedy):
+    name = "no_anomaly_detection"
+    change = "Trainer(..., detect_anomaly=False)  # and no torch.autograd.set_detect_anomaly(True)"
+    advice = r"detect_anomaly=False"
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        import torch
+
+        trainer._detect_anomaly = False  # noqa: SLF001 it has no setter
+        torch.autograd.set_detect_anomaly(mode=False)
+
+
+class _WithoutCallback(Remedy):
+    name = "without_callback"
+    example = "MyCallback"
+    change = "# do the work of {value} every N batches, or once per epoch"
+    advice = r"Do the work of (\w+)\.\w+ every N batches"
+
+    def is_valid(self, value: str) -> bool:
+        return value.isidentifier()
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        kept = [callback for callback in callbacks if type(callback).__name__ != self.value]
+        if len(kept) == len(callbacks):
+            raise RefusedError(f"the Trainer has no callback of a class {self.value}")
+        callbacks[:] = kept
+
+
+class _LogEvery(_Number):
+    name = "log_every"
+    example = "50"
+    change = "Trainer(..., log_every_n_steps={value})"
+    advice = r"log_every_n_steps=(\d+)"
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        trainer.log_every_n_steps = int(self.value)  # type: ignore[attr-defined]  # set by a connector
+
+
+class _FreezeGarbage(Remedy):
+    name = "gc_freeze"
+    change = "gc.collect(); gc.freeze()  # in on_train_start"
+    advice = r"gc\.freeze\(\)"
+
+    def on_start(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        gc.collect()
+        gc.freeze()
+
+
+class _StaticGraph(Remedy):
+    name = "static_graph"
+    change = "Trainer(..., strategy=DDPStrategy(static_graph=True, gradient_as_bucket_view=True))"
+    advice = r"static_graph=True"
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        from lightning.pytorch.strategies import DDPStrategy
+
+        strategy = trainer.strategy
+        if not isinstance(strategy, DDPStrategy):
+            raise RefusedError(f"the strategy is {type(strategy).__name__}, not DDPStrategy")
+        wanted = {"static_graph": True, "gradient_as_bucket_view": True, "find_unused_parameters": False}
+        strategy._ddp_kwargs.update(wanted)  # noqa: SLF001 it has no setter
+
+
+class _ExpandableSegments(Remedy):
+    name = "expandable_segments"
+    change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    advice = r"expandable_segments:True"
+
+    def environment(self) -> Mapping[str, str]:
+        name = "PYTORCH_CUDA_ALLOC_CONF"
+        given = os.environ.get(name, "")
+        return {name: f"{given},expandable_segments:True" if given else "expandable_segments:True"}
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+        if trainer.strategy.root_device.type != "cuda":
+            raise RefusedError("the training is not on a CUDA device")
+
+
+REMEDIES: Final[tuple[type[Remedy], ...]] = (
+    _Workers, _PersistentWorkers, _Prefetch, _PinMemory, _FusedOptimizer, _ForeachOptimizer, _Threads, _Precision,
+    _MatmulPrecision, _Compile, _Checkpointing, _ChannelsLast, _NoAnomalyDetection, _WithoutCallback, _LogEvery,
+    _FreezeGarbage, _StaticGraph, _ExpandableSegments,
+)  # fmt: skip
+
+
+def parse_remedy(text: str) -> Remedy:
+    """Return a remedy from the command line, such as ``workers=4``.
+
+    Raises:
+        ConfigError: there is no such remedy, or its value is invalid.
+
+    """
+    name, _, value = text.partition("=")
+    for kind in REMEDIES:
+        if kind.name == name:
+            return kind(value)
+    known = ", ".join(f"{kind.name}={kind.example}" if kind.example else kind.name for kind in REMEDIES)
+    raise ConfigError(f"--remedy {text}: unknown; known are {known}")
+
+
+def advised(next_steps: Sequence[str]) -> list[Remedy]:
+    """Return the remedies that next steps of a finding mean, in their order."""
+    found: dict[str, Remedy] = {}
+    for step in next_steps:
+        matches = [(match.start(), kind, match) for kind in REMEDIES if (match := re.search(kind.advice, step))]
+        for _, kind, match in sorted(matches, key=lambda entry: entry[0]):
+            value = match[1] if match.re.groups else ""
+            if bool(value) == bool(kind.example) and kind.name not in found:
+                found[kind.name] = kind(value)
+    return list(found.values())
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children, and those of containers without a forward."""
+    for child in module.children():
+        if type(child).__name__ in {"ModuleList", "ModuleDict"}:
+            yield from _called(child)
+        else:
+            yield child
+
+
+def _set_persistent(loader: DataLoader[Any]) -> None:
+    # DataLoader refuses to set it after construction; its iterators read it when they start.
+    vars(loader)["persistent_workers"] = True

@@ -1,0 +1,331 @@
+"""Runs the program in processes of their own, with and without remedies in turns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from lightning_memprof.analysis.findings import Finding
+from lightning_memprof.analysis.trial import Measured, Outcome, Trial, equality, outcome
+from lightning_memprof.errors import ConfigError, MemprofError
+from lightning_memprof.trial.remedies import Remedy, advised, parse_remedy
+from lightning_memprof.trial.task import VARIABLE, Task, result_path
+
+__all__ = ["Wanted", "advice", "run_task", "try_program"]
+
+FEWEST_ROUNDS: Final = 3
+# Compared steps; a difference grows with each, whatever its cause.
+_CHECKED: Final = 20
+_RECORDED: Final = 30
+_FEWEST: Final = 10
+_MOST: Final = 300
+# Of the measured steps of a run: enough for the noise of a machine to even out.
+_RUN_NS: Final = 4_000_000_000
+_MOST_LINE: Final = 300
+# They would write where the user's experiments are.
+_QUIET: Final = {"WANDB_MODE": "offline", "LIGHTNING_MEMPROF": ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is asked of a trial, in the words of the command line.
+
+    Attributes:
+        remedies: their names; empty for those that the findings of a first recorded run advise.
+        rounds: how often each is measured.
+        steps: measured steps of each run; None takes as many as last four seconds.
+        time_limit_s: of each run.
+        progress: gets what runs, how many runs are done, and how many there are.
+
+    Raises:
+        ConfigError: a value is invalid.
+
+    """
+
+    remedies: Sequence[str] = ()
+    rounds: int = 5
+    steps: int | None = None
+    time_limit_s: float = 600.0
+    progress: Callable[[str, int, int], None] = lambda _name, _done, _total: None
+
+    def __post_init__(self) -> None:
+        """Validate the values before the program runs."""
+        if self.rounds < FEWEST_ROUNDS:
+            raise ConfigError(f"--rounds {self.rounds}: must be at least {FEWEST_ROUNDS}")
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"--steps {self.steps}: must be at least 1")
+        if self.time_limit_s <= 0:
+            raise ConfigError(f"--time-limit {self.time_limit_s:g}: must be more than 0 seconds")
+        for name in self.remedies:
+            parse_remedy(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """Remedies that are tried at once, and what a finding promised for them."""
+
+    remedies: tuple[Remedy, ...]
+    promised: tuple[float, float] | None = None
+
+    @property
+    def label(self) -> str:
+        return "+".join(remedy.label for remedy in self.remedies)
+
+    @property
+    def tolerance(self) -> float:
+        return sum(remedy.tolerance for remedy in self.remedies)
+
+    def empty(self) -> Outcome:
+        """Return the outcome before anything is known."""
+        code = tuple(remedy.code for remedy in self.remedies)
+        return Outcome(remedy=self.label, code=code, promised=self.promised)
+
+
+_BARE: Final = _Candidate(remedies=())
+
+
+def try_program(program: Sequence[str], wanted: Wanted) -> Trial:
+    """Run a program with and without remedies, in turns.
+
+    Raises:
+        MemprofError: the unchanged program cannot be measured.
+
+    """
+    notes: list[str] = []
+    with _scratch() as directory:
+        runs = _Runs(program, wanted, directory)
+        if wanted.remedies:
+            candidates = [_Candidate(remedies=(parse_remedy(name),)) for name in dict.fromkeys(wanted.remedies)]
+        else:
+            candidates = [
+                _Candidate(remedies=(remedy,), promised=promised) for remedy, promised in advice(runs.recorded())
+            ]
+            if not candidates:
+                notes.append("The findings of the recorded run advise nothing that can be tried from outside.")
+        runs.plan(2 + len(candidates) + wanted.rounds * (1 + len(candidates)) if candidates else 1)
+        checks = runs.checks(candidates)
+        steps = wanted.steps or _steps_for(checks.bare.step_ns)
+        working = [candidate for candidate in candidates if not checks.changed[candidate.label].problem]
+        measured = runs.in_turns(working, steps) if candidates else {"": [checks.bare] * FEWEST_ROUNDS}
+        outcomes = [_outcome(candidate, measured, checks) for candidate in candidates]
+        together = _together(runs, candidates, outcomes, steps, wanted.rounds)
+    bare = measured[""]
+    if not checks.is_repeatable:
+        notes.append("Two runs of the unchanged program differ in losses or weights: equality cannot be judged.")
+    return Trial(
+        program=" ".join(program),
+        rounds=wanted.rounds,
+        steps=steps,
+        compared=len(checks.bare.losses),
+        step_ns=statistics.median([run.step_ns for run in bare]),
+        peak_bytes=round(statistics.median([run.peak_bytes for run in bare])),
+        is_device=bare[0].device_bytes is not None,
+        outcomes=tuple(outcomes),
+        together=together,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checks:
+    """Runs with seeded samples: twice of the unchanged program, and of each candidate by its label."""
+
+    bare: Measured
+    again: Measured
+    changed: Mapping[str, Measured]
+
+    @property
+    def is_repeatable(self) -> bool:
+        return equality(self.bare, self.again, self.bare, 0.0).name == "bit-equal"
+
+
+class _Runs:
+    """Runs of the program's process.
+
+    Args:
+        program: the command line.
+        wanted: limits, and where progress goes.
+        directory: where the files of all runs go.
+
+    """
+
+    def __init__(self, program: Sequence[str], wanted: Wanted, directory: Path) -> None:
+        self._program = program
+        self._wanted = wanted
+        self._directory = directory
+        self._done = 0
+        self._planned = 0
+
+    def plan(self, count: int) -> None:
+        """Set how many further runs there are."""
+        self._planned = self._done + count
+
+    def recorded(self) -> Sequence[Finding]:
+        """Return the findings of a recorded run."""
+        from lightning_memprof.report.opened import opened
+        from lightning_memprof.report.view import View
+
+        place = self._directory / "recorded"
+        found = self._run("record", Task(directory=str(place), steps=_RECORDED, is_recorded=True), {})
+        if found.problem:
+            raise MemprofError(f"try: {' '.join(self._program)}: {found.problem}")
+        with opened([str(place)]) as view:
+            return view.findings if isinstance(view, View) else ()
+
+    def checks(self, candidates: Sequence[_Candidate]) -> _Checks:
+        """Run everything once, seeded, and the unchanged program twice.
+
+        Raises:
+            MemprofError: the unchanged program fails.
+
+        """
+        bare = self._checked(_BARE)
+        if bare.problem:
+            raise MemprofError(f"try: {' '.join(self._program)}: {bare.problem}")
+        if not candidates:
+            return _Checks(bare=bare, again=bare, changed={})
+        changed = {candidate.label: self._checked(candidate) for candidate in candidates}
+        return _Checks(bare=bare, again=self._checked(_BARE), changed=changed)
+
+    def _checked(self, candidate: _Candidate) -> Measured:
+        return self._one(candidate, min(_CHECKED, self._wanted.steps or _CHECKED), is_check=True)
+
+    def in_turns(self, candidates: Sequence[_Candidate], steps: int) -> dict[str, list[Measured]]:
+        """Measure the unchanged program, as ``""``, and the candidates, by label; every second round backwards."""
+        order = [_BARE, *candidates]
+        found: dict[str, list[Measured]] = {candidate.label: [] for candidate in order}
+        for number in range(self._wanted.rounds):
+            for candidate in order[:: -1 if number % 2 else 1]:
+                found[candidate.label].append(self._one(candidate, steps))
+        failed = next((run.problem for run in found[""] if run.problem), None)
+        if failed is not None:
+            raise MemprofError(f"try: {' '.join(self._program)}: {failed}")
+        return found
+
+    def _one(self, candidate: _Candidate, steps: int, *, is_check: bool = False) -> Measured:
+        place = self._directory / str(self._done)
+        names = tuple(remedy.label for remedy in candidate.remedies)
+        environment = {name: value for remedy in candidate.remedies for name, value in remedy.environment().items()}
+        task = Task(directory=str(place), steps=steps, remedies=names, is_check=is_check)
+        found = self._run(candidate.label or "unchanged", task, environment)
+        shutil.rmtree(place, ignore_errors=True)
+        return found
+
+    def _run(self, name: str, task: Task, environment: Mapping[str, str]) -> Measured:
+        self._wanted.progress(name, self._done, self._planned)
+        self._done += 1
+        return run_task(self._program, task, self._wanted.time_limit_s, environment)
+
+
+def run_task(
+    program: Sequence[str], task: Task, time_limit_s: float, environment: Mapping[str, str] | None = None
+) -> Measured:
+    """Run the program once, in a process group of its own, of which nothing is left afterwards.
+
+    Args:
+        program: its command line.
+        task: the steps; its directory is made.
+        time_limit_s: after which it is ended.
+        environment: further environment variables.
+
+    """
+    place = Path(task.directory)
+    place.mkdir(parents=True)
+    own = {VARIABLE: msgspec.json.encode(task).decode(), "WANDB_DIR": str(place), "MLFLOW_TRACKING_URI": str(place)}
+    recorded = {"LIGHTNING_MEMPROF": "1"} if task.is_recorded else {}
+    log = place / "output.txt"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_memprof.trial.program", *program],
+            env={**os.environ, **_QUIET, **own, **recorded, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(time_limit_s)
+        except subprocess.TimeoutExpired:
+            limit = f"{time_limit_s:g} s"
+            return Measured(problem=f"did not reach its last step within {limit}: change --steps or --time-limit")
+        finally:
+            _kill(process)
+    try:
+        return msgspec.json.decode(result_path(place, 0).read_bytes(), type=Measured)
+    except (OSError, msgspec.DecodeError):
+        return Measured(problem=_failure(code, log))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all that it started: workers and other ranks outlive it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _failure(code: int, log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    last = lines[-1].strip()[:_MOST_LINE] if lines else "it printed nothing"
+    ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"{ended}: {last}"
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="lightning-memprof-try-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def advice(findings: Sequence[Finding]) -> list[tuple[Remedy, tuple[float, float] | None]]:
+    """Return the remedies of findings, those of the most severe first, and the share of the step promised for each."""
+    found: dict[str, tuple[Remedy, tuple[float, float] | None]] = {}
+    for finding in findings:
+        worth = finding.recovers
+        is_time = worth is not None and worth.unit == "ns" and worth.whole > 0
+        promised = (worth.min / worth.whole, worth.max / worth.whole) if worth is not None and is_time else None
+        # The promise is that of the first next step.
+        first = {remedy.label for remedy in advised(finding.next_steps[:1])}
+        for remedy in advised(finding.next_steps):
+            found.setdefault(remedy.name, (remedy, promised if remedy.label in first else None))
+    return list(found.values())
+
+
+def _outcome(candidate: _Candidate, measured: Mapping[str, Sequence[Measured]], checks: _Checks) -> Outcome:
+    checked = checks.changed[candidate.label]
+    if checked.problem:
+        return replace(candidate.empty(), problem=checked.problem)
+    equal = equality(checks.bare, checks.again, checked, candidate.tolerance)
+    return outcome(candidate.empty(), measured[""], measured[candidate.label], equal)
+
+
+def _together(
+    runs: _Runs, candidates: Sequence[_Candidate], outcomes: Sequence[Outcome], steps: int, rounds: int
+) -> Outcome | None:
+    """Measure the remedies that won, at once: their gains do not add."""
+    won = [candidate for candidate, found in zip(candidates, outcomes, strict=True) if found.is_faster]
+    if len({remedy.name for candidate in won for remedy in candidate.remedies}) < max(2, len(won)):
+        return None
+    both = _Candidate(remedies=tuple(remedy for candidate in won for remedy in candidate.remedies))
+    runs.plan(3 + 2 * rounds)
+    checks = runs.checks([both])
+    measured = runs.in_turns([both], steps) if not checks.changed[both.label].problem else {"": []}
+    return _outcome(both, measured, checks)
+
+
+def _steps_for(step_ns: float) -> int:
+    return int(min(max(_RUN_NS / max(step_ns, 1.0), _FEWEST), _MOST))

@@ -1,0 +1,154 @@
+"""``lightning-memprof try`` on real programs in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_memprof.analysis.trial import Measured
+from lightning_memprof.cli.main import main
+from lightning_memprof.errors import MemprofError
+from lightning_memprof.trial.runner import Wanted, run_task, try_program
+from lightning_memprof.trial.task import Task
+
+PROGRAM = Path(__file__).parents[1] / "support" / "tried.py"
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The program alone in the working directory, and temporary files beside it."""
+    place, scratch = tmp_path / "work", tmp_path / "scratch"
+    place.mkdir()
+    scratch.mkdir()
+    shutil.copy(PROGRAM, place / "train.py")
+    monkeypatch.chdir(place)
+    # Of this process alone: sockets of workers need a short path.
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    return "train.py"
+
+
+def left_behind(place: Path) -> list[str]:
+    return sorted(str(path.relative_to(place)) for path in place.rglob("*") if "__pycache__" not in path.parts)
+
+
+def test_a_remedy_is_measured_compared_and_shown_and_nothing_of_the_users_is_written(program, tmp_path, capsys):
+    options = ["--remedy", "workers=2", "--remedy", "pin_memory", "--rounds", "3", "--steps", "5", "--format", "json"]
+    page = tmp_path / "page.html"
+    assert main(["try", *options, "--output", str(page), program]) == 0
+    found = json.loads(capsys.readouterr().out)
+    workers, refused = found["outcomes"]
+    assert workers["equality"]["name"] == "bit-equal"
+    assert workers["time"]["low"] < workers["time"]["change"] < workers["time"]["high"]
+    assert workers["code"] == ["DataLoader(..., num_workers=2, persistent_workers=True)"]
+    assert refused["problem"] == "the training is on the CPU: nothing is copied to a device"
+    assert (found["steps"], found["rounds"], found["compared"]) == (5, 3, 10)
+    assert "num_workers=2" in page.read_text()
+    assert left_behind(tmp_path) == ["page.html", "scratch", "work", "work/train.py"]
+
+
+def test_a_recorded_run_advises_the_remedies_to_try(program, capsys):
+    assert main(["try", "--rounds", "3", "--steps", "4", "--format", "json", program]) == 0
+    found = json.loads(capsys.readouterr().out)
+    workers = next(tried for tried in found["outcomes"] if tried["remedy"].startswith("workers="))
+    assert workers["promised"][0] <= workers["promised"][1]
+    assert workers["equality"]["name"] == "bit-equal"
+
+
+def compared(program: str, tmp_path: Path, name: str, *remedies: str, fault: str = "") -> Measured:
+    task = Task(directory=str(tmp_path / name), steps=6, remedies=remedies, is_check=True)
+    return run_task([program, *([fault] if fault else [])], task, 120.0)
+
+
+def test_two_ranks_are_changed_alike(program, tmp_path):
+    bare = compared(program, tmp_path, "bare", fault="ranks")
+    changed = compared(program, tmp_path, "changed", "static_graph", fault="ranks")
+    assert (bare.problem, changed.problem, len(bare.losses)) == ("", "", 11)
+    assert (bare.losses, bare.weights) == (changed.losses, changed.weights)
+    assert left_behind(Path()) == ["train.py"]
+
+
+def test_a_remedy_that_changes_the_losses_is_seen(program, tmp_path):
+    bare = compared(program, tmp_path, "bare")
+    changed = compared(program, tmp_path, "changed", "precision=bf16-mixed")
+    assert (bare.problem, changed.problem) == ("", "")
+    assert bare.losses != changed.losses
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("none", "the program ended without Trainer.fit of lightning.pytorch"),
+        ("raise", "ended with exit code 1: RuntimeError: the data are gone"),
+        ("kill", "ended by SIGKILL: "),
+        ("input", "ended with exit code 1: EOFError: EOF when reading a line"),
+    ],
+)
+def test_a_program_that_cannot_be_measured_is_one_clear_line(program, tmp_path, fault, words):
+    with pytest.raises(MemprofError) as raised:
+        try_program([program, fault], Wanted(remedies=("workers=2",)))
+    assert str(raised.value).startswith(f"try: {program} {fault}: {words}")
+    assert left_behind(tmp_path / "work") == ["train.py"]
+    assert left_behind(tmp_path / "scratch") == []
+
+
+def test_a_program_that_hangs_is_ended_at_its_limit(program, tmp_path):
+    with pytest.raises(MemprofError, match=r"did not reach its last step within 12 s: change --steps or --time-limit$"):
+        try_program([program, "hang"], Wanted(remedies=("workers=2",), time_limit_s=12.0))
+    assert left_behind(tmp_path / "scratch") == []
+
+
+def test_ctrl_c_ends_what_runs_and_leaves_nothing(program, tmp_path, environment):
+    command = [sys.executable, "-m", "lightning_memprof", "try", "--remedy", "workers=2", program, "hang"]
+    scratch = tmp_path / "scratch"
+    started = subprocess.Popen(command, env={**environment, "TMPDIR": str(scratch)}, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(scratch.rglob("output.txt")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    started.send_signal(signal.SIGINT)
+    assert started.wait(30) == 130
+    assert children
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert left_behind(scratch) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rounds", "2"], "--rounds 2: must be at least 3"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--time-limit", "0"], "--time-limit 0: must be more than 0 seconds"),
+        (["--remedy", "faster"], "--remedy faster: unknown"),
+        (["--output", "missing/page.html"], "--output missing/page.html: there is no folder missing"),
+    ],
+)
+def test_wrong_options_are_found_before_anything_runs(program, options, words, capsys):
+    assert main(["try", *options, program]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_missing_program_is_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["try", "absent.py"]) == 1
+    assert "try: absent.py: no such file" in capsys.readouterr().err
+    assert main(["try"]) == 2
+    assert "name a program" in capsys.readouterr().err
+
+
+def test_the_remedies_of_a_recorded_run_are_listed(program, environment, capsys):
+    recorded = [sys.executable, "-m", "lightning_memprof", "run", program]
+    subprocess.run(recorded, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert main(["try", "--list", "logs"]) == 0
+    page = capsys.readouterr().out
+    assert "workers=" in page
+    assert "num_workers=" in page
+    assert "lightning-memprof try --remedy workers=" in " ".join(page.split())
+    assert os.path.exists("after.txt")  # noqa: PTH110 of the recorded run, which ended as always

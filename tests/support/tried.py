@@ -1,0 +1,71 @@
+"""A training for trials: random order, augmentation and dropout, files of its own, and faults on request."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Augmented(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.002)
+        return torch.full((8,), float(index)) * random.random() + torch.rand(8)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+        self.fault = fault
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.fault == "raise" and self.global_step == 2:
+            raise RuntimeError("the data are gone")
+        if self.fault == "kill" and self.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hang":
+            time.sleep(3600)
+        loss: torch.Tensor = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def main() -> None:
+    fault = sys.argv[1] if len(sys.argv) > 1 else ""
+    if fault == "input":
+        input("Name of the experiment? ")
+    if fault == "none":
+        return
+    ranks = 2 if fault == "ranks" else 1
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        max_epochs=2,
+        logger=CSVLogger("logs"),
+        callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=1)],
+        enable_progress_bar=False,
+    )
+    trainer.fit(Module(fault), DataLoader(Augmented(), batch_size=4, shuffle=True))
+    Path("after.txt").touch()
+
+
+if __name__ == "__main__":
+    main()

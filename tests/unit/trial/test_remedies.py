@@ -1,0 +1,201 @@
+"""Remedies on real trainers, loaders and optimizers."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_memprof.errors import ConfigError
+from lightning_memprof.trial.remedies import REMEDIES, RefusedError, advised, parse_remedy
+from training import Noise, Perceptron, trainer
+
+FINDINGS = Path(__file__).parents[3] / "lightning_memprof" / "analysis" / "findings"
+
+
+@pytest.mark.parametrize("kind", REMEDIES, ids=lambda kind: kind.name)
+def test_each_remedy_parses_its_own_example_and_shows_code(kind):
+    text = f"{kind.name}={kind.example}" if kind.example else kind.name
+    found = parse_remedy(text)
+    assert (type(found), found.label) == (kind, text)
+    assert "{value}" not in found.code
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("workers", "workers=4"),
+        ("workers=0", "workers=4"),
+        ("workers=many", "workers=4"),
+        ("workers=²", "workers=4"),
+        ("workers=100000", "workers=4"),
+        ("fused_optimizer=1", "fused_optimizer"),
+        ("precision=8-bit", "precision=bf16-mixed"),
+        ("without_callback=a b", "without_callback=MyCallback"),
+    ],
+)
+def test_an_invalid_value_names_a_valid_one(text, wanted):
+    with pytest.raises(ConfigError, match=rf"--remedy {text}: must be as in {wanted}$"):
+        parse_remedy(text)
+
+
+def test_an_unknown_remedy_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"--remedy faster: unknown; known are workers=4, .*, expandable_segments"):
+        parse_remedy("faster")
+
+
+@pytest.mark.parametrize(
+    ("step", "labels"),
+    [
+        ("num_workers is 0: use DataLoader(num_workers=2, persistent_workers=True).", ["workers=2"]),
+        ("persistent_workers is False: use DataLoader(persistent_workers=True).", ["persistent_workers"]),
+        ("prefetch_factor is 2: use DataLoader(prefetch_factor=4).", ["prefetch=4"]),
+        ("Use all cores: torch.set_num_threads(8), or OMP_NUM_THREADS=8.", ["threads=8"]),
+        ("Use more threads: torch.set_num_threads(...).", []),
+        ("Update all parameters in one kernel: torch.optim.Adam(..., fused=True).", ["fused_optimizer"]),
+        ("Do the work of Slow.on_train_batch_end every N batches, in a thread.", ["without_callback=Slow"]),
+        ("Log less often: Trainer(log_every_n_steps=50), self.log(name).", ["log_every=50"]),
+        ('Train in mixed precision: Trainer(precision="bf16-mixed").', ["precision=bf16-mixed"]),
+        ("Find the slow function.", []),
+    ],
+)
+def test_next_steps_name_remedies(step, labels):
+    assert [remedy.label for remedy in advised([step])] == labels
+
+
+def test_a_remedy_is_taken_from_the_first_step_that_names_it():
+    found = advised(["DataLoader(num_workers=2)", "DataLoader(num_workers=8), fused=True"])
+    assert [remedy.label for remedy in found] == ["workers=2", "fused_optimizer"]
+
+
+def test_most_remedies_are_advised_by_a_finding():
+    # Their texts have fields where values are; the patterns need some value.
+    texts = "".join(path.read_text(encoding="utf-8") for path in FINDINGS.glob("*.py"))
+    words = {"workers": "num_workers={", "prefetch": "prefetch_factor={", "threads": "set_num_threads({"}
+    words |= {"precision": "precision", "matmul_precision": "set_float32_matmul_precision", "compile": "torch.compile("}
+    words |= {"without_callback": "Do the work of {name} every N batches", "log_every": "log_every_n_steps=50"}
+    plain = {kind.name: kind.advice.replace("\\", "") for kind in REMEDIES}
+    missing = {name for name, pattern in plain.items() if words.get(name, pattern) not in texts}
+    assert missing == set()
+
+
+def loader(workers: int = 0) -> DataLoader[torch.Tensor]:
+    return DataLoader(Noise(8), batch_size=2, num_workers=workers)
+
+
+def test_workers_read_the_same_batches_and_persist():
+    plain, changed = loader(), loader()
+    parse_remedy("workers=2").on_loader(changed)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(plain, changed, strict=True))
+    assert changed._iterator is not None  # kept for the next epoch
+
+
+def test_a_number_of_workers_keeps_a_prefetch_factor():
+    given = DataLoader(Noise(8), num_workers=1, prefetch_factor=5)
+    parse_remedy("workers=3").on_loader(given)
+    assert (given.num_workers, given.prefetch_factor, given.persistent_workers) == (3, 5, False)
+
+
+@pytest.mark.parametrize("text", ["persistent_workers", "prefetch=4"])
+def test_settings_of_workers_need_workers(text):
+    with pytest.raises(RefusedError, match="the DataLoader has no workers"):
+        parse_remedy(text).on_loader(loader())
+    given = loader(1)
+    parse_remedy(text).on_loader(given)
+    assert (given.persistent_workers, given.prefetch_factor) == (
+        (True, 2) if text == "persistent_workers" else (False, 4)
+    )
+
+
+def test_optimizer_flags_exclude_each_other(tmp_path):
+    run, module = trainer(tmp_path), Perceptron()
+    run.strategy._optimizers = [torch.optim.AdamW(module.parameters(), foreach=True)]
+    parse_remedy("fused_optimizer").on_start(run, module)
+    (group,) = run.optimizers[0].param_groups
+    assert (group["fused"], group["foreach"]) == (True, False)
+
+
+def test_an_optimizer_without_the_implementation_is_refused_by_name(tmp_path):
+    run, module = trainer(tmp_path), Perceptron()
+    run.strategy._optimizers = [torch.optim.LBFGS(module.parameters())]
+    with pytest.raises(RefusedError, match="LBFGS has no fused implementation"):
+        parse_remedy("fused_optimizer").on_start(run, module)
+
+
+def test_precision_replaces_the_default_plugin_only(tmp_path):
+    run = trainer(tmp_path)
+    parse_remedy("precision=bf16-mixed").on_fit(run, Perceptron())
+    assert run.precision == "bf16-mixed"
+    with pytest.raises(RefusedError, match="the Trainer has precision=bf16-mixed"):
+        parse_remedy("precision=16-mixed").on_fit(run, Perceptron())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("pin_memory", "on the CPU"),
+        ("precision=16-mixed", "needs a GPU"),
+        ("static_graph", "SingleDeviceStrategy, not DDPStrategy"),
+        ("expandable_segments", "not on a CUDA device"),
+        ("without_callback=Other", "no callback of a class Other"),
+        ("checkpointing", "no repeated blocks"),
+    ],
+)
+def test_a_remedy_that_does_not_apply_is_refused_with_its_reason(text, reason, tmp_path):
+    with pytest.raises(RefusedError, match=reason):
+        parse_remedy(text).on_fit(trainer(tmp_path), Perceptron())
+
+
+def test_a_callback_is_left_out_by_its_class(tmp_path):
+    run = trainer(tmp_path, ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    parse_remedy("without_callback=ModelCheckpoint").on_fit(run, Perceptron())
+    assert not any(isinstance(found, ModelCheckpoint) for found in run.callbacks)
+
+
+def test_anomaly_detection_ends_and_logging_is_rarer(tmp_path):
+    run = trainer(tmp_path, detect_anomaly=True)
+    torch.autograd.set_detect_anomaly(True)
+    parse_remedy("no_anomaly_detection").on_fit(run, Perceptron())
+    parse_remedy("log_every=50").on_fit(run, Perceptron())
+    assert not torch.is_anomaly_enabled()
+    assert (run._detect_anomaly, run.log_every_n_steps) == (False, 50)
+
+
+def test_compiling_finds_the_modules_in_containers(tmp_path):
+    class Blocks(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+            self.loss_function = nn.MSELoss()
+
+    module = Blocks()
+    parse_remedy("compile").on_fit(trainer(tmp_path), module)
+    compiled = [name for name, child in module.named_modules() if "forward" in vars(child)]
+    assert compiled == ["net", "blocks.0", "blocks.1"]
+
+
+def test_channels_last_changes_the_layout_of_convolutions(tmp_path):
+    module = Perceptron()
+    module.conv = nn.Conv2d(3, 8, 3)
+    parse_remedy("channels_last").on_fit(trainer(tmp_path), module)
+    assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_frozen_objects_are_left_out_of_collections(tmp_path):
+    try:
+        parse_remedy("gc_freeze").on_start(trainer(tmp_path), Perceptron())
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_expandable_segments_keep_other_settings(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    given = parse_remedy("expandable_segments").environment()
+    assert given == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
