@@ -5,17 +5,34 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
 from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
+from lightning_memprof.artifacts.naming import TRIED
+from lightning_memprof.errors import ArtifactError
+from lightning_memprof.units import percent
 
-__all__ = ["NOTABLE_PEAK", "Equality", "Measured", "Outcome", "Trial", "equality", "outcome"]
+__all__ = [
+    "Equality",
+    "Measured",
+    "Outcome",
+    "Trial",
+    "equality",
+    "equality_words",
+    "outcome",
+    "promise_words",
+    "read_trial",
+    "signed",
+    "small_share",
+    "tried_words",
+]
 
 # A smaller difference of the peak is the allocator's, or the machine's.
-NOTABLE_PEAK: Final = 0.05
+_NOTABLE_PEAK: Final = 0.05
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -75,6 +92,7 @@ class Outcome:
 
     Attributes:
         remedy: its name on the command line; several joined by ``+``.
+        rule: of the finding that advised it; empty where none did.
         code: the change, as lines to paste.
         promised: least and most share of the step that the finding promised to recover.
         time: change of the step time.
@@ -88,6 +106,7 @@ class Outcome:
     """
 
     remedy: str
+    rule: str = ""
     code: tuple[str, ...] = ()
     promised: tuple[float, float] | None = None
     time: PairedChange | None = None
@@ -206,19 +225,73 @@ def outcome(tried: Outcome, bare: Sequence[Measured], changed: Sequence[Measured
     """
     problem = next((run.problem for run in changed if run.problem), "")
     if problem or not changed:
-        return Outcome(remedy=tried.remedy, code=tried.code, promised=tried.promised, problem=problem or "did not run")
+        return replace(tried, problem=problem or "did not run")
     before = statistics.median(run.peak_bytes for run in bare)
     after = statistics.median(run.peak_bytes for run in changed)
     peak = after / before - 1 if before else None
     least, most = min(run.peak_bytes for run in bare), max(run.peak_bytes for run in changed)
-    return Outcome(
-        remedy=tried.remedy,
-        code=tried.code,
-        promised=tried.promised,
+    return replace(
+        tried,
         time=paired_change([run.step_ns for run in bare], [run.step_ns for run in changed]),
         peak=peak,
-        is_smaller=peak is not None and peak <= -NOTABLE_PEAK and most < least,
+        is_smaller=peak is not None and peak <= -_NOTABLE_PEAK and most < least,
         peak_bytes=round(after),
         step_ns=statistics.median(run.step_ns for run in changed),
         equality=equal,
     )
+
+
+def tried_words(found: Outcome) -> str:
+    """Return what a remedy gained: ``-22% step time (-26% to -18%; promised -30% to -10%), bit-equal``."""
+    if found.problem or found.time is None:
+        return f"not tried: {found.problem}"
+    promise = promise_words(found.promised)
+    between = f"{signed(found.time.low)} to {signed(found.time.high)}{f'; promised {promise}' if promise else ''}"
+    peak = f", {signed(found.peak)} peak memory" if found.peak is not None and abs(found.peak) >= _NOTABLE_PEAK else ""
+    return f"{signed(found.time.change)} step time ({between}){peak}, {equality_words(found)}"
+
+
+def promise_words(shares: tuple[float, float] | None) -> str | None:
+    """Return what a finding promised, as a change of the step time; None where it promised nothing."""
+    return None if shares is None else f"{signed(-shares[1])} to {signed(-shares[0])}"
+
+
+def equality_words(found: Outcome) -> str:
+    """Return how equal the training is, in words."""
+    equal = found.equality
+    if equal is None:
+        return "not compared"
+    apart = "" if equal.difference is None else f"losses differ by up to {small_share(equal.difference)}"
+    if equal.name == "within tolerance":
+        return f"{apart} (tolerance {percent(equal.tolerance)})"
+    if equal.name == "changes the training":
+        return f"changes the training: {apart or 'its parameters differ'}"
+    if equal.name == "not comparable":
+        return "not comparable: the unchanged program does not repeat itself"
+    return equal.name
+
+
+def small_share(value: float) -> str:
+    """Return a share that may be far below a percent."""
+    return f"{value:.1e}" if 0 < value < 0.001 else f"{value:.1%}"
+
+
+def signed(value: float) -> str:
+    """Return a change in percent with its sign."""
+    return f"{value:+.0%}".replace("+0%", "0%").replace("-0%", "0%")
+
+
+def read_trial(directory: Path) -> Trial | None:
+    """Return the trial that was written into a run's directory; None without one.
+
+    Raises:
+        ArtifactError: the file is damaged.
+
+    """
+    path = directory / TRIED
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Trial)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ArtifactError(f"{path}: not a trial ({error}); try again, or remove it") from error

@@ -9,6 +9,7 @@ from typing import Final, Literal
 __all__ = [
     "ESTIMATE",
     "RUN_DIRECTORY",
+    "TRIED",
     "TRIGGER_PLAN",
     "TRIGGER_REQUEST",
     "SnapshotName",
@@ -44,6 +45,7 @@ __all__ = [
 
 RUN_DIRECTORY: Final = "memprofiler"
 ESTIMATE: Final = "estimate.json"
+TRIED: Final = "tried.json"
 TRIGGER_REQUEST: Final = "trigger.request.json"
 TRIGGER_PLAN: Final = "trigger.plan.json"
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentError
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_memprof.artifacts.naming import TRIED
 from lightning_memprof.cli.command import (
     RUN_HELP,
     Command,
@@ -18,6 +20,9 @@ from lightning_memprof.cli.command import (
     write_document,
 )
 from lightning_memprof.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_memprof.report.view import View
 
 __all__ = ["COMMAND"]
 
@@ -37,6 +42,9 @@ def _add_options(parser: ArgumentParser) -> None:
         "--remedy", metavar="NAME", action="append", default=None, help="try this one, as in workers=4; may be repeated"
     )
     parser.add_argument("--list", metavar="RUN", default=None, help=f"show what would be tried for a run: {RUN_HELP}")
+    parser.add_argument(
+        "--run", metavar="RUN", default=None, help="try what a recorded run of the program advises; its page shows it"
+    )
     parser.add_argument(
         "--rounds", metavar="N", type=int, default=5, help="measurements of each (default: %(default)s)"
     )
@@ -66,6 +74,7 @@ def _execute(options: Namespace) -> int:
     from lightning_memprof.trial.runner import Wanted, try_program
 
     require_program(options.program, "try")
+    view = None if options.run is None else _opened(options.run)
     with counting("a first recorded run") as progress, sigterm_as_ctrl_c():
         wanted = Wanted(
             remedies=tuple(options.remedy or ()),
@@ -74,23 +83,39 @@ def _execute(options: Namespace) -> int:
             time_limit_s=options.time_limit,
             progress=progress,
         )
-        trial = try_program(options.program, wanted)
+        trial = try_program(options.program, wanted, None if view is None else view.findings)
     document = trial_document(trial)
+    if view is not None:
+        (view.run.directory / TRIED).write_text(json.dumps(trial_to_json(trial)), encoding="utf-8")
     if output is not None:
         output.write_text(render_document(document, {}), encoding="utf-8")
     write_document(document, options.format, partial(trial_to_json, trial), is_full=options.all)
     return 0
 
 
+def _opened(target: str) -> View:
+    from lightning_memprof.report.opened import opened
+    from lightning_memprof.report.view import View
+
+    with opened([target]) as view:
+        if isinstance(view, View):
+            return view
+    raise ConfigError(f"--run {target}: has files, but no run; name a log_dir or its memprofiler directory")
+
+
 def _list(options: Namespace) -> int:
+    from lightning_memprof.analysis.trial import Outcome
     from lightning_memprof.report.opened import opened
     from lightning_memprof.report.printers.json import document_to_json
     from lightning_memprof.report.sections.trial import listing
     from lightning_memprof.trial.runner import advice
 
     with opened([options.list]) as view:
-        found = [(remedy.label, remedy.code, remedy.tolerance, promised) for remedy, promised in advice(view.findings)]
-    document = listing(options.list, found)
+        found = advice(view.findings)
+    outcomes = [
+        Outcome(remedy=of.remedy.label, rule=of.rule, code=(of.remedy.code,), promised=of.promised) for of in found
+    ]
+    document = listing(options.list, outcomes, [of.remedy.tolerance for of in found])
     write_document(document, options.format, partial(document_to_json, document), is_full=True)
     return 0
 

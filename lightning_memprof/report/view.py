@@ -18,6 +18,7 @@ from lightning_memprof.analysis.run.locate import (
     shown_place,
     trace_directory,
 )
+from lightning_memprof.analysis.run.problems import Note
 from lightning_memprof.analysis.steps.events import StepEvents, rank_events
 from lightning_memprof.analysis.steps.pauses import Pauses, pauses
 from lightning_memprof.analysis.steps.statistics import (
@@ -29,6 +30,7 @@ from lightning_memprof.analysis.steps.statistics import (
 )
 from lightning_memprof.analysis.steps.system import RankSystem, systems
 from lightning_memprof.analysis.steps.throughput import RankThroughput, throughputs
+from lightning_memprof.analysis.trial import read_trial, tried_words
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_numbered
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.document import Command
@@ -44,9 +46,10 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.ranks.report import RankReport
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
-    from lightning_memprof.analysis.run.problems import Note, Problem
+    from lightning_memprof.analysis.run.problems import Problem
     from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
+    from lightning_memprof.analysis.trial import Trial
 
 __all__ = ["Overhead", "RankView", "ShownStatus", "View", "WindowView", "run_view"]
 
@@ -141,6 +144,7 @@ class View:
     system: tuple[RankSystem, ...] = ()
     traces: tuple[TraceReport, ...] = ()
     snapshots: tuple[SnapshotReport, ...] = ()
+    trial: Trial | None = None
 
 
 def run_view(
@@ -165,7 +169,8 @@ def run_view(
     """
     memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
     facts = Facts.of(run, traces, snapshots, memory, measure=measure)
-    findings = _named_as_listed(run, examine(facts))
+    tried, unread = _tried(run)
+    findings = _with_results(_named_as_listed(run, examine(facts)), tried)
     ranks = _rank_views(facts)
     view = View(
         status="did not start" if all(map(_did_not_start, run.ranks)) else run.status,
@@ -177,7 +182,7 @@ def run_view(
         lead=next(rank for rank in ranks if rank.rank == run.lead.rank),
         ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
         device_note=_device_note(run, ranks),
-        notes=(*run.notes, *memory.notes),
+        notes=(*run.notes, *memory.notes, *unread),
         problems=(*run.problems, *(facts.ranks.problems if facts.ranks else ())),
         others=_others(run),
         named=named_moments(run),
@@ -194,6 +199,7 @@ def run_view(
         system=systems(run),
         traces=facts.traces,
         snapshots=snapshots,
+        trial=tried,
     )
     # Now all series have been read that any part needs.
     return replace(view, problems=(*view.problems, *run.series_problems))
@@ -220,6 +226,22 @@ def _named_as_listed(run: Run, findings: tuple[Finding, ...]) -> tuple[Finding, 
         )
         for finding in findings
     )
+
+
+def _tried(run: Run) -> tuple[Trial | None, tuple[Note, ...]]:
+    """Return the trial of the run's program, and a note where it is damaged."""
+    try:
+        return read_trial(run.directory), ()
+    except ArtifactError as error:
+        return None, (Note(run.lead.rank, "run", str(error)),)
+
+
+def _with_results(findings: tuple[Finding, ...], trial: Trial | None) -> tuple[Finding, ...]:
+    """Return the findings with what their remedies gained."""
+    results: dict[str, list[str]] = {}
+    for outcome in trial.outcomes if trial is not None else ():
+        results.setdefault(outcome.rule, []).append(f"Tried {outcome.remedy}: {tried_words(outcome)}.")
+    return tuple(replace(finding, why=" ".join([finding.why, *results.get(finding.rule, ())])) for finding in findings)
 
 
 def _window_view(window: RecordedWindow, steps: list[StepReport]) -> WindowView:

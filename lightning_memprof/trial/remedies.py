@@ -39,7 +39,7 @@ class Remedy:
         tolerance: the largest difference of a step's loss that it may cause, as a share of the mean loss.
 
     Args:
-        value: what stands behind ``=``.
+        value: the text after ``=``; empty without one.
 
     Raises:
         ConfigError: the value is invalid.

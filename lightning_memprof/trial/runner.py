@@ -23,10 +23,10 @@ from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.trial.remedies import Remedy, advised, parse_remedy
 from lightning_memprof.trial.task import VARIABLE, Task, result_path
 
-__all__ = ["Wanted", "advice", "run_task", "try_program"]
+__all__ = ["Advice", "Wanted", "advice", "run_task", "try_program"]
 
 FEWEST_ROUNDS: Final = 3
-# Compared steps; a difference grows with each, whatever its cause.
+# Compared steps; a difference grows with each.
 _CHECKED: Final = 20
 _RECORDED: Final = 30
 _FEWEST: Final = 10
@@ -77,6 +77,7 @@ class _Candidate:
     """Remedies that are tried at once, and what a finding promised for them."""
 
     remedies: tuple[Remedy, ...]
+    rule: str = ""
     promised: tuple[float, float] | None = None
 
     @property
@@ -90,14 +91,19 @@ class _Candidate:
     def empty(self) -> Outcome:
         """Return the outcome before anything is known."""
         code = tuple(remedy.code for remedy in self.remedies)
-        return Outcome(remedy=self.label, code=code, promised=self.promised)
+        return Outcome(remedy=self.label, rule=self.rule, code=code, promised=self.promised)
 
 
 _BARE: Final = _Candidate(remedies=())
 
 
-def try_program(program: Sequence[str], wanted: Wanted) -> Trial:
+def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Finding] | None = None) -> Trial:
     """Run a program with and without remedies, in turns.
+
+    Args:
+        program: its command line.
+        wanted: the remedies, and how they are measured.
+        findings: advise remedies where none is named; None records the program first.
 
     Raises:
         MemprofError: the unchanged program cannot be measured.
@@ -110,10 +116,11 @@ def try_program(program: Sequence[str], wanted: Wanted) -> Trial:
             candidates = [_Candidate(remedies=(parse_remedy(name),)) for name in dict.fromkeys(wanted.remedies)]
         else:
             candidates = [
-                _Candidate(remedies=(remedy,), promised=promised) for remedy, promised in advice(runs.recorded())
+                _Candidate(remedies=(found.remedy,), rule=found.rule, promised=found.promised)
+                for found in advice(runs.recorded() if findings is None else findings)
             ]
             if not candidates:
-                notes.append("The findings of the recorded run advise nothing that can be tried from outside.")
+                notes.append("The findings advise nothing that can be tried from outside the program.")
         runs.plan(2 + len(candidates) + wanted.rounds * (1 + len(candidates)) if candidates else 1)
         checks = runs.checks(candidates)
         steps = wanted.steps or _steps_for(checks.bare.step_ns)
@@ -291,9 +298,18 @@ def _scratch() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def advice(findings: Sequence[Finding]) -> list[tuple[Remedy, tuple[float, float] | None]]:
-    """Return the remedies of findings, those of the most severe first, and the share of the step promised for each."""
-    found: dict[str, tuple[Remedy, tuple[float, float] | None]] = {}
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A remedy of a finding; ``promised`` is the least and most share of the step, None where nobody can tell."""
+
+    remedy: Remedy
+    rule: str
+    promised: tuple[float, float] | None = None
+
+
+def advice(findings: Sequence[Finding]) -> list[Advice]:
+    """Return the remedies of findings in their order, the most severe first."""
+    found: dict[str, Advice] = {}
     for finding in findings:
         worth = finding.recovers
         is_time = worth is not None and worth.unit == "ns" and worth.whole > 0
@@ -301,7 +317,8 @@ def advice(findings: Sequence[Finding]) -> list[tuple[Remedy, tuple[float, float
         # The promise is that of the first next step.
         first = {remedy.label for remedy in advised(finding.next_steps[:1])}
         for remedy in advised(finding.next_steps):
-            found.setdefault(remedy.name, (remedy, promised if remedy.label in first else None))
+            mine = promised if remedy.label in first else None
+            found.setdefault(remedy.name, Advice(remedy=remedy, rule=finding.rule, promised=mine))
     return list(found.values())
 
 

@@ -24,7 +24,7 @@ class Task(msgspec.Struct, kw_only=True, frozen=True):
         warmup: steps before them.
         is_check: whether samples are seeded one by one and the final weights hashed, to compare trainings; such a run
             is not timed.
-        is_recorded: whether the environment asks for a recording: the fit then ends by itself.
+        is_recorded: whether the environment asks for a recording; the fit then ends in Lightning's own way.
 
     """
 

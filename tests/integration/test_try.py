@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -143,12 +142,40 @@ def test_a_missing_program_is_named(capsys, tmp_path, monkeypatch):
     assert "name a program" in capsys.readouterr().err
 
 
-def test_the_remedies_of_a_recorded_run_are_listed(program, environment, capsys):
-    recorded = [sys.executable, "-m", "lightning_memprof", "run", program]
-    subprocess.run(recorded, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+@pytest.fixture
+def recorded(program: str, environment: dict[str, str]) -> Path:
+    """The directory of a recorded run of the program."""
+    command = [sys.executable, "-m", "lightning_memprof", "run", program]
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert Path("after.txt").exists()
+    return next(Path("logs").rglob("memprofiler"))
+
+
+def test_the_remedies_of_a_recorded_run_are_listed(recorded, capsys):
     assert main(["try", "--list", "logs"]) == 0
     page = capsys.readouterr().out
     assert "workers=" in page
     assert "num_workers=" in page
     assert "lightning-memprof try --remedy workers=" in " ".join(page.split())
-    assert os.path.exists("after.txt")  # noqa: PTH110 of the recorded run, which ended as always
+
+
+def test_the_page_of_a_run_shows_what_its_remedies_gained(recorded, program, capsys):
+    options = ["--run", "logs", "--remedy", "gc_freeze", "--rounds", "3", "--steps", "3", "--format", "json"]
+    assert main(["try", *options, program]) == 0
+    measured = json.loads((recorded / "tried.json").read_text())
+    assert measured == json.loads(capsys.readouterr().out)
+    for outcome in measured["outcomes"]:
+        outcome["rule"] = "input_bound"
+    (recorded / "tried.json").write_text(json.dumps(measured))
+    assert main(["show", "logs", "--all"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "Tried gc_freeze: " in page
+    assert "Each of 3 rounds measured 3 steps of train.py and of each remedy." in page
+
+
+def test_a_damaged_trial_hides_nothing_of_a_run(recorded, capsys):
+    (recorded / "tried.json").write_text('{"program": 5}')
+    assert main(["show", "logs", "--all"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "Input-bound" in page
+    assert "tried.json: not a trial" in page

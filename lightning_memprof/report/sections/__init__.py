@@ -41,6 +41,7 @@ from lightning_memprof.report.sections.snapshots import reserved_stack, snapshot
 from lightning_memprof.report.sections.steps import hangs_section, steps_section
 from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.sections.traces import busy_share, device_stack, traces_section
+from lightning_memprof.report.sections.trial import trial_section
 from lightning_memprof.report.sections.workers import workers_section
 from lightning_memprof.units import format_count, format_list
 
@@ -97,6 +98,7 @@ def _sections(view: View) -> Iterator[Section | None]:
     yield oom_section(view.ooms)
     yield hangs_section(view)
     yield holders_section(view)
+    yield trial_section(view.trial)
     yield steps_section(view)
     yield memory_section(view)
     yield sites_section(view)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.trial import NOTABLE_PEAK
+from lightning_memprof.analysis.trial import equality_words, promise_words, signed, small_share, tried_words
 from lightning_memprof.report.document import (
     Cell,
     Column,
@@ -32,7 +32,7 @@ from lightning_memprof.units import percent
 if TYPE_CHECKING:
     from lightning_memprof.analysis.trial import Equality, Outcome, Trial
 
-__all__ = ["listing", "trial_document", "tried_words"]
+__all__ = ["listing", "trial_document", "trial_section"]
 
 _NOTHING: Final = "None of the remedies makes the steps shorter or lowers the peak memory."
 _NONE: Final = "There was no remedy to try."
@@ -62,43 +62,40 @@ def trial_document(trial: Trial) -> Document:
     )
 
 
-def listing(run: str, found: Sequence[tuple[str, str, float, tuple[float, float] | None]]) -> Document:
-    """Return what would be tried for a run: name, code, tolerance of losses and promised shares of each remedy."""
-    remedies = " ".join(f"--remedy {name}" for name, *_ in found)
+def listing(run: str, found: Sequence[Outcome], tolerances: Sequence[float]) -> Document:
+    """Return the document of what would be tried for a run, and how far losses may differ with each."""
+    remedies = " ".join(f"--remedy {outcome.remedy}" for outcome in found)
     table = Table(
         id="remedies",
         title="Remedies",
         columns=(
             Column("remedy", "code"),
+            Column("finding", "code"),
             Column("promised"),
-            Column("losses may differ by"),
-            Column("change", "code"),
+            Column("tolerance"),
         ),
         rows=[
-            (code(name), text(_promise(promised)), text(percent(tolerance) if tolerance else "0%"), code(change))
-            for name, change, tolerance, promised in found
+            (
+                code(outcome.remedy),
+                code(outcome.rule),
+                text(promise_words(outcome.promised)),
+                text(percent(tolerance) if tolerance else "0%"),
+            )
+            for outcome, tolerance in zip(found, tolerances, strict=True)
         ],
+        notes=["tolerance: how far the loss of a step may differ, as a share of the mean loss."],
         is_sortable=False,
         top=None,
     )
+    changes = Lines("Changes", [Line(outcome.remedy, code("; ".join(outcome.code))) for outcome in found])
     return Document(
         title=run,
         kind="trial",
         status="not tried",
         verdict=f"{len(found)} {'remedy' if len(found) == 1 else 'remedies'} can be tried." if found else _NONE,
-        sections=[Section("remedies", "Remedies", parts=[table] if found else [], summary=True)],
+        sections=[Section("remedies", "Remedies", parts=[table, changes] if found else [], summary=True)],
         commands=[Command("lightning-memprof try", f"{remedies} train.py")] if found else [],
     )
-
-
-def tried_words(found: Outcome) -> str:
-    """Return what a remedy gained: ``-22% step time (-26% to -18%; promised -30% to -10%), bit-equal``."""
-    if found.problem or found.time is None:
-        return f"not tried: {found.problem}"
-    promise = _promise(found.promised)
-    between = f"{_signed(found.time.low)} to {_signed(found.time.high)}{f'; promised {promise}' if promise else ''}"
-    peak = f", {_signed(found.peak)} peak memory" if found.peak is not None and abs(found.peak) >= NOTABLE_PEAK else ""
-    return f"{_signed(found.time.change)} step time ({between}){peak}, {_equality(found)}"
 
 
 def _verdict(trial: Trial) -> Words:
@@ -119,7 +116,7 @@ def _sections(trial: Trial) -> Iterator[Section]:
             [
                 Figure("unchanged step", duration(trial.step_ns)),
                 Figure("unchanged peak", size(trial.peak_bytes), "device memory" if trial.is_device else "RSS"),
-                Figure("runs", Cell(trial.rounds, "count"), phrase("of {} steps each", trial.steps)),
+                Figure("rounds", Cell(trial.rounds, "count"), phrase("of {} steps each", trial.steps)),
             ]
         )
     ]
@@ -127,11 +124,22 @@ def _sections(trial: Trial) -> Iterator[Section]:
         parts.append(Lines("Remedies", [_line(found) for found in tried]))
     best = trial.best
     if best is not None:
-        parts.append(Lines("Change the program", [Line(best.remedy, code(line)) for line in best.code]))
+        parts.append(Lines("Change the program", [Line("change", code(line)) for line in best.code]))
     parts += [Paragraph(note) for note in trial.notes]
     yield Section("overview", "Overview", parts=parts, summary=True)
-    if tried:
-        yield Section("remedies", "Remedies", parts=[_table(tried)])
+    if (section := trial_section(trial)) is not None:
+        yield section
+
+
+def trial_section(trial: Trial | None) -> Section | None:
+    """Return the table of the remedies that were tried; None without any."""
+    if trial is None or not trial.outcomes:
+        return None
+    lead = phrase(
+        "Each of {} rounds measured {} steps of {} and of each remedy.", trial.rounds, trial.steps, code(trial.program)
+    )
+    tried = [*trial.outcomes, *((trial.together,) if trial.together is not None else ())]
+    return Section("remedies", "Remedies", lead, [_table(tried)])
 
 
 def _line(found: Outcome) -> Line:
@@ -164,7 +172,7 @@ def _table(tried: list[Outcome]) -> Table:
 
 
 def _row(found: Outcome) -> list[Cell]:
-    promised, name = _promise(found.promised), code(found.remedy)
+    promised, name = promise_words(found.promised), code(found.remedy)
     if found.time is None:
         empty = [text(None)] * 5
         return [name, text(promised), *empty, text(f"not tried: {found.problem}", "dim")]
@@ -173,31 +181,12 @@ def _row(found: Outcome) -> list[Cell]:
         name,
         text(promised),
         duration(found.step_ns),
-        text(_signed(found.time.change), style),
-        text(f"{_signed(found.time.low)} to {_signed(found.time.high)}"),
+        text(signed(found.time.change), style),
+        text(f"{signed(found.time.low)} to {signed(found.time.high)}"),
         size(found.peak_bytes),
-        text(None if found.peak is None else _signed(found.peak), "good" if found.saves_memory else ""),
-        text(_equality(found), "" if found.is_kept else "bad"),
+        text(None if found.peak is None else signed(found.peak), "good" if found.saves_memory else ""),
+        text(equality_words(found), "" if found.is_kept else "bad"),
     ]
-
-
-def _promise(shares: tuple[float, float] | None) -> str | None:
-    return None if shares is None else f"{_signed(-shares[1])} to {_signed(-shares[0])}"
-
-
-def _equality(found: Outcome) -> str:
-    """Return how equal the training is, in words."""
-    equal = found.equality
-    if equal is None:
-        return "not compared"
-    apart = "" if equal.difference is None else f"losses differ by up to {_small(equal.difference)}"
-    if equal.name == "within tolerance":
-        return f"{apart} (tolerance {percent(equal.tolerance)})"
-    if equal.name == "changes the training":
-        return f"changes the training: {apart or 'its parameters differ'}"
-    if equal.name == "not comparable":
-        return "not comparable: the unchanged program does not repeat itself"
-    return equal.name
 
 
 def _sentence(equal: Equality, steps: int) -> str:
@@ -206,13 +195,5 @@ def _sentence(equal: Equality, steps: int) -> str:
         return "Whether the training is the same is not known: the unchanged program does not repeat itself."
     if equal.name == "bit-equal":
         return f"The losses of {steps} steps and the parameters after them are bit-equal."
-    apart = "" if equal.difference is None else f" by up to {_small(equal.difference)} of the mean loss"
+    apart = "" if equal.difference is None else f" by up to {small_share(equal.difference)} of the mean loss"
     return f"The losses of {steps} steps differ{apart}; the tolerance is {percent(equal.tolerance)}."
-
-
-def _small(value: float) -> str:
-    return f"{value:.1e}" if 0 < value < 0.001 else f"{value:.1%}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.0%}".replace("+0%", "0%").replace("-0%", "0%")
