@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +13,10 @@ import torch
 
 import lightning_memprof
 
-__all__ = ["is_program", "user_line"]
+__all__ = ["is_installed", "is_program", "user_line"]
 
 _LIBRARIES: Final = tuple(str(Path(found.__path__[0])) + os.sep for found in (torch, lightning, lightning_memprof))
+_INSTALLED: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 # torch's optimizers and clipping read values that decide no shape.
 _HARMLESS: Final = tuple(str(Path(torch.__path__[0], part)) + os.sep for part in ("optim", "nn/utils", "amp"))
 
@@ -22,6 +24,11 @@ _HARMLESS: Final = tuple(str(Path(torch.__path__[0], part)) + os.sep for part in
 def is_program(filename: str) -> bool:
     """Return whether a source file is neither torch's, Lightning's nor ours."""
     return not filename.startswith(("<", *_LIBRARIES))
+
+
+def is_installed(filename: str) -> bool:
+    """Return whether a source file belongs to Python or an installed package."""
+    return filename.startswith(_INSTALLED)
 
 
 def user_line() -> str:

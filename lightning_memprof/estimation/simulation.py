@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
 
 from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Reserved
 from lightning_memprof.capture.observe import wrapped
@@ -30,7 +31,7 @@ from lightning_memprof.capture.torch_internals import DynamicOutputShapeExceptio
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change, checkpoint_blocks
-from lightning_memprof.estimation.program_lines import is_program
+from lightning_memprof.estimation.program_lines import is_installed, is_program
 from lightning_memprof.estimation.ranks import OFFLOADED, ranks_of
 from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
@@ -58,7 +59,8 @@ __all__ = ["Variation", "failure_line", "simulate"]
 _POINTS: Final = 300
 _PATIENCE_S: Final = 5.0
 _POLL_S: Final = 0.5
-_OTHER_NUMBER: Final = 2
+# A loop that does not end before its bound is the same for every number from 1 on.
+_OTHERS: Final = (2, 0)
 _ADVICE: Final = "--debug shows the traceback"
 # torch's messages, and their meaning in an estimate.
 _MEANINGS: Final = (
@@ -168,7 +170,8 @@ def _refuse_dependence(found: _Found, other: Callable[[Values], _Found]) -> None
     numbers = list(dict.fromkeys(place for _, place, is_condition in found.assumed if not is_condition))
     if any(is_condition for _, _, is_condition in found.assumed):
         _requests(lambda: other(Values(condition=True)))
-    if numbers and _requests(lambda: other(Values(number=_OTHER_NUMBER))) not in {None, found.requests}:
+    same = {None, found.requests}
+    if numbers and any(_requests(lambda number=number: other(Values(number=number))) not in same for number in _OTHERS):  # type: ignore[misc]
         places = " or ".join(numbers)
         words = f"a loop or a shape depends on a value that is read at {places}, which is unknown without data"
         raise MemprofError(f"estimate: {words}; give it a fixed upper bound")
@@ -268,7 +271,8 @@ def _no_gpu() -> Iterator[None]:
 def failure_line(error: BaseException, failed: str = "the simulated training failed") -> str:
     """Return the message about a failure of the program, with its line; ``failed`` begins that of an unknown one."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_program(frame.filename)]
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    own = [frame for frame in frames if not is_installed(frame.filename)] or frames
+    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     words = " ".join(str(error).split())[:300]
     if isinstance(error, StopIteration) and not frames:
         return "estimate: the loader has no batch; --batch-shape does not replace it"
@@ -292,11 +296,10 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
         resident_threads=device.resident_threads,
     )
     change = variation.change or Change(name="", costs="")
-    if change.is_checkpointed and not checkpoint_blocks(fit.model):
-        raise MemprofError("estimate: the model has no blocks that repeat")
     arguments = _arguments(fit, variation)
+    prepare = _checkpoint if change.is_checkpointed else None
     strategy = SimulatedStrategy(
-        target, ranks, lambda batch: _resized(batch, variation), change.optimizers, variation.values
+        target, ranks, lambda batch: _resized(batch, variation), change.optimizers, variation.values, prepare=prepare
     )
     options = trainer_options(arguments, strategy, target)
     try:
@@ -318,6 +321,11 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
         seconds=time.monotonic() - began,
     )
     return _Found(estimate=estimate, assumed=list(assumed), requests=(len(log.sizes), sum(log.sizes)))
+
+
+def _checkpoint(model: nn.Module) -> None:
+    if not checkpoint_blocks(model):
+        raise MemprofError("estimate: the model has no blocks that repeat")
 
 
 def _estimate(log: StorageLog, fit: Fit, device: Device) -> Estimate:

@@ -27,6 +27,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -145,6 +146,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         resize: returns the batch to train on, from the loader's first one.
         optimizers: returns the optimizers to train with, from the program's.
         values: assumed where the program reads those of tensors.
+        prepare: changes the model, which then has all its modules; None leaves it as it is.
 
     """
 
@@ -155,6 +157,8 @@ class SimulatedStrategy(SingleDeviceStrategy):
         resize: Callable[[Any], Any],
         optimizers: Callable[[Iterable[Optimizer]], list[Optimizer]],
         values: Values,
+        *,
+        prepare: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__(accelerator=_SimulatedAccelerator(), device="cpu")
         self.tracer: StorageTracer
@@ -167,6 +171,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._resize = resize
         self._replaced = optimizers
         self._values = values
+        self._prepare = prepare
         self._simulation = ExitStack()
 
     def setup_environment(self) -> None:
@@ -183,6 +188,8 @@ class SimulatedStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Set up the program's loaders, whose data are real, and then the model without data."""
         trainer.fit_loop.setup_data()
+        if self._prepare is not None:
+            self._prepare(trainer.lightning_module)
         if isinstance(self.precision_plugin, (DoublePrecision, HalfPrecision)) and not self._ranks.is_sharded:
             # Module.to keeps weights tied only outside of the simulation.
             model: Any = self.lightning_module

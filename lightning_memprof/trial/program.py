@@ -27,6 +27,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from lightning_memprof.analysis.trial import Measured
@@ -83,6 +84,7 @@ def _prepared(task: Task) -> Iterator[None]:
                         remedy.make_comparable()
                     remedy.on_fit(trainer, model)
                 with ExitStack() as changed:
+                    _change_model(model, remedies, changed)
                     changed.enter_context(
                         wrapped(fit_loop, "_process_dataloader", _changed(task, trainer, meter, changed))
                     )
@@ -98,6 +100,26 @@ def _prepared(task: Task) -> Iterator[None]:
         for module in (launcher, fabric_launcher):
             undo.enter_context(wrapped(module, "_basic_subprocess_cmd", lambda _: _rank_command))
         yield
+
+
+def _change_model(model: LightningModule, remedies: Sequence[Remedy], undo: ExitStack) -> None:
+    """Apply remedies to the model now, or after it has made its modules in ``configure_model``."""
+
+    def change() -> None:
+        for remedy in remedies:
+            remedy.on_model(model)
+
+    def configured(link: Link) -> Callable[..., None]:
+        def configure(module: LightningModule) -> None:
+            link.call(module)
+            change()
+
+        return configure
+
+    if is_overridden("configure_model", model):
+        undo.enter_context(wrapped(type(model), "configure_model", configured))
+    else:
+        change()
 
 
 def _rank_command() -> Sequence[str]:

@@ -80,7 +80,15 @@ class Remedy:
         """Let a compared run draw the random numbers of the unchanged program, where that costs time."""
 
     def on_fit(self, trainer: Trainer, model: LightningModule) -> None:
-        """Change the Trainer or the model before ``fit``.
+        """Change the Trainer before ``fit``.
+
+        Raises:
+            RefusedError: the remedy does not apply.
+
+        """
+
+    def on_model(self, model: LightningModule) -> None:
+        """Change the model when it has all its modules, before it is on its device.
 
         Raises:
             RefusedError: the remedy does not apply.
@@ -237,7 +245,7 @@ class _MatmulPrecision(Remedy):
 
 class _Compile(Remedy):
     name = "compile"
-    change = "child.forward = torch.compile(child.forward)  # for each child of the module, before fit"
+    change = "child.forward = torch.compile(child.forward)  # for each child of the module"
     advice = r"\btorch\.compile\("
     tolerance = _ROUNDING
 
@@ -246,12 +254,12 @@ class _Compile(Remedy):
 
         torch._inductor.config.fallback_random = True  # noqa: SLF001 its documented place
 
-    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+    def on_model(self, model: LightningModule) -> None:
         import torch
 
         children = [child for child in _called(model) if any(True for _ in child.parameters())]
         if not children:
-            raise RefusedError("the module has no children with parameters before fit")
+            raise RefusedError("the module has no children with parameters")
         for child in children:
             # Module.compile() does not compile torch's own containers, such as Sequential.
             child.forward = torch.compile(child.forward)
@@ -262,7 +270,7 @@ class _Checkpointing(Remedy):
     change = "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # for each repeated block"
     advice = r"checkpoint\.checkpoint\("
 
-    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+    def on_model(self, model: LightningModule) -> None:
         from lightning_memprof.estimation.changes import checkpoint_blocks
 
         if not checkpoint_blocks(model):
@@ -275,7 +283,7 @@ class _ChannelsLast(Remedy):
     advice = r"memory_format=torch\.channels_last"
     tolerance = _ROUNDING
 
-    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+    def on_model(self, model: LightningModule) -> None:
         import torch
 
         model.to(memory_format=torch.channels_last)

@@ -81,6 +81,15 @@ def test_a_remedy_that_changes_the_losses_is_seen(program, tmp_path):
     assert bare.losses != changed.losses
 
 
+def test_remedies_of_the_model_wait_until_it_has_its_modules(program, tmp_path):
+    bare = compared(program, tmp_path, "bare", fault="configure")
+    changed = compared(program, tmp_path, "changed", "compile", fault="configure")
+    assert (bare.problem, changed.problem) == ("", "")
+    assert changed.losses == pytest.approx(bare.losses, rel=1e-4)
+    missing = compared(program, tmp_path, "missing", "checkpointing", fault="configure")
+    assert missing.problem == "the model has no repeated blocks"
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

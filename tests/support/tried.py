@@ -26,11 +26,20 @@ class Augmented(Dataset[torch.Tensor]):
         return torch.full((8,), float(index)) * random.random() + torch.rand(8)
 
 
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+
+
 class Module(pl.LightningModule):
     def __init__(self, fault: str) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+        if fault != "configure":
+            self.net = network()
         self.fault = fault
+
+    def configure_model(self) -> None:
+        if self.fault == "configure" and not hasattr(self, "net"):
+            self.net = network()
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.fault == "raise" and self.global_step == 2:

@@ -115,6 +115,28 @@ def test_changes_of_a_training_are_estimated_beside_it() -> None:
     assert all(changed.fit == "fits" for changed in found.alternatives)
 
 
+class Built(Net):
+    """Makes its blocks when Lightning asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            self.blocks = Net().blocks
+
+
+@FORKS
+def test_blocks_that_configure_model_makes_are_checkpointed() -> None:
+    built, usual = (
+        estimate(model, loader(512), device="H100 80GB", what_if="checkpointing") for model in (Built(), Net())
+    )
+    (expected,), (found,) = usual.alternatives, built.alternatives
+    assert found.problem == ""
+    assert (found.allocated_bytes, built.allocated_bytes) == (expected.allocated_bytes, usual.allocated_bytes)
+
+
 @FORKS
 def test_the_largest_batch_fits_and_one_more_sample_does_not() -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
@@ -144,6 +166,10 @@ def test_a_program_ends_at_its_fit_and_writes_nothing(tmp_path: Path, capsys: py
         ({"step": "x = x * torch.from_numpy(x.detach().cpu().numpy()).sum()"}, "array of NumPy at .*train.py:14"),
         ({"step": "for _ in range(int(x.sum())): x = self.layer(x)"}, r"a value that is read at .*train\.py:14"),
         (
+            {"step": "for _ in range(9): x = self.layer(x) if x.sum().item() > 0.1 else x"},
+            r"a value that is read at .*train\.py:14",
+        ),
+        (
             {"step": "x = x * x.new_ones(int(x.sum()), 8, 1)"},
             r"a value that is read at .*train\.py:14",
         ),
@@ -152,6 +178,7 @@ def test_a_program_ends_at_its_fit_and_writes_nothing(tmp_path: Path, capsys: py
             "operator estimated::twice at .*register_fake",
         ),
         ({"samples": 0}, "the loader has no batch"),
+        ({"before": "import json; json.loads('')"}, r"failed before Trainer.fit at .*train\.py:19: JSONDecodeError"),
         ({"before": "raise KeyError('early')"}, r"failed before Trainer.fit at .*train\.py:19: KeyError: 'early'"),
         ({"before": "torch.zeros(2).cuda()"}, r"moves tensors to CUDA at .*train\.py:19; leave that to the Trainer"),
         ({"step": "x = x.cuda()"}, r"moves tensors to CUDA at .*train\.py:14; leave that to the Trainer"),
@@ -489,5 +516,5 @@ def test_each_batch_size_that_is_tried_is_simulated_once(monkeypatch: pytest.Mon
         Reads(), loader(), device="cpu", device_memory="8MiB", batch_size="max", what_if=("none",),
         progress=lambda name, _done, _total: tried.append(name),
     )  # fmt: skip
-    # The program's own size is simulated again with another number.
-    assert len(runs) == len(tried) + 1
+    # The program's own size is simulated again with two other numbers.
+    assert len(runs) == len(tried) + 2

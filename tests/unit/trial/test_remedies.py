@@ -144,12 +144,16 @@ def test_precision_replaces_the_default_plugin_only(tmp_path):
         ("static_graph", "SingleDeviceStrategy, not DDPStrategy"),
         ("expandable_segments", "not on a CUDA device"),
         ("without_callback=Other", "no callback of a class Other"),
-        ("checkpointing", "no repeated blocks"),
     ],
 )
 def test_a_remedy_that_does_not_apply_is_refused_with_its_reason(text, reason, tmp_path):
     with pytest.raises(RefusedError, match=reason):
         parse_remedy(text).on_fit(trainer(tmp_path), Perceptron())
+
+
+def test_checkpointing_needs_blocks():
+    with pytest.raises(RefusedError, match="no repeated blocks"):
+        parse_remedy("checkpointing").on_model(Perceptron())
 
 
 def test_a_callback_is_left_out_by_its_class(tmp_path):
@@ -167,7 +171,7 @@ def test_anomaly_detection_ends_and_logging_is_rarer(tmp_path):
     assert (run._detect_anomaly, run.log_every_n_steps) == (False, 50)
 
 
-def test_compiling_finds_the_modules_in_containers(tmp_path):
+def test_compiling_finds_the_modules_in_containers():
     class Blocks(Perceptron):
         def __init__(self) -> None:
             super().__init__()
@@ -175,15 +179,15 @@ def test_compiling_finds_the_modules_in_containers(tmp_path):
             self.loss_function = nn.MSELoss()
 
     module = Blocks()
-    parse_remedy("compile").on_fit(trainer(tmp_path), module)
+    parse_remedy("compile").on_model(module)
     compiled = [name for name, child in module.named_modules() if "forward" in vars(child)]
     assert compiled == ["net", "blocks.0", "blocks.1"]
 
 
-def test_channels_last_changes_the_layout_of_convolutions(tmp_path):
+def test_channels_last_changes_the_layout_of_convolutions():
     module = Perceptron()
     module.conv = nn.Conv2d(3, 8, 3)
-    parse_remedy("channels_last").on_fit(trainer(tmp_path), module)
+    parse_remedy("channels_last").on_model(module)
     assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
