@@ -55,6 +55,7 @@ PARTS: Final[Mapping[str, Part]] = MappingProxyType(
         "traces": Part("how fast a trace is analysed, beside the peers", "traces.py"),
         "merge": Part("how fast traces are merged, beside json by hand", "merge.py"),
         "estimate": Part("how exact estimates of memory are, beside measured trainings", "estimates.py"),
+        "try": Part("how far a trial of remedies can be trusted", "trials.py"),
         "growth": Part("how cost grows with modules, steps, ranks and bytes", "growth.py"),
     }
 )

@@ -1,0 +1,130 @@
+"""How far a trial can be trusted: equal programs, and one that is 5% slower, measured in turns as `try` does.
+
+    python tests/benchmarks/trials.py --rounds 40
+
+Each round runs the program twice as it is and once with a delay in each step, in processes of their own. Every five
+consecutive rounds are then one trial of five rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
+from lightning_memprof.trial.runner import run_task
+from lightning_memprof.trial.task import Task
+
+if TYPE_CHECKING:
+    from measured import table
+    from tests.benchmarks.part import Target, judged, progress, publish, targets
+else:
+    from part import Target, judged, progress, publish, targets
+
+    from measured import table
+
+TRAINING: Final = "training"
+SLOWER: Final = 0.05
+# Of the delay: 5% of a step of the machine on which this was written, and of any other less or more.
+STEP_S: Final = 0.025
+KINDS: Final = ("", "again", "slower")
+
+
+class Busy(pl.LightningModule):
+    """A step of some 25 ms, nearly all in operators."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)))
+        self.delay_s = delay_s
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        began = time.perf_counter()
+        while time.perf_counter() - began < self.delay_s:
+            pass
+        loss: torch.Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def train(kind: str) -> None:
+    """Run the measured program."""
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    data = DataLoader(TensorDataset(torch.randn(4096, 512)), batch_size=256)
+    trainer.fit(Busy(SLOWER * STEP_S if kind == "slower" else 0.0), data)
+
+
+def measured(rounds: int, steps: int) -> dict[str, list[float]]:
+    """Return the mean step times in ns by kind and round, every second round backwards."""
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as place, progress() as bar:
+        task = bar.add_task("trials", total=rounds * len(KINDS))
+        for number in range(rounds):
+            for kind in KINDS[:: -1 if number % 2 else 1]:
+                todo = Task(directory=str(Path(place, f"{number}-{kind}")), steps=steps)
+                run = run_task([__file__, TRAINING, kind], todo, 300.0)
+                if run.problem:
+                    raise SystemExit(run.problem)
+                found[kind].append(run.step_ns)
+                bar.update(task, advance=1, refresh=True)
+    return found
+
+
+def trials(bare: Sequence[float], changed: Sequence[float], length: int) -> list[PairedChange]:
+    """Return the change of every trial of consecutive rounds."""
+    starts = range(len(bare) - length + 1)
+    return [paired_change(bare[start : start + length], changed[start : start + length]) for start in starts]
+
+
+def fragment(found: dict[str, list[float]], *, trial: bool) -> str:
+    bare = found[""]
+    rows, goals = [], []
+    for length in (5, 10):
+        equal, slower = trials(bare, found["again"], length), trials(bare, found["slower"], length)
+        holds = sum(change.low <= 0 <= change.high for change in equal)
+        sees = sum(change.low > 0 for change in slower)
+        reach = sorted((change.high - change.low) / 2 for change in equal)[len(equal) // 2]
+        rows.append([str(length), f"{holds} of {len(equal)}", f"{sees} of {len(slower)}", f"±{reach:.1%}"])
+        goals.append(Target(f"{length} rounds: 0 in 93% of equal programs", rows[-1][1], holds >= 0.93 * len(equal)))
+        goals.append(Target(f"{length} rounds: 5% found in 90%", rows[-1][2], sees >= 0.9 * len(slower)))
+    heading = ["rounds", "equal programs whose interval has 0", "slower programs found", "median half interval"]
+    true = sum(found["slower"]) / sum(bare) - 1
+    spread = (max(bare) - min(bare)) / min(bare)
+    words = (
+        f"{len(bare)} rounds; a step takes {min(bare) / 1e6:.1f} ms, that of the slowest unchanged run {spread:.0%} more; "
+        f"the delay is {true:.1%} of the mean. Trials of consecutive rounds overlap."
+    )
+    return "\n\n".join([targets(judged(goals, trial=trial)), words, table(heading, rows)])
+
+
+def main() -> None:
+    if sys.argv[1:2] == [TRAINING]:
+        train(sys.argv[2])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=100, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--quick", action="store_true", help="12 rounds of 20 steps: nothing is judged or written"
+    )
+    options = parser.parse_args()
+    rounds, steps = (12, 20) if options.quick else (options.rounds, options.steps)
+    publish({"trials": fragment(measured(rounds, steps), trial=options.quick)}, trial=options.quick)
+
+
+if __name__ == "__main__":
+    main()
