@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import signal
 import sys
 import time
 import zlib
@@ -246,6 +247,9 @@ class _Meter(Callback):
         self._first = task.warmup
         self._seen = 0
         self._losses: list[torch.Tensor] = []
+        self._in_turn = 0
+        self._measured = 0
+        self._spent_ns = 0
         self._began_ns = 0
         self._paused_ns = 0
         self._validation_ns = 0
@@ -289,15 +293,36 @@ class _Meter(Callback):
         if self._task.is_check and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().clone())
         self._seen += 1
+        if self._seen < self._first:
+            return
         device = trainer.strategy.root_device
         if self._seen == self._first:
-            _synchronize(device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            self._began_ns = time.perf_counter_ns()
-        elif self._seen == self._first + self._task.steps:
+            self._begin_turn(device)
+            return
+        self._in_turn += 1
+        turn = self._task.turn
+        if turn and self._in_turn == 1:
+            # What another process left in the caches, or a worker finished meanwhile, is this step's.
+            self._start_clock()
+        elif self._in_turn == (turn + 1 if turn else self._task.steps):
             _synchronize(device)
-            self._finish(device, pl_module, time.perf_counter_ns() - self._began_ns - self._paused_ns)
+            self._spent_ns += time.perf_counter_ns() - self._began_ns - self._paused_ns
+            self._measured += turn or self._task.steps
+            if self._measured >= self._task.steps:
+                self._finish(device, pl_module)
+            self._begin_turn(device)
+
+    def _begin_turn(self, device: torch.device) -> None:
+        _synchronize(device)
+        self._in_turn = 0
+        if self._task.turn and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            os.killpg(os.getpgrp(), signal.SIGSTOP)
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._began_ns, self._paused_ns = time.perf_counter_ns(), 0
 
     def ended(self) -> NoReturn:
         """End the process after a fit that ended before the last step."""
@@ -305,11 +330,11 @@ class _Meter(Callback):
         problem = f"the fit ended after {self._seen} of {wanted} steps: use fewer --steps"
         _end(self._task, Measured(problem=problem))
 
-    def _finish(self, device: torch.device, module: LightningModule, spent_ns: int) -> NoReturn:
+    def _finish(self, device: torch.device, module: LightningModule) -> NoReturn:
         memory = [worker_memory(pid) for pid in worker_pids()]
         measured = Measured(
-            steps=self._task.steps,
-            step_ns=spent_ns / self._task.steps,
+            steps=self._measured,
+            step_ns=self._spent_ns / self._measured,
             losses=[float(loss) for loss in self._losses],
             weights=_hash(module) if self._task.is_check else "",
             rss_bytes=peak_rss_bytes(0),

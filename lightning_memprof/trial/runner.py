@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import psutil
 
 from lightning_memprof.analysis.findings import Finding
 from lightning_memprof.analysis.trial import Measured, Outcome, Trial, equality, outcome
@@ -23,7 +25,7 @@ from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.trial.remedies import Remedy, advised, parse_remedy
 from lightning_memprof.trial.task import VARIABLE, Task, result_path
 
-__all__ = ["Advice", "Wanted", "advice", "run_task", "try_program"]
+__all__ = ["Advice", "Process", "Wanted", "advice", "run_at_once", "run_task", "try_program"]
 
 FEWEST_ROUNDS: Final = 3
 # Compared steps; a difference grows with each.
@@ -34,8 +36,16 @@ _MOST: Final = 300
 # Of the measured steps of a run: enough for the noise of a machine to even out.
 _RUN_NS: Final = 4_000_000_000
 _MOST_LINE: Final = 300
+_LOG: Final = "output.txt"
+# A machine has slow phases of ten seconds and more, which all then share.
+_TURN_NS: Final = 500_000_000
+_FEWEST_IN_TURN: Final = 2
+_SPARE: Final = 1.3
+# Not on macOS before Python 3.13.
+_WAITS: Final = hasattr(os, "waitid")
+_POLL_S: Final = 0.001
 # They would write where the user's experiments are.
-_QUIET: Final = {"WANDB_MODE": "offline", "LIGHTNING_MEMPROF": ""}
+_QUIET: Final = {"WANDB_MODE": "offline"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +135,7 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
         checks = runs.checks(candidates)
         steps = wanted.steps or _steps_for(checks.bare.step_ns)
         working = [candidate for candidate in candidates if not checks.changed[candidate.label].problem]
-        measured = runs.in_turns(working, steps) if candidates else {"": [checks.bare] * FEWEST_ROUNDS}
+        measured = runs.in_turns(working, steps, checks) if candidates else {"": [checks.bare] * FEWEST_ROUNDS}
         outcomes = [_outcome(candidate, measured, checks) for candidate in candidates]
         together = _together(runs, candidates, outcomes, steps, wanted.rounds)
     bare = measured[""]
@@ -185,7 +195,9 @@ class _Runs:
         from lightning_memprof.report.view import View
 
         place = self._directory / "recorded"
-        found = self._run("record", Task(directory=str(place), steps=_RECORDED, is_recorded=True), {})
+        self._wanted.progress("a first recorded run", 0, 0)
+        task = Task(directory=str(place), steps=_RECORDED, is_recorded=True)
+        found = run_task(self._program, task, self._wanted.time_limit_s)
         if found.problem:
             raise MemprofError(f"try: {' '.join(self._program)}: {found.problem}")
         with opened([str(place)]) as view:
@@ -209,77 +221,143 @@ class _Runs:
     def _checked(self, candidate: _Candidate) -> Measured:
         return self._one(candidate, min(_CHECKED, self._wanted.steps or _CHECKED), is_check=True)
 
-    def in_turns(self, candidates: Sequence[_Candidate], steps: int) -> dict[str, list[Measured]]:
-        """Measure the unchanged program, as ``""``, and the candidates, by label; every second round backwards."""
+    def in_turns(self, candidates: Sequence[_Candidate], steps: int, checks: _Checks) -> dict[str, list[Measured]]:
+        """Measure the unchanged program, as ``""``, and the candidates, by label, in each round."""
         order = [_BARE, *candidates]
+        runs = [checks.bare, *(checks.changed[candidate.label] for candidate in candidates)]
+        turns = [max(round(_TURN_NS / run.step_ns), _FEWEST_IN_TURN) for run in runs] if _fit_at_once(runs) else []
         found: dict[str, list[Measured]] = {candidate.label: [] for candidate in order}
         for number in range(self._wanted.rounds):
-            for candidate in order[:: -1 if number % 2 else 1]:
-                found[candidate.label].append(self._one(candidate, steps))
+            if turns:
+                pairs = zip(order, turns, strict=True)
+                measured = run_at_once([self._start(candidate, steps, turn=turn) for candidate, turn in pairs])
+            else:
+                backwards = slice(None, None, -1 if number % 2 else 1)
+                measured = [self._one(candidate, steps) for candidate in order[backwards]][backwards]
+            for candidate, run in zip(order, measured, strict=True):
+                found[candidate.label].append(run)
         failed = next((run.problem for run in found[""] if run.problem), None)
         if failed is not None:
             raise MemprofError(f"try: {' '.join(self._program)}: {failed}")
         return found
 
     def _one(self, candidate: _Candidate, steps: int, *, is_check: bool = False) -> Measured:
+        process = self._start(candidate, steps, is_check=is_check)
+        try:
+            process.until_turn_ends()
+            return process.result()
+        finally:
+            process.kill()
+
+    def _start(self, candidate: _Candidate, steps: int, *, turn: int = 0, is_check: bool = False) -> Process:
+        self._wanted.progress(candidate.label or "unchanged", self._done, self._planned)
         place = self._directory / str(self._done)
+        self._done += 1
         names = tuple(remedy.label for remedy in candidate.remedies)
         environment = {name: value for remedy in candidate.remedies for name, value in remedy.environment().items()}
-        task = Task(directory=str(place), steps=steps, remedies=names, is_check=is_check)
-        found = self._run(candidate.label or "unchanged", task, environment)
-        shutil.rmtree(place, ignore_errors=True)
-        return found
-
-    def _run(self, name: str, task: Task, environment: Mapping[str, str]) -> Measured:
-        self._wanted.progress(name, self._done, self._planned)
-        self._done += 1
-        return run_task(self._program, task, self._wanted.time_limit_s, environment)
+        task = Task(directory=str(place), steps=steps, remedies=names, turn=turn, is_check=is_check)
+        return Process(self._program, task, self._wanted.time_limit_s, environment)
 
 
-def run_task(
-    program: Sequence[str], task: Task, time_limit_s: float, environment: Mapping[str, str] | None = None
-) -> Measured:
-    """Run the program once, in a process group of its own, of which nothing is left afterwards.
+class Process:
+    """One run of the program, in a process group of its own.
 
     Args:
         program: its command line.
         task: the steps; its directory is made.
-        time_limit_s: after which it is ended.
+        time_limit_s: the longest wait for the end of a turn.
         environment: further environment variables.
 
     """
-    place = Path(task.directory)
-    place.mkdir(parents=True)
-    own = {VARIABLE: msgspec.json.encode(task).decode(), "WANDB_DIR": str(place), "MLFLOW_TRACKING_URI": str(place)}
-    recorded = {"LIGHTNING_MEMPROF": "1"} if task.is_recorded else {}
-    log = place / "output.txt"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_memprof.trial.program", *program],
-            env={**os.environ, **_QUIET, **own, **recorded, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(time_limit_s)
-        except subprocess.TimeoutExpired:
-            limit = f"{time_limit_s:g} s"
+
+    def __init__(self, program: Sequence[str], task: Task, time_limit_s: float, environment: Mapping[str, str]) -> None:
+        self.is_stopped = False
+        self._place = Path(task.directory)
+        self._limit_s = time_limit_s
+        self._is_late = False
+        self._place.mkdir(parents=True)
+        own = {
+            VARIABLE: msgspec.json.encode(task).decode(),
+            "WANDB_DIR": str(self._place),
+            "MLFLOW_TRACKING_URI": str(self._place),
+            "LIGHTNING_MEMPROF": "1" if task.is_recorded else "",
+        }
+        with (self._place / _LOG).open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lightning_memprof.trial.program", *program],
+                env={**os.environ, **_QUIET, **own, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def until_turn_ends(self) -> None:
+        """Wait until the process has stopped itself or ended; end it at its time limit."""
+        deadline = time.monotonic() + self._limit_s
+        while self._process.poll() is None:
+            # waitid reports each stop once, and leaves an end to poll.
+            if _WAITS and os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                self.is_stopped = True
+                return
+            if time.monotonic() > deadline:
+                self._is_late = True
+                self.kill()
+            time.sleep(_POLL_S)
+
+    def resume(self) -> None:
+        """Let a stopped process run its next turn."""
+        self.is_stopped = False
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def result(self) -> Measured:
+        """Return what the process wrote before it ended, or why it wrote nothing."""
+        if self._is_late:
+            limit = f"{self._limit_s:g} s"
             return Measured(problem=f"did not reach its last step within {limit}: change --steps or --time-limit")
-        finally:
-            _kill(process)
+        try:
+            return msgspec.json.decode(result_path(self._place, 0).read_bytes(), type=Measured)
+        except (OSError, msgspec.DecodeError):
+            return Measured(problem=_failure(self._process.wait(), self._place / _LOG))
+
+    def kill(self) -> None:
+        """End the process with all that it started: workers and other ranks outlive it."""
+        self.is_stopped = False
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def run_task(program: Sequence[str], task: Task, time_limit_s: float) -> Measured:
+    """Run the program once; nothing of it is left afterwards but the files in the task's directory."""
+    process = Process(program, task, time_limit_s, {})
     try:
-        return msgspec.json.decode(result_path(place, 0).read_bytes(), type=Measured)
-    except (OSError, msgspec.DecodeError):
-        return Measured(problem=_failure(code, log))
+        process.until_turn_ends()
+        return process.result()
+    finally:
+        process.kill()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process with all that it started: workers and other ranks outlive it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def run_at_once(processes: Sequence[Process]) -> list[Measured]:
+    """Let processes run in turns, of which one runs while the others are stopped; return what each measured."""
+    try:
+        for process in processes:
+            process.until_turn_ends()
+        while any(process.is_stopped for process in processes):
+            for process in processes:
+                if process.is_stopped:
+                    process.resume()
+                    process.until_turn_ends()
+        return [process.result() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _fit_at_once(runs: Sequence[Measured]) -> bool:
+    """Return whether all can be in memory at the same time: on a device never, whose memory they may need whole."""
+    needed = sum(run.peak_bytes for run in runs) * _SPARE
+    return _WAITS and all(run.device_bytes is None for run in runs) and needed < psutil.virtual_memory().available
 
 
 def _failure(code: int, log: Path) -> str:
@@ -340,7 +418,7 @@ def _together(
     both = _Candidate(remedies=tuple(remedy for candidate in won for remedy in candidate.remedies))
     runs.plan(3 + 2 * rounds)
     checks = runs.checks([both])
-    measured = runs.in_turns([both], steps) if not checks.changed[both.label].problem else {"": []}
+    measured = runs.in_turns([both], steps, checks) if not checks.changed[both.label].problem else {"": []}
     return _outcome(both, measured, checks)
 
 

@@ -22,6 +22,7 @@ class Task(msgspec.Struct, kw_only=True, frozen=True):
         steps: how many steps are measured, or recorded.
         remedies: as on the command line.
         warmup: steps before them.
+        turn: steps after which the process stops itself with all that it started, until it is continued; 0 never stops.
         is_check: whether samples are seeded one by one and the final weights hashed, to compare trainings; such a run
             is not timed.
         is_recorded: whether the environment asks for a recording; the fit then ends in Lightning's own way.
@@ -32,6 +33,7 @@ class Task(msgspec.Struct, kw_only=True, frozen=True):
     steps: int
     remedies: tuple[str, ...] = ()
     warmup: int = 5
+    turn: int = 0
     is_check: bool = False
     is_recorded: bool = False
 

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/trials.py --rounds 40
 
-Each round runs the program twice as it is and once with a delay in each step, in processes of their own. Every five
+Each round runs the program twice as it is and once with a delay in each step, in processes that alternate. Every five
 consecutive rounds are then one trial of five rounds.
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
-from lightning_memprof.trial.runner import run_task
+from lightning_memprof.trial.runner import Process, run_at_once
 from lightning_memprof.trial.task import Task
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ else:
 TRAINING: Final = "training"
 SLOWER: Final = 0.05
 # Of the delay: 5% of a step of the machine on which this was written, and of any other less or more.
-STEP_S: Final = 0.025
+STEP_S: Final = 0.022
+# Half a second.
+TURN: Final = 20
 KINDS: Final = ("", "again", "slower")
 
 
@@ -69,18 +71,19 @@ def train(kind: str) -> None:
 
 
 def measured(rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return the mean step times in ns by kind and round, every second round backwards."""
+    """Return the mean step times in ns by kind and round."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as place, progress() as bar:
-        task = bar.add_task("trials", total=rounds * len(KINDS))
+        shown = bar.add_task("trials", total=rounds)
         for number in range(rounds):
-            for kind in KINDS[:: -1 if number % 2 else 1]:
-                todo = Task(directory=str(Path(place, f"{number}-{kind}")), steps=steps)
-                run = run_task([__file__, TRAINING, kind], todo, 300.0)
+            tasks = [Task(directory=str(Path(place, f"{number}-{kind}")), steps=steps, turn=TURN) for kind in KINDS]
+            pairs = zip(KINDS, tasks, strict=True)
+            processes = [Process([__file__, TRAINING, kind], task, 300.0, {}) for kind, task in pairs]
+            for kind, run in zip(KINDS, run_at_once(processes), strict=True):
                 if run.problem:
                     raise SystemExit(run.problem)
                 found[kind].append(run.step_ns)
-                bar.update(task, advance=1, refresh=True)
+            bar.update(shown, advance=1, refresh=True)
     return found
 
 
@@ -105,8 +108,8 @@ def fragment(found: dict[str, list[float]], *, trial: bool) -> str:
     true = sum(found["slower"]) / sum(bare) - 1
     spread = (max(bare) - min(bare)) / min(bare)
     words = (
-        f"{len(bare)} rounds; a step takes {min(bare) / 1e6:.1f} ms, that of the slowest unchanged run {spread:.0%} more; "
-        f"the delay is {true:.1%} of the mean. Trials of consecutive rounds overlap."
+        f"{len(bare)} rounds; a step takes {min(bare) / 1e6:.1f} ms in the fastest unchanged run, {spread:.0%} more in "
+        f"the slowest; the delay is {true:.1%} of the mean. Trials of consecutive rounds overlap."
     )
     return "\n\n".join([targets(judged(goals, trial=trial)), words, table(heading, rows)])
 
@@ -118,9 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=100, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--quick", action="store_true", help="12 rounds of 20 steps: nothing is judged or written"
-    )
+    parser.add_argument("--quick", action="store_true", help="12 rounds of 20 steps: nothing is judged or written")
     options = parser.parse_args()
     rounds, steps = (12, 20) if options.quick else (options.rounds, options.steps)
     publish({"trials": fragment(measured(rounds, steps), trial=options.quick)}, trial=options.quick)

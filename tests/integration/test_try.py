@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import signal
@@ -10,12 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.cli.main import main
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.trial.runner import Wanted, run_task, try_program
+from lightning_memprof.trial.runner import Process, Wanted, run_at_once, run_task, try_program
 from lightning_memprof.trial.task import Task
 
 PROGRAM = Path(__file__).parents[1] / "support" / "tried.py"
@@ -88,6 +90,20 @@ def test_remedies_of_the_model_wait_until_it_has_its_modules(program, tmp_path):
     assert changed.losses == pytest.approx(bare.losses, rel=1e-4)
     missing = compared(program, tmp_path, "missing", "checkpointing", fault="configure")
     assert missing.problem == "the model has no repeated blocks"
+
+
+def test_programs_that_alternate_never_run_at_the_same_time(program, tmp_path):
+    tasks = [Task(directory=str(tmp_path / name), steps=9, turn=4) for name in ("a", "b")]
+    processes = [Process([program, "logged"], task, 60.0, {}) for task in tasks]
+    found = run_at_once(processes)
+    # A turn is measured whole, after its first step: 3 x 4 steps.
+    assert [(run.problem, run.steps) for run in found] == [("", 12), ("", 12)]
+    rows = sorted(tuple(map(int, line.split())) for line in Path("steps.txt").read_text().splitlines())
+    pids = [pid for _, pid in rows]
+    # Both warm up at first; the last of the warm-up ends with the first turn.
+    turns = [len(list(group)) for _, group in itertools.groupby(pids[-6 * 5 :])]
+    assert turns == [5] * 6
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 @pytest.mark.parametrize(
