@@ -51,8 +51,9 @@ _FEWEST_RECORDED: Final = 12
 def main() -> None:
     """Run the program of the command line up to the end of the task."""
     task = msgspec.json.decode(os.environ[VARIABLE], type=Task)
-    # `python -m` put the working directory there; the program gets what its own start would give it.
-    del sys.path[0]
+    # `python -m` puts the working directory there; the program gets what its own start would give it.
+    if sys.path[0] in {"", os.getcwd()}:  # noqa: PTH109 as Python writes it
+        del sys.path[0]
     _seed(_SEED)
     with _prepared(task):
         run_program(sys.argv[1:])
@@ -85,7 +86,8 @@ def _prepared(task: Task) -> Iterator[None]:
                         remedy.make_comparable()
                     remedy.on_fit(trainer, model)
                 with ExitStack() as changed:
-                    _change_model(model, remedies, changed)
+                    # Lightning takes a module out of torch.compile's wrapper, too.
+                    _change_model(getattr(model, "_orig_mod", model), remedies, changed)
                     changed.enter_context(
                         wrapped(fit_loop, "_process_dataloader", _changed(task, trainer, meter, changed))
                     )
@@ -164,7 +166,9 @@ def _ordered(trainer: Trainer, link: Link) -> Callable[..., Any]:
     """Seed a sampler in each epoch: whether it is read to its end, and draws once more, depends on the workers."""
 
     def iterate(sampler: Any) -> Any:
-        sampler.generator.manual_seed(_SEED + trainer.current_epoch)
+        # Others of the class, such as one for validation, may have none.
+        if isinstance(sampler.generator, torch.Generator):
+            sampler.generator.manual_seed(_SEED + trainer.current_epoch)
         return link.call(sampler)
 
     return iterate
@@ -205,9 +209,21 @@ def _redirect(trainer: Trainer, directory: str) -> None:
 def _redirected(logger: Any, directory: str) -> Any:
     """Return the logger writing into a directory; one that can write elsewhere is replaced by one that does not."""
     if not isinstance(logger, TensorBoardLogger | CSVLogger):
-        return DummyLogger()
+        return _SilentLogger(directory)
     vars(logger).update({"_root_dir": directory, "_save_dir": directory})
     return logger
+
+
+class _SilentLogger(DummyLogger):
+    """Writes nothing, and names a directory: LightningCLI saves its configuration there."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        self._directory = directory
+
+    @property
+    def save_dir(self) -> str:
+        return self._directory
 
 
 class _Stop(Callback):
@@ -246,6 +262,7 @@ class _Meter(Callback):
         self._remedies = remedies
         self._first = task.warmup
         self._seen = 0
+        self._has_loader = False
         self._losses: list[torch.Tensor] = []
         self._in_turn = 0
         self._measured = 0
@@ -256,6 +273,7 @@ class _Meter(Callback):
 
     def loader(self, loader: DataLoader[Any]) -> None:
         """Apply the remedies to a training DataLoader, and begin to measure when its first stock of batches is used."""
+        self._has_loader = True
         for remedy in self._remedies:
             remedy.on_loader(loader)
         # Compared runs have the same number of steps.
@@ -270,6 +288,9 @@ class _Meter(Callback):
                 remedy.on_start(trainer, pl_module)
         except RefusedError as error:
             _end(self._task, Measured(problem=str(error)))
+        needs_loader = any(type(remedy).on_loader is not Remedy.on_loader for remedy in self._remedies)
+        if needs_loader and not self._has_loader:
+            _end(self._task, Measured(problem="the training data do not come from a torch.utils.data.DataLoader"))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 Lightning's
         """Stop the clock."""

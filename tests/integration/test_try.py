@@ -92,6 +92,25 @@ def test_remedies_of_the_model_wait_until_it_has_its_modules(program, tmp_path):
     assert missing.problem == "the model has no repeated blocks"
 
 
+def test_a_compiled_module_another_logger_and_a_shuffled_validation_are_measured(program, tmp_path):
+    bare = compared(program, tmp_path, "bare", fault="unusual")
+    changed = compared(program, tmp_path, "changed", "workers=2", fault="unusual")
+    assert (bare.problem, changed.problem) == ("", "")
+    assert (bare.losses, bare.weights) == (changed.losses, changed.weights)
+    assert left_behind(Path()) == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("remedy", "fault", "reason"),
+    [
+        ("workers=2", "list", "the training data do not come from a torch.utils.data.DataLoader"),
+        ("persistent_workers", "", "the DataLoader has no workers"),
+    ],
+)
+def test_data_that_a_remedy_cannot_change_are_its_reason(program, tmp_path, remedy, fault, reason):
+    assert compared(program, tmp_path, "changed", remedy, fault=fault).problem == reason
+
+
 def test_programs_that_alternate_never_run_at_the_same_time(program, tmp_path):
     tasks = [Task(directory=str(tmp_path / name), steps=9, turn=4) for name in ("a", "b")]
     processes = [Process([program, "logged"], task, 60.0, {}) for task in tasks]

@@ -8,11 +8,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,11 +54,36 @@ class Module(pl.LightningModule):
             with Path("steps.txt").open("a") as file:
                 file.write(f"{time.time_ns()} {os.getpid()}\n")
         loss: torch.Tensor = self.net(batch).square().mean()
-        self.log("loss", loss)
+        if self.fault != "unusual":
+            self.log("loss", loss)
         return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if self.fault == "unusual":
+            self.logger.experiment.note(batch_idx)  # type: ignore[union-attr]  # of Elsewhere
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Elsewhere(Logger):
+    """Writes where no option of Lightning's leads."""
+
+    name = "elsewhere"
+    version = 0
+
+    @property
+    def experiment(self) -> Elsewhere:
+        return self
+
+    def note(self, number: int) -> None:
+        Path("elsewhere.txt").write_text(str(number))
+
+    def log_metrics(self, metrics: object, step: int | None = None) -> None:
+        Path("elsewhere.txt").write_text(str(metrics))
+
+    def log_hyperparams(self, params: object, *args: object, **kwargs: object) -> None:
+        Path("elsewhere.txt").write_text(str(params))
 
 
 def main() -> None:
@@ -75,7 +102,16 @@ def main() -> None:
         callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=1)],
         enable_progress_bar=False,
     )
-    trainer.fit(Module(fault), DataLoader(Augmented(), batch_size=4, shuffle=True))
+    module = Module(fault)
+    loader = DataLoader(Augmented(), batch_size=4, shuffle=True)
+    if fault == "list":
+        trainer.fit(module, [torch.rand(4, 8) for _ in range(6)])
+    elif fault == "unusual":
+        trainer.loggers = [Elsewhere()]
+        compiled: Any = torch.compile(module, backend="eager")
+        trainer.fit(compiled, loader, DataLoader(Augmented(), batch_size=4, shuffle=True))
+    else:
+        trainer.fit(module, loader)
     Path("after.txt").touch()
 
 
