@@ -10,10 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
-import msgspec
-
+from lightning_memprof.artifacts.files import read_object
 from lightning_memprof.artifacts.naming import ESTIMATE
-from lightning_memprof.errors import ArtifactError, ConfigError
+from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import GIB, KIB, MIB
 
 __all__ = [
@@ -258,13 +257,7 @@ def read_forecast(directory: Path) -> Forecast | None:
         ArtifactError: the file is damaged.
 
     """
-    path = directory / ESTIMATE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Forecast)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ArtifactError(f"{path}: not an estimate ({error}); write it again, or remove it") from error
+    return read_object(directory / ESTIMATE, Forecast, "an estimate")
 
 
 def device_of(name: str, total_bytes: int, source: str) -> Device:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
 from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
+from lightning_memprof.artifacts.files import read_object
 from lightning_memprof.artifacts.naming import TRIED
-from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import percent
 
 __all__ = [
@@ -41,22 +40,24 @@ class Measured(msgspec.Struct, kw_only=True):
     Attributes:
         steps: measured steps; a step is a batch.
         step_ns: mean time from the end of a step to the end of the next, without validation.
-        losses: of all steps, from the first; empty where the module returns none.
+        losses: of all steps, from the first; None is NaN or infinite, empty where the module returns none.
         weights: a hash of all parameters after the last step; empty where it was not computed.
         rss_bytes: peak RSS of the process.
         worker_bytes: memory of its DataLoader workers at the end, by their share of shared pages.
         device_bytes: peak memory of tensors on the device in the measured steps; None on a CPU.
+        ranks: processes that train on this machine; the figures are those of one.
         problem: why the training was not measured.
 
     """
 
     steps: int = 0
     step_ns: float = 0.0
-    losses: list[float] = []
+    losses: list[float | None] = []
     weights: str = ""
     rss_bytes: int = 0
     worker_bytes: int = 0
     device_bytes: int | None = None
+    ranks: int = 1
     problem: str = ""
 
     @property
@@ -160,7 +161,7 @@ class Trial:
     is_device: bool = False
     outcomes: tuple[Outcome, ...] = ()
     together: Outcome | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Outcome | None:
@@ -188,32 +189,27 @@ def equality(bare: Measured, again: Measured, changed: Measured, tolerance: floa
     if _same(bare, changed):
         return Equality(name="bit-equal", difference=0.0 if bare.losses else None, tolerance=tolerance)
     difference = _difference(bare.losses, changed.losses)
-    is_close = difference is not None and tolerance > 0 and difference <= tolerance
+    # Rounding does not make a loss NaN or infinite.
+    is_finite = [loss is None for loss in bare.losses] == [loss is None for loss in changed.losses]
+    is_close = difference is not None and is_finite and tolerance > 0 and difference <= tolerance
     name: EqualityName = "within tolerance" if is_close else "changes the training"
     return Equality(name=name, difference=difference, tolerance=tolerance)
 
 
 def _same(a: Measured, b: Measured) -> bool:
-    return a.weights == b.weights and _difference(a.losses, b.losses) in {0.0, None}
+    return a.weights == b.weights and a.losses == b.losses
 
 
-def _difference(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Return the largest difference of two losses as a share of the mean; None without losses."""
-    if not a and not b:
+def _difference(a: Sequence[float | None], b: Sequence[float | None]) -> float | None:
+    """Return the largest difference of two losses as a share of the mean; None without losses to compare."""
+    known = [loss for loss in a if loss is not None]
+    if len(a) != len(b) or not known:
         return None
-    if len(a) != len(b):
-        return math.inf
-    scale = statistics.fmean(abs(loss) for loss in a if math.isfinite(loss)) if any(map(math.isfinite, a)) else 1.0
-    return max(_apart(*pair) for pair in zip(a, b, strict=True)) / (scale or 1.0)
+    scale = statistics.fmean(map(abs, known)) or 1.0
+    return max(abs(x - y) for x, y in zip(a, b, strict=True) if x is not None and y is not None) / scale
 
 
-def _apart(a: float, b: float) -> float:
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    return abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
-
-
-def outcome(tried: Outcome, bare: Sequence[Measured], changed: Sequence[Measured], equal: Equality | None) -> Outcome:
+def outcome(tried: Outcome, bare: Sequence[Measured], changed: Sequence[Measured], equal: Equality) -> Outcome:
     """Return what a remedy gained.
 
     Args:
@@ -265,7 +261,7 @@ def equality_words(found: Outcome) -> str:
     if equal.name == "within tolerance":
         return f"{apart} (tolerance {percent(equal.tolerance)})"
     if equal.name == "changes the training":
-        return f"changes the training: {apart or 'its parameters differ'}"
+        return f"changes the training: {apart or 'losses or parameters differ'}"
     if equal.name == "not comparable":
         return "not comparable: the unchanged program does not repeat itself"
     return equal.name
@@ -288,10 +284,4 @@ def read_trial(directory: Path) -> Trial | None:
         ArtifactError: the file is damaged.
 
     """
-    path = directory / TRIED
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Trial)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ArtifactError(f"{path}: not a trial ({error}); try again, or remove it") from error
+    return read_object(directory / TRIED, Trial, "a trial")

@@ -7,12 +7,15 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, TypeVar
+
+import msgspec
 
 from lightning_memprof.artifacts.naming import temporary_name
+from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import MIB, format_bytes
 
-__all__ = ["MOST_BYTES", "open_plain", "own_temporary", "place_of", "read_plain"]
+__all__ = ["MOST_BYTES", "open_plain", "own_temporary", "place_of", "read_object", "read_plain"]
 
 MOST_BYTES: Final = 512 * MIB
 """Limit of a file that is read whole; its rows take about 30 times as much."""
@@ -52,6 +55,24 @@ def read_plain(path: str | Path, most: int = MOST_BYTES) -> bytes:
     with open_plain(path, buffering=0, most=most) as stream:
         # The requested size is allocated first. One call reads 2 GiB at most; no limit here is larger.
         return stream.read(os.fstat(stream.fileno()).st_size + 1) or b""
+
+
+_Object = TypeVar("_Object")
+
+
+def read_object(path: Path, kind: type[_Object], noun: str) -> _Object | None:
+    """Return an object from a JSON file; None without one.
+
+    Raises:
+        ArtifactError: the file is damaged.
+
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ArtifactError(f"{path}: not {noun} ({error}); write it again, or remove it") from error
 
 
 def place_of(out: Path) -> Path:

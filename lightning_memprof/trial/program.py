@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import random
@@ -43,6 +44,8 @@ from lightning_memprof.trial.task import VARIABLE, Task, result_path
 __all__ = ["main"]
 
 _SEED: Final = 20_251
+# Source: prctl(2).
+_PR_SET_PDEATHSIG: Final = 1
 # Of a recorded run: its steps may take minutes each.
 _MOST_RECORDED_S: Final = 60.0
 _FEWEST_RECORDED: Final = 12
@@ -50,6 +53,7 @@ _FEWEST_RECORDED: Final = 12
 
 def main() -> None:
     """Run the program of the command line up to the end of the task."""
+    _end_with_parent()
     task = msgspec.json.decode(os.environ[VARIABLE], type=Task)
     # `python -m` puts the working directory there; the program gets what its own start would give it.
     if sys.path[0] in {"", os.getcwd()}:  # noqa: PTH109 as Python writes it
@@ -58,6 +62,12 @@ def main() -> None:
     with _prepared(task):
         run_program(sys.argv[1:])
     _end(task, Measured(problem="the program ended without Trainer.fit of lightning.pytorch"))
+
+
+def _end_with_parent() -> None:
+    """Let Linux kill this process when its parent ends: a stopped one cannot notice."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _seed(seed: int) -> None:
@@ -197,8 +207,11 @@ def _redirect(trainer: Trainer, directory: str) -> None:
     vars(trainer)["_default_root_dir"] = directory
     trainer.loggers = [_redirected(logger, directory) for logger in trainer.loggers]
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    own = (MemProfilerCallback,)
-    callbacks[:] = [found for found in callbacks if not isinstance(found, own) or isinstance(found, AttachedCallback)]
+    callbacks[:] = [
+        callback
+        for callback in callbacks
+        if isinstance(callback, AttachedCallback) or not isinstance(callback, MemProfilerCallback)
+    ]
     for callback in callbacks:
         if getattr(callback, "dirpath", None) is not None:
             callback.dirpath = directory
@@ -332,7 +345,7 @@ class _Meter(Callback):
             self._spent_ns += time.perf_counter_ns() - self._began_ns - self._paused_ns
             self._measured += turn or self._task.steps
             if self._measured >= self._task.steps:
-                self._finish(device, pl_module)
+                self._finish(trainer, pl_module)
             self._begin_turn(device)
 
     def _begin_turn(self, device: torch.device) -> None:
@@ -351,7 +364,8 @@ class _Meter(Callback):
         problem = f"the fit ended after {self._seen} of {wanted} steps: use fewer --steps"
         _end(self._task, Measured(problem=problem))
 
-    def _finish(self, device: torch.device, module: LightningModule) -> NoReturn:
+    def _finish(self, trainer: Trainer, module: LightningModule) -> NoReturn:
+        device = trainer.strategy.root_device
         memory = [worker_memory(pid) for pid in worker_pids()]
         measured = Measured(
             steps=self._measured,
@@ -361,6 +375,7 @@ class _Meter(Callback):
             rss_bytes=peak_rss_bytes(0),
             worker_bytes=sum(worker.pss_bytes for worker in memory if worker is not None),
             device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            ranks=max(trainer.num_devices, 1),
         )
         _end(self._task, measured)
 
@@ -395,7 +410,7 @@ def _hash(module: LightningModule) -> str:
         local: Any = parameter.detach()
         if hasattr(local, "to_local"):
             local = local.to_local()
-        found.update(local.cpu().contiguous().view(torch.uint8).numpy().tobytes() if local.numel() else b"")
+        found.update(local.cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
     return found.hexdigest()
 
 

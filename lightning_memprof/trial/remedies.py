@@ -138,8 +138,7 @@ class _PersistentWorkers(Remedy):
     advice = r"DataLoader\(persistent_workers=True\)"
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
-        if not loader.num_workers:
-            raise RefusedError("the DataLoader has no workers")
+        _require_workers(loader)
         _set_persistent(loader)
 
 
@@ -149,8 +148,7 @@ class _Prefetch(_Number):
     advice = r"prefetch_factor=(\d+)"
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
-        if not loader.num_workers:
-            raise RefusedError("the DataLoader has no workers")
+        _require_workers(loader)
         loader.prefetch_factor = int(self.value)
 
 
@@ -409,6 +407,11 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
         else:
             yield child
+
+
+def _require_workers(loader: DataLoader[Any]) -> None:
+    if not loader.num_workers:
+        raise RefusedError("the DataLoader has no workers")
 
 
 def _set_persistent(loader: DataLoader[Any]) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import msgspec
@@ -25,7 +24,7 @@ from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.trial.remedies import Remedy, advised, parse_remedy
 from lightning_memprof.trial.task import VARIABLE, Task, result_path
 
-__all__ = ["Advice", "Process", "Wanted", "advice", "run_at_once", "run_task", "try_program"]
+__all__ = ["Advice", "Process", "Wanted", "advice", "run_in_turns", "run_task", "try_program"]
 
 FEWEST_ROUNDS: Final = 3
 # Compared steps; a difference grows with each.
@@ -44,20 +43,18 @@ _SPARE: Final = 1.3
 # Not on macOS before Python 3.13.
 _WAITS: Final = hasattr(os, "waitid")
 _POLL_S: Final = 0.001
-# They would write where the user's experiments are.
-_QUIET: Final = {"WANDB_MODE": "offline"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is asked of a trial, in the words of the command line.
+    """Options of a trial, as on the command line.
 
     Attributes:
         remedies: their names; empty for those that the findings of a first recorded run advise.
         rounds: how often each is measured.
         steps: measured steps of each run; None takes as many as last four seconds.
         time_limit_s: of each run.
-        progress: gets what runs, how many runs are done, and how many there are.
+        progress: is called with the name of a run, the count of runs done, and their number.
 
     Raises:
         ConfigError: a value is invalid.
@@ -84,7 +81,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """Remedies that are tried at once, and what a finding promised for them."""
+    """Remedies that are tried at once, and the promise of a finding."""
 
     remedies: tuple[Remedy, ...]
     rule: str = ""
@@ -97,6 +94,10 @@ class _Candidate:
     @property
     def tolerance(self) -> float:
         return sum(remedy.tolerance for remedy in self.remedies)
+
+    def environment(self) -> dict[str, str]:
+        """Return environment variables of the program's process."""
+        return {name: value for remedy in self.remedies for name, value in remedy.environment().items()}
 
     def empty(self) -> Outcome:
         """Return the outcome before anything is known."""
@@ -120,8 +121,8 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
 
     """
     notes: list[str] = []
-    with _scratch() as directory:
-        runs = _Runs(program, wanted, directory)
+    with TemporaryDirectory(prefix="lightning-memprof-try-", ignore_cleanup_errors=True) as directory:
+        runs = _Runs(program, wanted, Path(directory))
         if wanted.remedies:
             candidates = [_Candidate(remedies=(parse_remedy(name),)) for name in dict.fromkeys(wanted.remedies)]
         else:
@@ -219,7 +220,7 @@ class _Runs:
         return _Checks(bare=bare, again=self._checked(_BARE), changed=changed)
 
     def _checked(self, candidate: _Candidate) -> Measured:
-        return self._one(candidate, min(_CHECKED, self._wanted.steps or _CHECKED), is_check=True)
+        return self._run([candidate], min(_CHECKED, self._wanted.steps or _CHECKED), is_check=True)[0]
 
     def in_turns(self, candidates: Sequence[_Candidate], steps: int, checks: _Checks) -> dict[str, list[Measured]]:
         """Measure the unchanged program, as ``""``, and the candidates, by label, in each round."""
@@ -229,11 +230,10 @@ class _Runs:
         found: dict[str, list[Measured]] = {candidate.label: [] for candidate in order}
         for number in range(self._wanted.rounds):
             if turns:
-                pairs = zip(order, turns, strict=True)
-                measured = run_at_once([self._start(candidate, steps, turn=turn) for candidate, turn in pairs])
+                measured = self._run(order, steps, turns)
             else:
                 backwards = slice(None, None, -1 if number % 2 else 1)
-                measured = [self._one(candidate, steps) for candidate in order[backwards]][backwards]
+                measured = [self._run([candidate], steps)[0] for candidate in order[backwards]][backwards]
             for candidate, run in zip(order, measured, strict=True):
                 found[candidate.label].append(run)
         failed = next((run.problem for run in found[""] if run.problem), None)
@@ -241,22 +241,21 @@ class _Runs:
             raise MemprofError(f"try: {' '.join(self._program)}: {failed}")
         return found
 
-    def _one(self, candidate: _Candidate, steps: int, *, is_check: bool = False) -> Measured:
-        process = self._start(candidate, steps, is_check=is_check)
-        try:
-            process.until_turn_ends()
-            return process.result()
-        finally:
-            process.kill()
-
-    def _start(self, candidate: _Candidate, steps: int, *, turn: int = 0, is_check: bool = False) -> Process:
-        self._wanted.progress(candidate.label or "unchanged", self._done, self._planned)
-        place = self._directory / str(self._done)
-        self._done += 1
-        names = tuple(remedy.label for remedy in candidate.remedies)
-        environment = {name: value for remedy in candidate.remedies for name, value in remedy.environment().items()}
-        task = Task(directory=str(place), steps=steps, remedies=names, turn=turn, is_check=is_check)
-        return Process(self._program, task, self._wanted.time_limit_s, environment)
+    def _run(
+        self, candidates: Sequence[_Candidate], steps: int, turns: Sequence[int] = (0,), *, is_check: bool = False
+    ) -> list[Measured]:
+        with ExitStack() as running:
+            processes = []
+            for candidate, turn in zip(candidates, turns, strict=True):
+                self._wanted.progress(candidate.label or "unchanged", self._done, self._planned)
+                self._done += 1
+                # Checkpoints of all runs together may fill a disk.
+                place = running.enter_context(TemporaryDirectory(dir=self._directory, ignore_cleanup_errors=True))
+                names = tuple(remedy.label for remedy in candidate.remedies)
+                task = Task(directory=place, steps=steps, remedies=names, turn=turn, is_check=is_check)
+                limit_s, environment = self._wanted.time_limit_s, candidate.environment()
+                processes.append(running.enter_context(closing(Process(self._program, task, limit_s, environment))))
+            return run_in_turns(processes)
 
 
 class Process:
@@ -275,17 +274,19 @@ class Process:
         self._place = Path(task.directory)
         self._limit_s = time_limit_s
         self._is_late = False
-        self._place.mkdir(parents=True)
+        self._place.mkdir(parents=True, exist_ok=True)
         own = {
             VARIABLE: msgspec.json.encode(task).decode(),
             "WANDB_DIR": str(self._place),
             "MLFLOW_TRACKING_URI": str(self._place),
+            # It would write where the user's experiments are.
+            "WANDB_MODE": "offline",
             "LIGHTNING_MEMPROF": "1" if task.is_recorded else "",
         }
         with (self._place / _LOG).open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lightning_memprof.trial.program", *program],
-                env={**os.environ, **_QUIET, **own, **environment},
+                env={**os.environ, **own, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -302,7 +303,7 @@ class Process:
                 return
             if time.monotonic() > deadline:
                 self._is_late = True
-                self.kill()
+                self.close()
             time.sleep(_POLL_S)
 
     def resume(self) -> None:
@@ -311,7 +312,7 @@ class Process:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def result(self) -> Measured:
-        """Return what the process wrote before it ended, or why it wrote nothing."""
+        """Return the measurement of an ended process, or its problem."""
         if self._is_late:
             limit = f"{self._limit_s:g} s"
             return Measured(problem=f"did not reach its last step within {limit}: change --steps or --time-limit")
@@ -320,7 +321,7 @@ class Process:
         except (OSError, msgspec.DecodeError):
             return Measured(problem=_failure(self._process.wait(), self._place / _LOG))
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """End the process with all that it started: workers and other ranks outlive it."""
         self.is_stopped = False
         with suppress(ProcessLookupError):
@@ -329,34 +330,26 @@ class Process:
 
 
 def run_task(program: Sequence[str], task: Task, time_limit_s: float) -> Measured:
-    """Run the program once; nothing of it is left afterwards but the files in the task's directory."""
-    process = Process(program, task, time_limit_s, {})
-    try:
+    """Run the program once; only the files in the task's directory remain."""
+    with closing(Process(program, task, time_limit_s, {})) as process:
+        return run_in_turns([process])[0]
+
+
+def run_in_turns(processes: Sequence[Process]) -> list[Measured]:
+    """Let one process run while the others are stopped, until all have ended; return their measurements."""
+    for process in processes:
         process.until_turn_ends()
-        return process.result()
-    finally:
-        process.kill()
-
-
-def run_at_once(processes: Sequence[Process]) -> list[Measured]:
-    """Let processes run in turns, of which one runs while the others are stopped; return what each measured."""
-    try:
+    while any(process.is_stopped for process in processes):
         for process in processes:
-            process.until_turn_ends()
-        while any(process.is_stopped for process in processes):
-            for process in processes:
-                if process.is_stopped:
-                    process.resume()
-                    process.until_turn_ends()
-        return [process.result() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+            if process.is_stopped:
+                process.resume()
+                process.until_turn_ends()
+    return [process.result() for process in processes]
 
 
 def _fit_at_once(runs: Sequence[Measured]) -> bool:
-    """Return whether all can be in memory at the same time: on a device never, whose memory they may need whole."""
-    needed = sum(run.peak_bytes for run in runs) * _SPARE
+    """Return whether the host's memory holds all at the same time; a device's is not shared."""
+    needed = sum(run.peak_bytes * run.ranks for run in runs) * _SPARE
     return _WAITS and all(run.device_bytes is None for run in runs) and needed < psutil.virtual_memory().available
 
 
@@ -365,15 +358,6 @@ def _failure(code: int, log: Path) -> str:
     last = lines[-1].strip()[:_MOST_LINE] if lines else "it printed nothing"
     ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"{ended}: {last}"
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="lightning-memprof-try-"))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
-from lightning_memprof.trial.runner import Process, run_at_once
+from lightning_memprof.trial.runner import Process, run_in_turns
 from lightning_memprof.trial.task import Task
 
 if TYPE_CHECKING:
@@ -78,8 +79,13 @@ def measured(rounds: int, steps: int) -> dict[str, list[float]]:
         for number in range(rounds):
             tasks = [Task(directory=str(Path(place, f"{number}-{kind}")), steps=steps, turn=TURN) for kind in KINDS]
             pairs = zip(KINDS, tasks, strict=True)
-            processes = [Process([__file__, TRAINING, kind], task, 300.0, {}) for kind, task in pairs]
-            for kind, run in zip(KINDS, run_at_once(processes), strict=True):
+            with ExitStack() as running:
+                processes = [
+                    running.enter_context(closing(Process([__file__, TRAINING, kind], task, 300.0, {})))
+                    for kind, task in pairs
+                ]
+                runs = run_in_turns(processes)
+            for kind, run in zip(KINDS, runs, strict=True):
                 if run.problem:
                     raise SystemExit(run.problem)
                 found[kind].append(run.step_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -9,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
+from textwrap import dedent
 
 import psutil
 import pytest
@@ -17,7 +20,7 @@ import pytest
 from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.cli.main import main
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.trial.runner import Process, Wanted, run_at_once, run_task, try_program
+from lightning_memprof.trial.runner import Process, Wanted, run_in_turns, run_task, try_program
 from lightning_memprof.trial.task import Task
 
 PROGRAM = Path(__file__).parents[1] / "support" / "tried.py"
@@ -113,8 +116,10 @@ def test_data_that_a_remedy_cannot_change_are_its_reason(program, tmp_path, reme
 
 def test_programs_that_alternate_never_run_at_the_same_time(program, tmp_path):
     tasks = [Task(directory=str(tmp_path / name), steps=9, turn=4) for name in ("a", "b")]
-    processes = [Process([program, "logged"], task, 60.0, {}) for task in tasks]
-    found = run_at_once(processes)
+    with ExitStack() as running:
+        found = run_in_turns(
+            [running.enter_context(closing(Process([program, "logged"], task, 60.0, {}))) for task in tasks]
+        )
     # A turn is measured whole, after its first step: 3 x 4 steps.
     assert [(run.problem, run.steps) for run in found] == [("", 12), ("", 12)]
     rows = sorted(tuple(map(int, line.split())) for line in Path("steps.txt").read_text().splitlines())
@@ -146,6 +151,39 @@ def test_a_program_that_hangs_is_ended_at_its_limit(program, tmp_path):
     with pytest.raises(MemprofError, match=r"did not reach its last step within 12 s: change --steps or --time-limit$"):
         try_program([program, "hang"], Wanted(remedies=("workers=2",), time_limit_s=12.0))
     assert left_behind(tmp_path / "scratch") == []
+
+
+def test_a_training_with_nan_losses_a_scalar_parameter_and_a_profiler_of_ours_is_tried(program, tmp_path, capsys):
+    assert main(["try", "--rounds", "3", "--steps", "4", "--format", "json", program, "own"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {tried["equality"]["name"] for tried in found["outcomes"] if not tried["problem"]} == {"bit-equal"}
+    assert any(tried["remedy"].startswith("workers=") for tried in found["outcomes"])
+    assert compared(program, tmp_path, "bare", fault="own").losses[3] is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_stopped_program_ends_with_a_killed_command(program, tmp_path, environment):
+    code = f"""
+        import time
+        from lightning_memprof.trial.runner import Process
+        from lightning_memprof.trial.task import Task
+
+        task = Task(directory={str(tmp_path / "run")!r}, steps=9, turn=4)
+        process = Process([{program!r}, "logged"], task, 60.0, {{}})
+        process.until_turn_ends()
+        print("stopped", flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", dedent(code)]
+    started = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    assert started.stdout.readline() == "stopped\n"
+    pid = int(Path("steps.txt").read_text().split()[1])
+    assert psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    started.kill()
+    started.wait()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(20)
 
 
 def test_ctrl_c_ends_what_runs_and_leaves_nothing(program, tmp_path, environment):

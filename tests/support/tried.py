@@ -18,6 +18,8 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_memprof import MemProfilerCallback
+
 
 class Augmented(Dataset[torch.Tensor]):
     def __len__(self) -> int:
@@ -37,6 +39,8 @@ class Module(pl.LightningModule):
         super().__init__()
         if fault != "configure":
             self.net = network()
+        if fault == "own":
+            self.scale = nn.Parameter(torch.tensor(1.0))
         self.fault = fault
 
     def configure_model(self) -> None:
@@ -54,6 +58,8 @@ class Module(pl.LightningModule):
             with Path("steps.txt").open("a") as file:
                 file.write(f"{time.time_ns()} {os.getpid()}\n")
         loss: torch.Tensor = self.net(batch).square().mean()
+        if self.fault == "own" and batch_idx == 3:
+            return self.scale * loss * float("nan")
         if self.fault != "unusual":
             self.log("loss", loss)
         return loss
@@ -93,13 +99,15 @@ def main() -> None:
     if fault == "none":
         return
     ranks = 2 if fault == "ranks" else 1
+    own = [MemProfilerCallback()] if fault == "own" else []
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
         max_epochs=2,
         logger=CSVLogger("logs"),
-        callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=1)],
+        callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=1), *own],
+        profiler="fts_extended" if own else None,
         enable_progress_bar=False,
     )
     module = Module(fault)

@@ -245,8 +245,8 @@ def _memory(facts: Facts, rank: Rank) -> RankMemory | None:
 def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> _Cause | None:
     """Return the program's hook that adds about the slope in the recorded steps, or the fetch.
 
-    By what the C allocator hands out, else by RSS: in the first steps that also reuses freed memory, and a hook adds
-    less than later.
+    Measured by the bytes of the C allocator, else by RSS. In the first steps RSS also reuses freed memory, and a hook
+    adds less than later.
     """
     rows = rank.recorded(ActionMemoryRow)
     found = (
@@ -342,7 +342,7 @@ def _path(facts: Facts, file: os.PathLike[str] | str | None) -> str:
 MIN_WINDOWS: Final = 3
 # The allocator's bytes are exact.
 MIN_LIVE_SHARE: Final = 0.02
-# A steady leak adds the same between any two windows; a single jump adds nothing in all others.
+# A steady leak adds the same between any two windows; a single jump adds nothing in the others.
 MIN_OF_MEAN: Final = 0.25
 MAX_LINES: Final = 3
 

@@ -101,7 +101,7 @@ def remedy(text: str, *needs: Need) -> Remedy:
 
 
 def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
-    """Return the next steps that apply to the recorded program; where none does, opening the trace is left."""
+    """Return the next steps that apply to the recorded program; without one, the step is to open the trace."""
     program = trace.program
     several = (trace.world_size or 1) > 1 or bool(trace.collectives)
     stacks = program.has_stacks or "with_stack" in trace.recorded_with

@@ -99,7 +99,7 @@ def run_ledger(
         TimeLine(part="core_wait", ns=max(sum(whole_mean.values()) - sum(mean.values()), 0.0)),
     ]
     for phase, running in mean.items():
-        # Of a phase that only stalls have nothing is left; rounding can make it negative.
+        # A phase may consist of stalls only; rounding can make the rest negative.
         part, ns = _PART_OF_PHASE[phase], max(running - stalled.get(phase, 0.0), 0.0)
         mine = _owners(rank, phase, ns, named.get(phase, []))
         if waits_ns and (wait := min(waits_ns.get(phase, 0), ns - total(mine))) > 0:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +13,7 @@ SAME = Equality(name="bit-equal", difference=0.0)
 LOSSES = st.lists(st.floats(min_value=0.001, max_value=1e6), min_size=1, max_size=30)
 
 
-def run(losses: list[float] | None = None, weights: str = "a", **values: float) -> Measured:
+def run(losses: list[float | None] | None = None, weights: str = "a", **values: float) -> Measured:
     return Measured(losses=losses if losses is not None else [2.0, 1.0], weights=weights, **values)  # type: ignore[arg-type]
 
 
@@ -58,14 +56,14 @@ def test_the_largest_difference_of_a_step_is_compared_with_the_tolerance(toleran
     assert found.difference == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("losses", [[2.0], [2.0, math.nan], [2.0, math.inf]])
+@pytest.mark.parametrize("losses", [[2.0], [2.0, None]])
 def test_losses_that_are_missing_or_not_finite_are_no_rounding(losses):
     assert equality(run(), run(), run(losses, "b"), 0.5).name == "changes the training"
 
 
 def test_a_loss_that_is_not_a_number_in_both_is_equal():
-    nan = run([2.0, math.nan])
-    assert equality(nan, nan, run([2.0, math.nan]), 0.0).name == "bit-equal"
+    nan = run([2.0, None])
+    assert equality(nan, nan, run([2.0, None]), 0.0).name == "bit-equal"
 
 
 def test_without_losses_the_parameters_decide():
