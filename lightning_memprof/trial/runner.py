@@ -7,9 +7,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +25,7 @@ from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.trial.remedies import Remedy, advised, parse_remedy
 from lightning_memprof.trial.task import VARIABLE, Task, result_path
 
-__all__ = ["Advice", "Process", "Wanted", "advice", "run_in_turns", "run_task", "try_program"]
+__all__ = ["Advice", "Process", "Wanted", "advice", "run_in_turns", "run_task", "started", "try_program"]
 
 FEWEST_ROUNDS: Final = 3
 # Compared steps; a difference grows with each.
@@ -43,6 +44,7 @@ _SPARE: Final = 1.3
 # Not on macOS before Python 3.13.
 _WAITS: Final = hasattr(os, "waitid")
 _POLL_S: Final = 0.001
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +256,7 @@ class _Runs:
                 names = tuple(remedy.label for remedy in candidate.remedies)
                 task = Task(directory=place, steps=steps, remedies=names, turn=turn, is_check=is_check)
                 limit_s, environment = self._wanted.time_limit_s, candidate.environment()
-                processes.append(running.enter_context(closing(Process(self._program, task, limit_s, environment))))
+                processes.append(running.enter_context(started(self._program, task, limit_s, environment)))
             return run_in_turns(processes)
 
 
@@ -329,9 +331,41 @@ class Process:
         self._process.wait()
 
 
+@contextmanager
+def started(
+    program: Sequence[str], task: Task, time_limit_s: float, environment: Mapping[str, str]
+) -> Iterator[Process]:
+    """Start a process that ends with the context; the arguments are those of :class:`Process`."""
+    process: Process | None = None
+    try:
+        with _uninterrupted():
+            process = Process(program, task, time_limit_s, environment)
+        yield process
+    finally:
+        if process is not None:
+            process.close()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Raise Ctrl-C and SIGTERM after the context: amid a start, the process would be lost and continue."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for arrival in arrived:
+            signal.raise_signal(arrival)
+
+
 def run_task(program: Sequence[str], task: Task, time_limit_s: float) -> Measured:
     """Run the program once; only the files in the task's directory remain."""
-    with closing(Process(program, task, time_limit_s, {})) as process:
+    with started(program, task, time_limit_s, {}) as process:
         return run_in_turns([process])[0]
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
-from lightning_memprof.trial.runner import Process, run_in_turns
+from lightning_memprof.trial.runner import run_in_turns, started
 from lightning_memprof.trial.task import Task
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ def measured(rounds: int, steps: int) -> dict[str, list[float]]:
             pairs = zip(KINDS, tasks, strict=True)
             with ExitStack() as running:
                 processes = [
-                    running.enter_context(closing(Process([__file__, TRAINING, kind], task, 300.0, {})))
-                    for kind, task in pairs
+                    running.enter_context(started([__file__, TRAINING, kind], task, 300.0, {})) for kind, task in pairs
                 ]
                 runs = run_in_turns(processes)
             for kind, run in zip(KINDS, runs, strict=True):

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from textwrap import dedent
 
@@ -20,7 +20,7 @@ import pytest
 from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.cli.main import main
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.trial.runner import Process, Wanted, run_in_turns, run_task, try_program
+from lightning_memprof.trial.runner import Wanted, run_in_turns, run_task, started, try_program
 from lightning_memprof.trial.task import Task
 
 PROGRAM = Path(__file__).parents[1] / "support" / "tried.py"
@@ -117,9 +117,7 @@ def test_data_that_a_remedy_cannot_change_are_its_reason(program, tmp_path, reme
 def test_programs_that_alternate_never_run_at_the_same_time(program, tmp_path):
     tasks = [Task(directory=str(tmp_path / name), steps=9, turn=4) for name in ("a", "b")]
     with ExitStack() as running:
-        found = run_in_turns(
-            [running.enter_context(closing(Process([program, "logged"], task, 60.0, {}))) for task in tasks]
-        )
+        found = run_in_turns([running.enter_context(started([program, "logged"], task, 60.0, {})) for task in tasks])
     # A turn is measured whole, after its first step: 3 x 4 steps.
     assert [(run.problem, run.steps) for run in found] == [("", 12), ("", 12)]
     rows = sorted(tuple(map(int, line.split())) for line in Path("steps.txt").read_text().splitlines())
@@ -184,6 +182,22 @@ def test_a_stopped_program_ends_with_a_killed_command(program, tmp_path, environ
     started.wait()
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(20)
+
+
+def test_ctrl_c_amid_a_start_ends_the_process(program, tmp_path, monkeypatch):
+    pids: list[int] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *given: object, **named: object) -> None:
+            super().__init__(*given, **named)  # type: ignore[call-overload]  # as given
+            pids.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_task([program, "hang"], Task(directory=str(tmp_path / "run"), steps=3), 60.0)
+    assert pids
+    assert not psutil.pid_exists(pids[0])
 
 
 def test_ctrl_c_ends_what_runs_and_leaves_nothing(program, tmp_path, environment):
