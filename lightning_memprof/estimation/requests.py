@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ _WORKSPACE_MARGINS: Final = (0.90, 1.07)
 # CUDA loads the code of kernels on first use; the measured runs count it.
 _MODULES: Final = 20 * MIB
 _CHANGED: Final = 16  # requests that a perturbation changes
+# The allocator's segment for requests below 10 MiB: smaller differences are the perturbation's own.
+_SEGMENT: Final = 20 * MIB
 
 
 class Requests:
@@ -81,9 +84,13 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Band:
-    """Peaks of the reserved bytes over perturbed replays; `failed` of `replays` ran out of memory."""
+    """Peaks of the reserved bytes over perturbed replays; `failed` of `replays` ran out of memory.
+
+    ``likely_bytes`` is the peak without a perturbation, or the median where most replays differ from it by a segment.
+    """
 
     low_bytes: int
+    likely_bytes: int
     high_bytes: int
     replays: int
     failed: int
@@ -144,7 +151,9 @@ def perturbed(
         peaks.append(replay(_larger(requests, chance), allocator))
         reached.append(peaks[-1].reserved_bytes - extra.size)
     failed = sum(peak.out_of_memory is not None for peak in peaks)
-    return Band(low_bytes=min(reached), high_bytes=max(reached), replays=replays, failed=failed)
+    middle = round(statistics.median(reached))
+    likely = reached[0] if abs(reached[0] - middle) < _SEGMENT else middle
+    return Band(low_bytes=min(reached), likely_bytes=likely, high_bytes=max(reached), replays=replays, failed=failed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +162,7 @@ class Demand:
 
     Attributes:
         low_bytes: lower end of the band.
-        likely_bytes: with the allocator's cached blocks released where the capacity demands it.
+        likely_bytes: of most replays, with the allocator's cached blocks released where the capacity demands it.
         high_bytes: upper end of the band.
         retries: how often cached blocks are released.
         fits: whether it fits into the capacity; None where that is too close to call.
@@ -191,9 +200,9 @@ def demand(
     below, above = _WORKSPACE_MARGINS if workspaces else _MARGINS
     low = round(min(band.low_bytes for band in bands) * below)
     high = round(max(band.high_bytes for band in bands) * above) + _MODULES
-    first = replay(variants[0], CachingAllocator(settings))
+    unlimited = bands[0].likely_bytes
     if capacities is None or high <= capacities[0]:
-        return Demand(low_bytes=low, likely_bytes=first.reserved_bytes, high_bytes=high, retries=0, fits=True)
+        return Demand(low_bytes=low, likely_bytes=unlimited, high_bytes=high, retries=0, fits=True)
     orders = (settings, replace(settings, newest_segment_first=True))
     tries = [
         replay(variant, CachingAllocator(order, capacity))
@@ -207,8 +216,9 @@ def demand(
         retries, high = tries[0].retries, min(high, max(capacities[0], likely))
         return Demand(low_bytes=min(low, likely), likely_bytes=likely, high_bytes=high, retries=retries, fits=True)
     fits = False if all(failed) else None
-    usual = first if failed[0] else tries[0]
-    return Demand(low_bytes=low, likely_bytes=usual.reserved_bytes, high_bytes=high, retries=usual.retries, fits=fits)
+    likely = unlimited if failed[0] else tries[0].reserved_bytes
+    retries = 0 if failed[0] else tries[0].retries
+    return Demand(low_bytes=low, likely_bytes=likely, high_bytes=high, retries=retries, fits=fits)
 
 
 def _anywhere(chance: random.Random) -> Callable[[int], int]:

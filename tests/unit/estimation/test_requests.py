@@ -62,6 +62,21 @@ def test_the_band_is_repeatable_and_contains_the_plain_replay():
     assert (band.replays, band.failed) == (9, 0)
 
 
+def test_the_likely_peak_is_that_of_most_replays():
+    """A segment of exactly 100 MiB cannot be used again for 512 bytes more; nearly every other size can."""
+    requests = Requests()
+    requests.free(requests.allocate(100 * MIB))
+    requests.allocate(100 * MIB + 512)
+    band = perturbed(requests)
+    assert replay(requests).reserved_bytes == band.high_bytes == 202 * MIB
+    assert band.likely_bytes < 130 * MIB
+
+
+def test_the_likely_peak_is_the_plain_one_where_perturbed_ones_differ_by_their_own_bytes():
+    requests = recorded(40, 30, -1, 20)
+    assert perturbed(requests).likely_bytes == replay(requests).reserved_bytes
+
+
 def test_a_perturbation_leaves_the_requests_as_they_are():
     requests = recorded(40, 30, -1, 60, 20)
     before = requests.events[:]
