@@ -22,7 +22,7 @@ from lightning_memprof.capture.torch_internals import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Buffer", "CpuKernels", "InPlace", "in_order", "kernel_buffers"]
+__all__ = ["Buffer", "CpuKernels", "InPlace", "in_order", "kernel_buffers", "storage_bytes"]
 
 _IMAGES: Final = 4
 # Sizes of attention's blocks, in rows and columns; 16 bytes of each tile are its lock.
@@ -66,13 +66,20 @@ _ORDER: Final = MappingProxyType(
 # How many buffers of the first argument's size a kernel has.
 _COPIES: Final = MappingProxyType(
     {
-        "aten.mse_loss.default": 2,
-        "aten.smooth_l1_loss.default": 2,
+        "aten.mse_loss.default": 1,
+        "aten.smooth_l1_loss.default": 1,
         "aten.huber_loss.default": 1,
         "aten.logsumexp.default": 1,
         "aten._softmax_backward_data.default": 1,
         "aten.binary_cross_entropy_with_logits.default": 2,
     }
+)
+
+
+# Losses whose kernels compute the elementwise loss into the storage of the reduced one, which keeps its size. Source:
+# torch's `Loss.cpp`. Of 511 operators whose storages were compared with those of fake tensors, no others keep more.
+_ELEMENTWISE: Final = frozenset(
+    f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 )
 
 
@@ -97,6 +104,15 @@ def in_order(name: str, result: Any) -> Any:
     """Return the results of an operator in the order in which CUDA's kernel allocates them."""
     order = _ORDER.get(name)
     return result if order is None else [result[index] for index in order]
+
+
+def storage_bytes(name: str, args: Any, result: Tensor) -> int:
+    """Return the bytes of a result's storage, on any device; that of a fake tensor may be smaller."""
+    known = result.untyped_storage().nbytes()
+    if name not in _ELEMENTWISE:
+        return known
+    elementwise = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    return max(known, elementwise * result.element_size())
 
 
 def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> Iterator[Buffer]:

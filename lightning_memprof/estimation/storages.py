@@ -23,7 +23,7 @@ from lightning_memprof.capture.torch_internals import (
     tree_leaves,
 )
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.estimation.kernels import Buffer, InPlace, in_order, kernel_buffers
+from lightning_memprof.estimation.kernels import Buffer, InPlace, in_order, kernel_buffers, storage_bytes
 from lightning_memprof.estimation.program_lines import user_line
 from lightning_memprof.estimation.requests import Requests
 
@@ -370,7 +370,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = self._assume(name, args)
         for leaf in tree_leaves(in_order(name, result)):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._kind:
-                self._add(leaf, name)
+                self._add(leaf, name, args)
         if name in _GEMM:
             self._first_gemm()
         if self._target.is_gpu and not self._is_paused:
@@ -398,14 +398,14 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if module in self._paths and self._modules:
             self._modules.pop()
 
-    def _add(self, tensor: torch.Tensor, operator: str) -> None:
+    def _add(self, tensor: torch.Tensor, operator: str, args: Any) -> None:
         for part in dense_parts(tensor):
             storage = part.untyped_storage()
             key = storage._cdata  # noqa: SLF001 no public one
             known = self._live.get(key)
             if (known is not None and known[0]() is storage) or storage.nbytes() == 0:
                 continue
-            number = self._new(storage.nbytes(), self._category(), str(part.dtype), operator)
+            number = self._new(storage_bytes(operator, args, part), self._category(), str(part.dtype), operator)
             self._live[key] = (weakref.ref(storage, self._ender(key)), number)
 
     def _ender(self, key: int) -> Any:

@@ -280,21 +280,30 @@ class _Parts(Callback):
 
     def __init__(self, tracer: Callable[[], StorageTracer]) -> None:
         self._tracer = tracer
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            # The forward for the next optimizer follows.
+            for optimizer in trainer.optimizers:
+                optimizer.register_step_post_hook(lambda *_: self._mark("forward"))
 
     def on_train_batch_start(self, trainer: Trainer, _module: LightningModule, batch: Any, _index: int) -> None:
-        self._mark(trainer, "forward")
+        # Lightning counts the step of each optimizer.
+        self._step = trainer.global_step
+        self._mark("forward")
         self._tracer().label(((None, tensor) for tensor in tensors_in(batch)), "input")
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, _loss: Any) -> None:
-        self._mark(trainer, "backward")
+    def on_before_backward(self, _trainer: Trainer, pl_module: LightningModule, _loss: Any) -> None:
+        self._mark("backward")
         # FSDP2 pads its shards in the first forward; other parameters are gathered ones now.
         shards = (
             (path, tensor) for path, tensor in _owned(pl_module.named_parameters()) if isinstance(tensor, DTensor)
         )
         self._tracer().label(shards, "parameter")
 
-    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
-        self._mark(trainer, "optimizer")
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._mark("optimizer")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         paths = {id(tensor): path for path, tensor in _owned(pl_module.named_parameters())}
@@ -307,8 +316,8 @@ class _Parts(Callback):
         )
         self._tracer().label(states, "optimizer_state")
 
-    def _mark(self, trainer: Trainer, part: str) -> None:
-        self._tracer().mark(trainer.global_step, part)
+    def _mark(self, part: str) -> None:
+        self._tracer().mark(self._step, part)
 
 
 def _owned(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -75,6 +75,17 @@ class Residual(Example):
         return total
 
 
+class Decoder(Example):
+    """A regression with an output that is larger than the model."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 8 * WIDTH))
+
+    def training_step(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.net(batch[0]), batch[0].repeat(1, 1, 8))
+
+
 class Block(nn.Module):
     """Causal attention and two layers."""
 
@@ -107,7 +118,7 @@ class Gpt(Example):
         return functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
-MODELS = {"Residual": Residual, "Gpt": Gpt}
+MODELS = {"Residual": Residual, "Gpt": Gpt, "Decoder": Decoder}
 CASES = [
     Case(model="Residual", optimizer="AdamW", precision="32-true", accumulated=1),
     Case(model="Residual", optimizer="SGD", precision="bf16-mixed", accumulated=2),
@@ -115,6 +126,8 @@ CASES = [
     Case(model="Gpt", optimizer="AdamW", precision="bf16-true", accumulated=2),
     Case(model="Gpt", optimizer="SGD", precision="32-true", accumulated=1),
     Case(model="Gpt", optimizer="Adam", precision="16-mixed", accumulated=1),
+    Case(model="Decoder", optimizer="AdamW", precision="32-true", accumulated=1),
+    Case(model="Decoder", optimizer="SGD", precision="bf16-mixed", accumulated=1),
 ]
 
 

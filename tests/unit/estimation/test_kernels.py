@@ -125,12 +125,38 @@ def test_backward_adds_and_writes_in_place_where_torch_does():
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("aten.mse_loss.default", 2), ("aten._softmax_backward_data.default", 1), ("aten.gelu_backward.default", 0)],
+    [("aten.mse_loss.default", 1), ("aten._softmax_backward_data.default", 1), ("aten.gelu_backward.default", 0)],
 )
 def test_some_kernels_have_buffers_of_the_size_of_their_input(name: str, count: int) -> None:
     data = torch.empty(16, 512, device="meta")
     found = list(kernel_buffers(name, (data, data), data, THREADS))
     assert [buffer.size for buffer in found] == [data.nbytes] * count
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        functional.mse_loss,
+        functional.smooth_l1_loss,
+        functional.soft_margin_loss,
+        functional.binary_cross_entropy,
+        functional.l1_loss,
+        functional.huber_loss,
+        functional.binary_cross_entropy_with_logits,
+    ],
+    ids=lambda loss: loss.__name__,
+)
+def test_the_storage_of_a_loss_has_the_bytes_that_torch_gives_it(loss: Callable[..., Tensor], reduction: str) -> None:
+    real = loss(torch.rand(8, 32), torch.ones(8, 32), reduction=reduction)
+    target = Target(is_gpu=False)
+    with target.simulated() as device, StorageTracer(device, target) as tracer:
+        data, wanted = torch.empty(8, 32, device=device), torch.empty(8, 32, device=device)
+        found = loss(data, wanted, reduction=reduction)
+        position = len(tracer.log.requests) - 1
+        (number,) = set(tracer.log.peak(position).numbers) - {0, 1}
+    assert found.shape == real.shape
+    assert tracer.log.sizes[number] == real.untyped_storage().nbytes()
 
 
 def _storages(name: str) -> int:
