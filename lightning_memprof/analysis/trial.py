@@ -73,13 +73,18 @@ EqualityName = Literal["bit-equal", "within tolerance", "changes the training", 
 class Equality:
     """Whether a training is the same with a remedy.
 
-    ``difference`` is the largest difference of a step's loss, as a share of the mean loss; None where no loss is known.
-    ``tolerance`` is what the remedy may change.
+    Attributes:
+        name: how equal it is.
+        difference: the largest difference of a step's loss, as a share of the mean loss; None where no loss is known.
+        tolerance: what the remedy may change.
+        is_mean: whether both are of the mean loss: the training draws other random numbers with the remedy.
+
     """
 
     name: EqualityName
     difference: float | None = None
     tolerance: float = 0.0
+    is_mean: bool = False
 
     @property
     def is_kept(self) -> bool:
@@ -174,7 +179,9 @@ class Trial:
         return min(smaller, key=lambda found: found.peak or 0.0, default=None)
 
 
-def equality(bare: Measured, again: Measured, changed: Measured, tolerance: float) -> Equality:
+def equality(
+    bare: Measured, again: Measured, changed: Measured, tolerance: float, *, is_mean: bool = False
+) -> Equality:
     """Compare a changed training with two runs of the unchanged one, all with the same seeds.
 
     Args:
@@ -182,18 +189,19 @@ def equality(bare: Measured, again: Measured, changed: Measured, tolerance: floa
         again: the same, to see whether it repeats itself.
         changed: the program with the remedy.
         tolerance: the largest difference of a step's loss that the remedy may cause, as a share of the mean loss.
+        is_mean: whether that is of the mean loss instead.
 
     """
+    difference = (_mean_difference if is_mean else _difference)(bare.losses, changed.losses)
     if not _same(bare, again):
-        return Equality(name="not comparable", difference=_difference(bare.losses, changed.losses), tolerance=tolerance)
+        return Equality(name="not comparable", difference=difference, tolerance=tolerance, is_mean=is_mean)
     if _same(bare, changed):
         return Equality(name="bit-equal", difference=0.0 if bare.losses else None, tolerance=tolerance)
-    difference = _difference(bare.losses, changed.losses)
     # Rounding does not make a loss NaN or infinite.
     is_finite = [loss is None for loss in bare.losses] == [loss is None for loss in changed.losses]
     is_close = difference is not None and is_finite and tolerance > 0 and difference <= tolerance
     name: EqualityName = "within tolerance" if is_close else "changes the training"
-    return Equality(name=name, difference=difference, tolerance=tolerance)
+    return Equality(name=name, difference=difference, tolerance=tolerance, is_mean=is_mean)
 
 
 def _same(a: Measured, b: Measured) -> bool:
@@ -207,6 +215,15 @@ def _difference(a: Sequence[float | None], b: Sequence[float | None]) -> float |
         return None
     scale = statistics.fmean(map(abs, known)) or 1.0
     return max(abs(x - y) for x, y in zip(a, b, strict=True) if x is not None and y is not None) / scale
+
+
+def _mean_difference(a: Sequence[float | None], b: Sequence[float | None]) -> float | None:
+    """Return the difference of the mean losses as a share of the first one."""
+    first, second = ([loss for loss in losses if loss is not None] for losses in (a, b))
+    if len(a) != len(b) or not first or not second:
+        return None
+    scale = statistics.fmean(map(abs, first)) or 1.0
+    return abs(statistics.fmean(first) - statistics.fmean(second)) / scale
 
 
 def outcome(tried: Outcome, bare: Sequence[Measured], changed: Sequence[Measured], equal: Equality) -> Outcome:
@@ -257,7 +274,8 @@ def equality_words(found: Outcome) -> str:
     equal = found.equality
     if equal is None:
         return "not compared"
-    apart = "" if equal.difference is None else f"losses differ by up to {small_share(equal.difference)}"
+    differ = "mean loss differs by" if equal.is_mean else "losses differ by up to"
+    apart = "" if equal.difference is None else f"{differ} {small_share(equal.difference)}"
     if equal.name == "within tolerance":
         return f"{apart} (tolerance {percent(equal.tolerance)})"
     if equal.name == "changes the training":

@@ -111,8 +111,8 @@ def storage_bytes(name: str, args: Any, result: Tensor) -> int:
     known = result.untyped_storage().nbytes()
     if name not in _ELEMENTWISE:
         return known
-    elementwise = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
-    return max(known, elementwise * result.element_size())
+    elementwise: torch.Size = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+    return max(known, elementwise.numel() * result.element_size())
 
 
 def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> Iterator[Buffer]:

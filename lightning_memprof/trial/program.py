@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import random
 import signal
@@ -274,9 +275,12 @@ class _Meter(Callback):
         self._task = task
         self._remedies = remedies
         self._first = task.warmup
+        self._batches = math.prod(remedy.batches for remedy in remedies)
         self._seen = 0
         self._has_loader = False
         self._losses: list[torch.Tensor] = []
+        # Of the batches so far that together replace one.
+        self._parts: list[torch.Tensor] = []
         self._in_turn = 0
         self._measured = 0
         self._spent_ns = 0
@@ -320,12 +324,18 @@ class _Meter(Callback):
         pl_module: LightningModule,
         outputs: Any,
         batch: Any,  # noqa: ARG002 Lightning's
-        batch_idx: int,  # noqa: ARG002 Lightning's
+        batch_idx: int,
     ) -> None:
         """Count a step; start the clock after the warm-up, and end after the last step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self._task.is_check and isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self._losses.append(loss.detach().clone())
+            self._parts.append(loss.detach().clone())
+        if (batch_idx + 1) % self._batches and not trainer.is_last_batch:
+            return
+        if self._parts:
+            # Lightning divides each loss by their number.
+            self._losses.append(torch.stack(self._parts).sum())
+            self._parts.clear()
         self._seen += 1
         if self._seen < self._first:
             return

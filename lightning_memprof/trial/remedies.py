@@ -21,6 +21,8 @@ __all__ = ["REMEDIES", "RefusedError", "Remedy", "advised", "parse_remedy"]
 _ROUNDING: Final = 0.01
 # 8 bits of mantissa.
 _LOW_PRECISION: Final = 0.05
+# Of the mean of 25 losses: dropout that draws other numbers changes it by less.
+_OTHER_NUMBERS: Final = 0.05
 _MOST_VALUE: Final = 1024
 
 
@@ -35,8 +37,9 @@ class Remedy:
         name: on the command line.
         example: a value for messages; empty where the remedy takes none.
         change: the code to paste, with ``{value}``.
-        advice: a pattern of the next steps of findings that mean this remedy; its group is the value.
+        advice: a pattern of the next steps of findings that mean this remedy; its group is the value. Empty for none.
         tolerance: the largest difference of a step's loss that it may cause, as a share of the mean loss.
+        is_random: whether the training draws other random numbers: then the tolerance is of the mean loss.
 
     Args:
         value: the text after ``=``; empty without one.
@@ -51,6 +54,7 @@ class Remedy:
     example: ClassVar[str] = ""
     advice: ClassVar[str] = ""
     tolerance: ClassVar[float] = 0.0
+    is_random: ClassVar[bool] = False
 
     def __init__(self, value: str = "") -> None:
         self.value = value
@@ -67,6 +71,11 @@ class Remedy:
     def code(self) -> str:
         """The change, as a line to paste."""
         return self.change.format(value=self.value)
+
+    @property
+    def batches(self) -> int:
+        """How many batches replace one of the unchanged program."""
+        return 1
 
     def is_valid(self, value: str) -> bool:  # noqa: ARG002 any, where a subclass has no rule
         """Whether a value can be used."""
@@ -275,6 +284,37 @@ class _Checkpointing(Remedy):
             raise RefusedError("the model has no repeated blocks")
 
 
+class _Accumulate(_Number):
+    name = "accumulate"
+    example = "2"
+    change = "Trainer(..., accumulate_grad_batches={value})  # and 1/{value} of the batch size"
+    tolerance = _OTHER_NUMBERS
+    is_random = True
+
+    @property
+    def batches(self) -> int:
+        return int(self.value)
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:
+        if not model.automatic_optimization:
+            raise RefusedError("the module optimizes manually")
+        if trainer.accumulate_grad_batches > 1:
+            raise RefusedError(f"the Trainer has accumulate_grad_batches={trainer.accumulate_grad_batches}")
+        trainer.accumulate_grad_batches = self.batches
+
+    def on_loader(self, loader: DataLoader[Any]) -> None:
+        sampler: Any = loader.batch_sampler
+        samples = getattr(sampler, "batch_size", None)
+        if not isinstance(samples, int):
+            raise RefusedError("the batch size is not that of a BatchSampler")
+        if samples % self.batches:
+            raise RefusedError(f"{self.value} does not divide the batch size, {samples}")
+        sampler.batch_size = samples // self.batches
+        if loader.batch_size is not None:
+            # DataLoader refuses to set it after construction.
+            vars(loader)["batch_size"] = sampler.batch_size
+
+
 class _ChannelsLast(Remedy):
     name = "channels_last"
     change = "model.to(memory_format=torch.channels_last)"
@@ -368,8 +408,8 @@ class _ExpandableSegments(Remedy):
 
 REMEDIES: Final[tuple[type[Remedy], ...]] = (
     _Workers, _PersistentWorkers, _Prefetch, _PinMemory, _FusedOptimizer, _ForeachOptimizer, _Threads, _Precision,
-    _MatmulPrecision, _Compile, _Checkpointing, _ChannelsLast, _NoAnomalyDetection, _WithoutCallback, _LogEvery,
-    _FreezeGarbage, _StaticGraph, _ExpandableSegments,
+    _MatmulPrecision, _Compile, _Checkpointing, _Accumulate, _ChannelsLast, _NoAnomalyDetection, _WithoutCallback,
+    _LogEvery, _FreezeGarbage, _StaticGraph, _ExpandableSegments,
 )  # fmt: skip
 
 
@@ -392,7 +432,8 @@ def advised(next_steps: Sequence[str]) -> list[Remedy]:
     """Return the remedies that next steps of a finding mean, in their order."""
     found: dict[str, Remedy] = {}
     for step in next_steps:
-        matches = [(match.start(), kind, match) for kind in REMEDIES if (match := re.search(kind.advice, step))]
+        kinds = [kind for kind in REMEDIES if kind.advice]
+        matches = [(match.start(), kind, match) for kind in kinds if (match := re.search(kind.advice, step))]
         for _, kind, match in sorted(matches, key=lambda entry: entry[0]):
             value = match[1] if match.re.groups else ""
             if bool(value) == bool(kind.example) and kind.name not in found:

@@ -422,7 +422,8 @@ def _outcome(candidate: _Candidate, measured: Mapping[str, Sequence[Measured]], 
     checked = checks.changed[candidate.label]
     if checked.problem:
         return replace(candidate.empty(), problem=checked.problem)
-    equal = equality(checks.bare, checks.again, checked, candidate.tolerance)
+    is_mean = any(remedy.is_random for remedy in candidate.remedies)
+    equal = equality(checks.bare, checks.again, checked, candidate.tolerance, is_mean=is_mean)
     return outcome(candidate.empty(), measured[""], measured[candidate.label], equal)
 
 

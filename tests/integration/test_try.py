@@ -87,6 +87,19 @@ def test_a_remedy_that_changes_the_losses_is_seen(program, tmp_path):
     assert bare.losses != changed.losses
 
 
+def test_batches_that_replace_one_are_one_step(program, tmp_path):
+    bare = compared(program, tmp_path, "bare", fault="exact")
+    changed = compared(program, tmp_path, "changed", "accumulate=2", fault="exact")
+    assert (bare.problem, changed.problem, len(bare.losses)) == ("", "", 11)
+    assert changed.losses == pytest.approx(bare.losses, rel=1e-4)
+    timed = run_task(
+        [program, "exact"], Task(directory=str(tmp_path / "timed"), steps=6, remedies=("accumulate=2",)), 60.0
+    )
+    assert (timed.problem, timed.steps) == ("", 6)
+    # Four samples of two milliseconds.
+    assert timed.step_ns > 8e6
+
+
 def test_remedies_of_the_model_wait_until_it_has_its_modules(program, tmp_path):
     bare = compared(program, tmp_path, "bare", fault="configure")
     changed = compared(program, tmp_path, "changed", "compile", fault="configure")
@@ -109,6 +122,7 @@ def test_a_compiled_module_another_logger_and_a_shuffled_validation_are_measured
     [
         ("workers=2", "list", "the training data do not come from a torch.utils.data.DataLoader"),
         ("persistent_workers", "", "the DataLoader has no workers"),
+        ("accumulate=3", "", "3 does not divide the batch size, 4"),
     ],
 )
 def test_data_that_a_remedy_cannot_change_are_its_reason(program, tmp_path, remedy, fault, reason):

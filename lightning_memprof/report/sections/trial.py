@@ -196,4 +196,7 @@ def _sentence(equal: Equality, steps: int) -> str:
     if equal.name == "bit-equal":
         return f"The losses of {steps} steps and the parameters after them are bit-equal."
     apart = "" if equal.difference is None else f" by up to {small_share(equal.difference)} of the mean loss"
+    if equal.is_mean and equal.difference is not None:
+        mean = f"The mean loss of {steps} steps differs by {small_share(equal.difference)}"
+        return f"{mean}, since other random numbers are drawn; the tolerance is {percent(equal.tolerance)}."
     return f"The losses of {steps} steps differ{apart}; the tolerance is {percent(equal.tolerance)}."

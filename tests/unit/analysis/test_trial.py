@@ -56,6 +56,15 @@ def test_the_largest_difference_of_a_step_is_compared_with_the_tolerance(toleran
     assert found.difference == pytest.approx(0.1)
 
 
+def test_the_mean_losses_are_compared_where_other_random_numbers_are_drawn():
+    # Steps differ by half of the mean loss, the means of 1.5 and 1.53 by 2%.
+    assert equality(run(), run(), run([1.25, 1.81], "b"), 0.03).name == "changes the training"
+    found = equality(run(), run(), run([1.25, 1.81], "b"), 0.03, is_mean=True)
+    assert (found.name, found.is_mean) == ("within tolerance", True)
+    assert found.difference == pytest.approx(0.02)
+    assert equality(run(), run(), run([1.25, 1.81], "b"), 0.01, is_mean=True).name == "changes the training"
+
+
 @pytest.mark.parametrize("losses", [[2.0], [2.0, None]])
 def test_losses_that_are_missing_or_not_finite_are_no_rounding(losses):
     assert equality(run(), run(), run(losses, "b"), 0.5).name == "changes the training"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.trial.remedies import REMEDIES, RefusedError, advised, parse_remedy
@@ -100,6 +100,27 @@ def test_a_number_of_workers_keeps_a_prefetch_factor():
     given = DataLoader(Noise(8), num_workers=1, prefetch_factor=5)
     parse_remedy("workers=3").on_loader(given)
     assert (given.num_workers, given.prefetch_factor, given.persistent_workers) == (3, 5, False)
+
+
+def test_accumulation_divides_batches_of_every_loader_with_a_batch_sampler():
+    changed = loader()
+    parse_remedy("accumulate=2").on_loader(changed)
+    assert ([len(batch) for batch in changed], changed.batch_size) == ([1] * 8, 1)
+    given = DataLoader(Noise(8), batch_sampler=BatchSampler(SequentialSampler(Noise(8)), 4, drop_last=False))
+    parse_remedy("accumulate=4").on_loader(given)
+    assert [len(batch) for batch in given] == [1] * 8
+    with pytest.raises(RefusedError, match="the batch size is not that of a BatchSampler"):
+        parse_remedy("accumulate=2").on_loader(DataLoader(Noise(8), batch_sampler=[[0, 1], [2, 3]]))
+
+
+def test_accumulation_needs_lightnings_own_optimization(tmp_path):
+    remedy, module = parse_remedy("accumulate=2"), Perceptron()
+    run = trainer(tmp_path, accumulate_grad_batches=4)
+    with pytest.raises(RefusedError, match="the Trainer has accumulate_grad_batches=4"):
+        remedy.on_fit(run, module)
+    module.automatic_optimization = False
+    with pytest.raises(RefusedError, match="the module optimizes manually"):
+        remedy.on_fit(run, module)
 
 
 @pytest.mark.parametrize("text", ["persistent_workers", "prefetch=4"])
