@@ -1,0 +1,197 @@
+"""Whether `try` finds what an edit of the program gains: faults of tests/verdicts, the edited scripts timed by a stopwatch.
+
+    python tests/benchmarks/remedied.py --rounds 5 --only workers
+
+Each remedy is tried on its training. Then the script as it is and a copy with the change as text run in turns (A B B A
+...) under ``tests/verdicts/bare.py``, which knows nothing of trials.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "verdicts"))
+
+from page_commands import bare, command
+
+from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from measured import table
+    from tests.benchmarks.part import Target, judged, progress, publish, targets
+else:
+    from part import Target, judged, progress, publish, targets
+
+    from measured import table
+
+VERDICTS: Final = Path(__file__).resolve().parents[1] / "verdicts"
+STEPS: Final = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """A remedy, a training of a script, and the remedy as a change of the script's text."""
+
+    remedy: str
+    script: str
+    training: str
+    before: str
+    after: str
+
+
+CASES: Final = (
+    Case(
+        "workers=2", "data.py", "no_workers",
+        '{} if fault else {"num_workers": 1, "persistent_workers": True}',
+        '{"num_workers": 2, "persistent_workers": True}',
+    ),
+    Case(
+        "workers=2", "data.py", "slow_decode",
+        "dataset, batch_size=BATCH, num_workers=1", "dataset, batch_size=BATCH, num_workers=2",
+    ),
+    Case(
+        "persistent_workers", "data.py", "restarted_workers",
+        "persistent_workers=not fault", "persistent_workers=True",
+    ),
+    Case("no_anomaly_detection", "host.py", "anomaly_detection", "detect_anomaly=fault", "detect_anomaly=False"),
+    Case("fused_optimizer", "host.py", "looping_optimizer", "fused=self.fused", "fused=True"),
+    Case("foreach_optimizer", "host.py", "looping_optimizer", "foreach=False, fused=self.fused", "foreach=True"),
+    Case(
+        "gc_freeze", "host.py", "live_objects",
+        "    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs",
+        "    def on_train_start(self, *_: Any) -> None:\n        import gc; gc.collect(); gc.freeze()\n\n"
+        "    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs",
+    ),
+    Case("without_callback=ConditionProbe", "styles.py", "pre_hook", "[ConditionProbe()] if fault else []", "[]"),
+    Case("threads=2", "machine.py", "one_thread", "set_num_threads(1)", "set_num_threads(2)"),
+    Case(
+        "precision=bf16-mixed", "compute.py", "dominant_module",
+        "DataLoader(Vectors(), batch_size=BATCH))", 'DataLoader(Vectors(), batch_size=BATCH), precision="bf16-mixed")',
+    ),
+    Case(
+        "compile", "compute.py", "looped_attention", "    fit(model, DataLoader(Tokens(",
+        "    for child in (model.embedding, *model.layers, model.head):\n"
+        "        child.forward = torch.compile(child.forward)\n"
+        "    fit(model, DataLoader(Tokens(",
+    ),
+    Case("checkpointing", "memory.py", "activations", "recompute=not fault", "recompute=True"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """What `try` and the stopwatch found: changes of the step time and of the peak, and the unchanged step in ms."""
+
+    case: Case
+    tried: PairedChange
+    tried_peak: float
+    tried_ms: float
+    timed: PairedChange
+    timed_peak: float
+    timed_ms: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the intervals of both have a common part."""
+        return self.tried.low <= self.timed.high and self.timed.low <= self.tried.high
+
+    @property
+    def is_inside(self) -> bool:
+        return self.tried.low <= self.timed.change <= self.tried.high
+
+
+def compared(case: Case, rounds: int) -> Row:
+    """Try the remedy, then time the script and its edited copy."""
+    with tempfile.TemporaryDirectory(prefix="remedied-") as name:
+        directory = Path(name)
+        script, edited = VERDICTS / "faults" / case.script, directory / "edited" / "faults" / case.script
+        shutil.copytree(VERDICTS, directory / "edited", ignore=shutil.ignore_patterns("__pycache__"))
+        source = script.read_text(encoding="utf-8")
+        if source.count(case.before) != 1:
+            raise SystemExit(f"{script}: {case.before!r} is there {source.count(case.before)} times, not once")
+        edited.write_text(source.replace(case.before, case.after), encoding="utf-8")
+        options = ["--remedy", case.remedy, "--rounds", str(rounds), "--steps", str(STEPS), "--format", "json"]
+        shown = json.loads(command("try", *options, str(script), case.training, directory=directory))
+        (found,) = shown["outcomes"]
+        if found["problem"]:
+            raise SystemExit(f"{case.remedy} on {case.training}: {found['problem']}")
+        figures: dict[Path, list[Any]] = {script: [], edited: []}
+        for turn in range(rounds):
+            for program in [script, edited][:: -1 if turn % 2 else 1]:
+                figures[program].append(bare(str(program), case.training, directory, is_healthy=False))
+    before, after = ([run["mean_ms"] for run in figures[program]] for program in (script, edited))
+    peaks = [statistics.median(run["peak_mib"] for run in figures[program]) for program in (script, edited)]
+    interval = found["time"]
+    return Row(
+        case,
+        PairedChange(change=interval["change"], low=interval["low"], high=interval["high"]),
+        found["peak"],
+        shown["step_ns"] / 1e6,
+        paired_change(before, after),
+        peaks[1] / peaks[0] - 1,
+        statistics.median(before),
+    )
+
+
+def shown_change(found: PairedChange) -> str:
+    return f"{found.change:+.0%} ({found.low:+.0%} to {found.high:+.0%})"
+
+
+def fragment(found: Sequence[Row], *, trial: bool) -> str:
+    agree, inside = sum(row.agrees for row in found), sum(row.is_inside for row in found)
+    apart = statistics.median(row.tried_ms / row.timed_ms - 1 for row in found)
+    goals = [
+        Target("the intervals of `try` and of the stopwatch overlap", f"{agree} of {len(found)}", agree == len(found)),
+        Target("the stopwatch's change is in the interval of `try`", f"{inside} of {len(found)}", None),
+        Target("unchanged step of `try` against the stopwatch's: 1% or less more", f"{apart:+.1%}", apart <= 0.01),
+    ]
+    heading = [
+        "remedy",
+        "training",
+        "`try`",
+        "stopwatch",
+        "peak, `try`",
+        "peak, stopwatch",
+        "step, ms",
+        "stopwatch, ms",
+    ]
+    rows = [
+        [
+            f"`{row.case.remedy}`", row.case.training, shown_change(row.tried), shown_change(row.timed),
+            f"{row.tried_peak:+.0%}", f"{row.timed_peak:+.0%}", f"{row.tried_ms:.1f}", f"{row.timed_ms:.1f}",
+        ]
+        for row in found
+    ]  # fmt: skip
+    return "\n\n".join([targets(judged(goals, trial=trial)), table(heading, rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="parts of remedies or trainings; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="two remedies, three rounds: nothing is judged or written")
+    options = parser.parse_args()
+    words = options.only or [""]
+    cases = [case for case in CASES if any(word in f"{case.remedy} {case.training}" for word in words)]
+    found = []
+    with progress() as bar:
+        task = bar.add_task("remedies", total=len(cases[:2] if options.quick else cases))
+        for case in cases[:2] if options.quick else cases:
+            found.append(compared(case, 3 if options.quick else options.rounds))
+            bar.update(task, advance=1, refresh=True)
+    trial = options.quick or options.only is not None
+    publish({"remedied": fragment(found, trial=trial)}, trial=trial)
+
+
+if __name__ == "__main__":
+    main()
