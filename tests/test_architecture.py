@@ -35,7 +35,7 @@ ONE_IMPORTER = {
     "capture/named_snapshots.py": "the callback's snapshots and regions, without lightning",
     "capture/sources/kineto.py": "the one owner of torch's profiler",
     "capture/sources/oom_state.py": "reads allocator and host state, without the collector protocol",
-    "trial/runner.py": "starts the processes of a trial; the command parses options and prints",
+    "trial/batches.py": "looks for the largest batch by runs; the command parses options and prints",
     "estimation/simulation.py": "one simulation in a child process; the estimator decides which",
     "capture/sources/user_hooks.py": "replaces the program's hooks, the one place that does",
     "capture/tracker/paths.py": "adapts torch's ModTracker, as tracker.py adapts its MemTracker",

@@ -45,6 +45,7 @@ class Measured(msgspec.Struct, kw_only=True):
         rss_bytes: peak RSS of the process.
         worker_bytes: memory of its DataLoader workers at the end, by their share of shared pages.
         device_bytes: peak memory of tensors on the device in the measured steps; None on a CPU.
+        samples: in a batch; None where it is not known.
         ranks: processes that train on this machine; the figures are those of one.
         problem: why the training was not measured.
 
@@ -57,6 +58,7 @@ class Measured(msgspec.Struct, kw_only=True):
     rss_bytes: int = 0
     worker_bytes: int = 0
     device_bytes: int | None = None
+    samples: int | None = None
     ranks: int = 1
     problem: str = ""
 

@@ -33,7 +33,11 @@ _MODULES: Final = {"try": "trial"}
 # By command: its options with a value, and those that may also stand after the program's name.
 _WITH_PROGRAM: Final = {
     "run": (("--config",), ()),
-    "try": (("--remedy", "--rounds", "--steps", "--time-limit", "--list", "--run", "--output", "-o", "--format"), ()),
+    "try": (
+        ("--remedy", "--batch-size", "--limit", "--rounds", "--steps", "--time-limit", "--list", "--run", "--output",
+         "-o", "--format"),
+        (),
+    ),
     "estimate": (
         (
             "--device", "--device-memory", "--devices", "--strategy", "--batch-size", "--seq-len", "--batch-shape",

@@ -46,6 +46,12 @@ def _add_options(parser: ArgumentParser) -> None:
         "--run", metavar="RUN", default=None, help="try what a recorded run of the program advises; its page shows it"
     )
     parser.add_argument(
+        "--batch-size", metavar="max", default=None, help="instead look for the largest batch that fits, by real runs"
+    )
+    parser.add_argument(
+        "--limit", metavar="SIZE", default=None, help="memory for --batch-size max, as in 16GiB (default: what is free)"
+    )
+    parser.add_argument(
         "--rounds", metavar="N", type=int, default=5, help="measurements of each (default: %(default)s)"
     )
     parser.add_argument(
@@ -74,6 +80,8 @@ def _execute(options: Namespace) -> int:
     from lightning_memprof.trial.runner import Wanted, try_program
 
     require_program(options.program, "try")
+    if options.batch_size is not None or options.limit is not None:
+        return _largest(options, output)
     view = None if options.run is None else _opened(options.run)
     with counting("a first recorded run") as progress, sigterm_as_ctrl_c():
         wanted = Wanted(
@@ -90,6 +98,35 @@ def _execute(options: Namespace) -> int:
     if output is not None:
         output.write_text(render_document(document, {}), encoding="utf-8")
     write_document(document, options.format, partial(trial_to_json, trial), is_full=options.all)
+    return 0
+
+
+def _largest(options: Namespace, output: Path | None) -> int:
+    from lightning_memprof.analysis.estimate import parse_bytes
+    from lightning_memprof.report.printers.html import render_document
+    from lightning_memprof.report.printers.json import batches_to_json
+    from lightning_memprof.report.sections.trial import batches_document
+    from lightning_memprof.trial.batches import find_largest
+    from lightning_memprof.trial.runner import Wanted
+
+    if options.batch_size != "max":
+        given = "is missing" if options.batch_size is None else f"is {options.batch_size}"
+        raise ConfigError(f"--batch-size {given}: --limit needs --batch-size max, which has no other value")
+    if options.run is not None:
+        raise ConfigError("--batch-size max: takes no remedies from a run; leave out --run")
+    limit = None if options.limit is None else parse_bytes("--limit", options.limit)
+    with counting("the program's own batch") as progress, sigterm_as_ctrl_c():
+        wanted = Wanted(
+            remedies=tuple(options.remedy or ()),
+            steps=options.steps,
+            time_limit_s=options.time_limit,
+            progress=progress,
+        )
+        found = find_largest(options.program, wanted, limit)
+    document = batches_document(found)
+    if output is not None:
+        output.write_text(render_document(document, {}), encoding="utf-8")
+    write_document(document, options.format, partial(batches_to_json, found), is_full=options.all)
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_memprof.analysis import estimate as model
+from lightning_memprof.analysis.batches import largest_fitting
 from lightning_memprof.analysis.estimate import Alternative
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.errors import MemprofError
@@ -198,30 +199,24 @@ def _tried(fit: Fit, wanted: Wanted, variation: Variation) -> model.Estimate:
 def _largest(first: model.Estimate, tried: Callable[[int], model.Estimate]) -> model.Estimate:
     """Return the estimate with the largest batch that fits.
 
-    Doubled while it fits, then halved between a size that fits and one that does not.
-
     Raises:
         MemprofError: not even one sample fits.
 
     """
-    best: model.Estimate | None = None
-    smallest = first
-    fitting, failing = 0, _MOST_SAMPLES
-    samples = first.batch_size or 1
-    while failing - fitting > 1:
-        found = tried(samples)
-        if found.fit == "fits":
-            best, fitting = found, samples
-        else:
-            smallest, failing = found, samples
-        samples = fitting * 2 if failing == _MOST_SAMPLES else (fitting + failing) // 2
-        samples = min(max(samples, 1), _MOST_SAMPLES - 1)
-    if best is None:
+    found: dict[int, model.Estimate] = {}
+
+    def fits(samples: int) -> bool:
+        found[samples] = tried(samples)
+        return found[samples].fit == "fits"
+
+    largest = largest_fitting(fits, first.batch_size or 1, _MOST_SAMPLES)
+    if not largest:
+        smallest = found[min(found)]
         needed, usable = format_bytes(smallest.reserved.likely_bytes), format_bytes(first.device.usable_bytes or 0)
         alone = f"parameters, gradients and optimizer state alone take {format_bytes(smallest.batchless_bytes)}"
         words = f"not even one sample fits into {first.device.name}, which has {usable} usable"
         raise MemprofError(f"estimate: {words}: it needs {needed}, and {alone}")
-    return best
+    return found[largest]
 
 
 class _Reached(BaseException):

@@ -39,7 +39,7 @@ from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.memory import peak_rss_bytes
 from lightning_memprof.estimation.program import run_program
 from lightning_memprof.integration.callback import AttachedCallback, MemProfilerCallback
-from lightning_memprof.trial.remedies import RefusedError, Remedy, parse_remedy
+from lightning_memprof.trial.remedies import RefusedError, Remedy, batch_samples, parse_remedy, set_batch_samples
 from lightning_memprof.trial.task import VARIABLE, Task, result_path
 
 __all__ = ["main"]
@@ -89,6 +89,7 @@ def _prepared(task: Task) -> Iterator[None]:
                 trainer.callbacks.append(_Stop(task.steps))  # type: ignore[attr-defined]  # set by a connector
                 link.call(trainer, model, *given, **named)
                 _end(task, Measured(steps=task.steps))
+            _limit(task.device_limit_bytes, trainer.strategy.root_device)
             meter = _Meter(task, remedies)
             trainer.callbacks.append(meter)  # type: ignore[attr-defined]  # as above
             try:
@@ -114,6 +115,13 @@ def _prepared(task: Task) -> Iterator[None]:
         for module in (launcher, fabric_launcher):
             undo.enter_context(wrapped(module, "_basic_subprocess_cmd", lambda _: _rank_command))
         yield
+
+
+def _limit(nbytes: int, device: torch.device) -> None:
+    """Let the allocator of a CUDA device take so much at most; 0 does not limit it."""
+    if nbytes and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
 
 
 def _change_model(model: LightningModule, remedies: Sequence[Remedy], undo: ExitStack) -> None:
@@ -278,6 +286,7 @@ class _Meter(Callback):
         self._batches = math.prod(remedy.batches for remedy in remedies)
         self._seen = 0
         self._has_loader = False
+        self._samples: int | None = None
         self._losses: list[torch.Tensor] = []
         # Of the batches so far that together replace one.
         self._parts: list[torch.Tensor] = []
@@ -293,6 +302,9 @@ class _Meter(Callback):
         self._has_loader = True
         for remedy in self._remedies:
             remedy.on_loader(loader)
+        if self._task.samples:
+            set_batch_samples(loader, self._task.samples)
+        self._samples = batch_samples(loader)
         # Compared runs have the same number of steps.
         stock = 0 if self._task.is_check else loader.num_workers * (loader.prefetch_factor or 0)
         self._first = max(self._first, self._task.warmup + stock)
@@ -385,6 +397,7 @@ class _Meter(Callback):
             rss_bytes=peak_rss_bytes(0),
             worker_bytes=sum(worker.pss_bytes for worker in memory if worker is not None),
             device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            samples=self._samples,
             ranks=max(trainer.num_devices, 1),
         )
         _end(self._task, measured)

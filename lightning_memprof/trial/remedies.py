@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-__all__ = ["REMEDIES", "RefusedError", "Remedy", "advised", "parse_remedy"]
+__all__ = [
+    "REMEDIES",
+    "RefusedError",
+    "Remedy",
+    "advised",
+    "batch_samples",
+    "parse_remedy",
+    "set_batch_samples",
+]
 
 # Reductions add in another order; the loss of a training that is sensitive to it drifts by less within 25 steps.
 _ROUNDING: Final = 0.01
@@ -303,16 +311,10 @@ class _Accumulate(_Number):
         trainer.accumulate_grad_batches = self.batches
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
-        sampler: Any = loader.batch_sampler
-        samples = getattr(sampler, "batch_size", None)
-        if not isinstance(samples, int):
-            raise RefusedError("the batch size is not that of a BatchSampler")
-        if samples % self.batches:
+        samples = batch_samples(loader)
+        if samples is not None and samples % self.batches:
             raise RefusedError(f"{self.value} does not divide the batch size, {samples}")
-        sampler.batch_size = samples // self.batches
-        if loader.batch_size is not None:
-            # DataLoader refuses to set it after construction.
-            vars(loader)["batch_size"] = sampler.batch_size
+        set_batch_samples(loader, (samples or 0) // self.batches)
 
 
 class _ChannelsLast(Remedy):
@@ -408,8 +410,8 @@ class _ExpandableSegments(Remedy):
 
 REMEDIES: Final[tuple[type[Remedy], ...]] = (
     _Workers, _PersistentWorkers, _Prefetch, _PinMemory, _FusedOptimizer, _ForeachOptimizer, _Threads, _Precision,
-    _MatmulPrecision, _Compile, _Checkpointing, _Accumulate, _ChannelsLast, _NoAnomalyDetection, _WithoutCallback,
-    _LogEvery, _FreezeGarbage, _StaticGraph, _ExpandableSegments,
+    _MatmulPrecision, _Compile, _Checkpointing, _Accumulate, _ChannelsLast, _NoAnomalyDetection,
+    _WithoutCallback, _LogEvery, _FreezeGarbage, _StaticGraph, _ExpandableSegments,
 )  # fmt: skip
 
 
@@ -448,6 +450,30 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
         else:
             yield child
+
+
+def batch_samples(loader: DataLoader[Any]) -> int | None:
+    """Return the samples in a batch of a loader; None where its batch sampler does not say."""
+    samples = getattr(loader.batch_sampler, "batch_size", None)
+    return samples if isinstance(samples, int) else None
+
+
+def set_batch_samples(loader: DataLoader[Any], samples: int) -> None:
+    """Change the samples in a batch of a loader before its first batch.
+
+    Raises:
+        RefusedError: its batch sampler is not torch's, or there are fewer data.
+
+    """
+    data = loader.dataset
+    if hasattr(data, "__len__") and samples > len(data):
+        raise RefusedError(f"the data have {len(data)} samples")
+    if batch_samples(loader) is None:
+        raise RefusedError("the batch size is not that of a BatchSampler")
+    vars(loader.batch_sampler)["batch_size"] = samples
+    if loader.batch_size is not None:
+        # DataLoader refuses to set it after construction.
+        vars(loader)["batch_size"] = samples
 
 
 def _require_workers(loader: DataLoader[Any]) -> None:

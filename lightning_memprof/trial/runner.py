@@ -24,6 +24,7 @@ from lightning_memprof.analysis.trial import Measured, Outcome, Trial, equality,
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.trial.remedies import Remedy, advised, parse_remedy
 from lightning_memprof.trial.task import VARIABLE, Task, result_path
+from lightning_memprof.units import format_bytes
 
 __all__ = ["Advice", "Process", "Wanted", "advice", "run_in_turns", "run_task", "started", "try_program"]
 
@@ -44,6 +45,8 @@ _SPARE: Final = 1.3
 # Not on macOS before Python 3.13.
 _WAITS: Final = hasattr(os, "waitid")
 _POLL_S: Final = 0.001
+# Reading shared pages takes about a millisecond.
+_LOOK_S: Final = 0.05
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -275,7 +278,8 @@ class Process:
         self.is_stopped = False
         self._place = Path(task.directory)
         self._limit_s = time_limit_s
-        self._is_late = False
+        self._limit_bytes = task.host_limit_bytes
+        self._ended_for = ""
         self._place.mkdir(parents=True, exist_ok=True)
         own = {
             VARIABLE: msgspec.json.encode(task).decode(),
@@ -296,17 +300,27 @@ class Process:
             )
 
     def until_turn_ends(self) -> None:
-        """Wait until the process has stopped itself or ended; end it at its time limit."""
+        """Wait until the process has stopped itself or ended; end it at its limits."""
         deadline = time.monotonic() + self._limit_s
+        next_look = 0.0
         while self._process.poll() is None:
             # waitid reports each stop once, and leaves an end to poll.
             if _WAITS and os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG) is not None:
                 self.is_stopped = True
                 return
-            if time.monotonic() > deadline:
-                self._is_late = True
-                self.close()
+            now = time.monotonic()
+            if now > deadline:
+                limit = f"{self._limit_s:g} s"
+                self._end(f"did not reach its last step within {limit}: change --steps or --time-limit")
+            elif self._limit_bytes and now > next_look:
+                next_look = now + _LOOK_S
+                if _used_bytes(self._process.pid) > self._limit_bytes:
+                    self._end(f"needs more than {format_bytes(self._limit_bytes)}")
             time.sleep(_POLL_S)
+
+    def _end(self, reason: str) -> None:
+        self._ended_for = reason
+        self.close()
 
     def resume(self) -> None:
         """Let a stopped process run its next turn."""
@@ -315,9 +329,8 @@ class Process:
 
     def result(self) -> Measured:
         """Return the measurement of an ended process, or its problem."""
-        if self._is_late:
-            limit = f"{self._limit_s:g} s"
-            return Measured(problem=f"did not reach its last step within {limit}: change --steps or --time-limit")
+        if self._ended_for:
+            return Measured(problem=self._ended_for)
         try:
             return msgspec.json.decode(result_path(self._place, 0).read_bytes(), type=Measured)
         except (OSError, msgspec.DecodeError):
@@ -379,6 +392,18 @@ def run_in_turns(processes: Sequence[Process]) -> list[Measured]:
                 process.resume()
                 process.until_turn_ends()
     return [process.result() for process in processes]
+
+
+def _used_bytes(pid: int) -> int:
+    """Return the memory of a process and of all that it started; pages that they share count once."""
+    found = 0
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                memory = process.memory_full_info()
+                found += getattr(memory, "pss", memory.uss)
+    return found
 
 
 def _fit_at_once(runs: Sequence[Measured]) -> bool:

@@ -23,6 +23,9 @@ class Task(msgspec.Struct, kw_only=True, frozen=True):
         remedies: as on the command line.
         warmup: steps before them.
         turn: steps after which the process stops itself with all that it started, until it is continued; 0 never stops.
+        samples: in a batch; 0 keeps the program's.
+        host_limit_bytes: memory of the program's processes together, above which they are ended; 0 does not limit it.
+        device_limit_bytes: memory that the device's allocator may take; 0 does not limit it.
         is_check: whether samples are seeded one by one and the final weights hashed, to compare trainings; such a run
             is not timed.
         is_recorded: whether the environment asks for a recording; the fit then ends in Lightning's own way.
@@ -34,6 +37,9 @@ class Task(msgspec.Struct, kw_only=True, frozen=True):
     remedies: tuple[str, ...] = ()
     warmup: int = 5
     turn: int = 0
+    samples: int = 0
+    host_limit_bytes: int = 0
+    device_limit_bytes: int = 0
     is_check: bool = False
     is_recorded: bool = False
 

@@ -1,4 +1,4 @@
-"""Whether `try` finds what an edit of the program gains: faults of tests/verdicts, the edited scripts timed by a stopwatch.
+"""Whether `try` finds what an edit of a program gains: faults of tests/verdicts, edited and under a stopwatch.
 
     python tests/benchmarks/remedied.py --rounds 5 --only workers
 

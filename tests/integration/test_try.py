@@ -22,6 +22,7 @@ from lightning_memprof.cli.main import main
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.trial.runner import Wanted, run_in_turns, run_task, started, try_program
 from lightning_memprof.trial.task import Task
+from lightning_memprof.units import MIB
 
 PROGRAM = Path(__file__).parents[1] / "support" / "tried.py"
 
@@ -98,6 +99,31 @@ def test_batches_that_replace_one_are_one_step(program, tmp_path):
     assert (timed.problem, timed.steps) == ("", 6)
     # Four samples of two milliseconds.
     assert timed.step_ns > 8e6
+
+
+def test_the_largest_batch_is_found_by_runs_within_a_limit(program, tmp_path, capsys):
+    bare = run_task([program, "large"], Task(directory=str(tmp_path / "bare"), steps=5), 60.0)
+    limit = round(bare.peak_bytes / MIB) + 120
+    options = ["--batch-size", "max", "--limit", f"{limit}MiB", "--format", "json"]
+    assert main(["try", *options, program, "large"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (bare.samples, found["samples"], found["limit_bytes"]) == (4, 4, limit * MIB)
+    assert found["best"] > 4
+    refused = [row for row in found["tried"] if not row["fits"]]
+    assert all(row["peak_bytes"] <= limit * MIB for row in found["tried"] if row["fits"])
+    assert all(row["problem"] or row["peak_bytes"] > limit * MIB for row in refused)
+    assert 1 <= min(row["samples"] for row in refused) / found["best"] - 1e-9 <= 1.5
+    assert left_behind(tmp_path / "scratch") == []
+
+
+def test_a_program_that_needs_more_than_the_limit_is_ended(program, tmp_path):
+    task = Task(directory=str(tmp_path / "run"), steps=5, host_limit_bytes=MIB)
+    assert run_task([program, "hang"], task, 60.0).problem == "needs more than 1.00 MiB"
+
+
+def test_a_batch_has_no_more_samples_than_the_data(program, tmp_path):
+    task = Task(directory=str(tmp_path / "run"), steps=5, samples=25)
+    assert run_task([program], task, 60.0).problem == "the data have 24 samples"
 
 
 def test_remedies_of_the_model_wait_until_it_has_its_modules(program, tmp_path):

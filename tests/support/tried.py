@@ -30,6 +30,16 @@ class Augmented(Dataset[torch.Tensor]):
         return torch.full((8,), float(index)) * random.random() + torch.rand(8)
 
 
+class Large(Dataset[torch.Tensor]):
+    """Samples of one MiB."""
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1 << 15, 8)
+
+
 def network(dropout: float = 0.2) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1))
 
@@ -119,7 +129,7 @@ def main() -> None:
         compiled: Any = torch.compile(module, backend="eager")
         trainer.fit(compiled, loader, DataLoader(Augmented(), batch_size=4, shuffle=True))
     else:
-        trainer.fit(module, loader)
+        trainer.fit(module, DataLoader(Large(), batch_size=4) if fault == "large" else loader)
     Path("after.txt").touch()
 
 

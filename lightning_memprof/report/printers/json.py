@@ -25,6 +25,7 @@ from lightning_memprof.report.sections.memory import peak_allocations
 from lightning_memprof.report.sections.tables import mean
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.batches import Batches
     from lightning_memprof.analysis.compare.comparison import Outcome
     from lightning_memprof.analysis.compare.model import Comparison
     from lightning_memprof.analysis.estimate import Estimate
@@ -39,7 +40,15 @@ if TYPE_CHECKING:
     from lightning_memprof.report.document import Document, Words
     from lightning_memprof.report.view import RankView, View
 
-__all__ = ["comparison_to_json", "document_to_json", "encode", "estimate_to_json", "to_json", "trial_to_json"]
+__all__ = [
+    "batches_to_json",
+    "comparison_to_json",
+    "document_to_json",
+    "encode",
+    "estimate_to_json",
+    "to_json",
+    "trial_to_json",
+]
 
 # A window has thousands of allocation sites, nearly all of a few bytes; a trace thousands of kernels, a snapshot
 # thousands of stacks: the rest is one sum.
@@ -106,6 +115,12 @@ def estimate_to_json(estimate: Estimate) -> dict[str, Any]:
 def trial_to_json(trial: Trial) -> dict[str, Any]:
     """Return a trial: bytes, nanoseconds, shares of 1; ``best`` is the remedy to choose."""
     found: dict[str, Any] = {**_without(trial), "best": None if trial.best is None else trial.best.remedy}
+    return found
+
+
+def batches_to_json(batches: Batches) -> dict[str, Any]:
+    """Return a search for the largest batch: bytes and nanoseconds; ``best`` is its number of samples."""
+    found: dict[str, Any] = {**_without(batches), "best": None if batches.best is None else batches.best.samples}
     return found
 
 

@@ -22,17 +22,20 @@ from lightning_memprof.report.document import (
     Table,
     Words,
     code,
+    count,
     duration,
     phrase,
+    rate,
     size,
     text,
 )
-from lightning_memprof.units import percent
+from lightning_memprof.units import format_bytes, format_count, percent
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.batches import Batches, TriedBatch
     from lightning_memprof.analysis.trial import Equality, Outcome, Trial
 
-__all__ = ["listing", "trial_document", "trial_section"]
+__all__ = ["batches_document", "listing", "trial_document", "trial_section"]
 
 _NOTHING: Final = "None of the remedies makes the steps shorter or lowers the peak memory."
 _NONE: Final = "There was no remedy to try."
@@ -129,6 +132,70 @@ def _sections(trial: Trial) -> Iterator[Section]:
     yield Section("overview", "Overview", parts=parts, summary=True)
     if (section := trial_section(trial)) is not None:
         yield section
+
+
+def batches_document(found: Batches) -> Document:
+    """Return the document of a search for the largest batch."""
+    best, limit = found.best, "the device" if found.limit_bytes is None else format_bytes(found.limit_bytes)
+    rows = [
+        (
+            count(row.samples),
+            duration(row.step_ns),
+            rate(row.samples_per_s, "samples/s"),
+            size(row.peak_bytes),
+            text("fits" if row.fits else row.problem or f"needs more than {limit}", "good" if row.fits else "dim"),
+        )
+        for row in found.tried
+    ]
+    table = Table(
+        id="batches",
+        title="Batches",
+        columns=(
+            Column("samples", "count"),
+            Column("step time", "ns"),
+            Column("throughput", "samples/s"),
+            Column("peak memory", "bytes"),
+            Column("result"),
+        ),
+        rows=rows,
+        notes=["One run of each: step times of a busy machine differ."],
+        is_sortable=False,
+        top=None,
+    )
+    fits = "Not even one sample fits" if best is None else f"A batch of {format_count(best.samples, 'sample')} fits"
+    return Document(
+        title=found.program,
+        kind="trial",
+        about=phrase(
+            "the program's own batch has {} samples{}",
+            count(found.samples),
+            text(f" · with {', '.join(found.remedies)}" if found.remedies else ""),
+        ),
+        status="tried",
+        verdict=f"{fits} into {limit}.",
+        why="" if found.refused is None else _refused(found.refused, limit),
+        next="" if best is None else f"DataLoader(..., batch_size={best.samples})",
+        sections=[
+            Section("overview", "Overview", parts=[Lines("Batches", list(map(_batch, found.tried)))], summary=True),
+            Section("batches", "Batches", parts=[table]),
+        ],
+        commands=[Command("lightning-memprof", f"run {found.program}")],
+    )
+
+
+def _batch(row: TriedBatch) -> Line:
+    label = format_count(row.samples, "sample")
+    if row.peak_bytes is None:
+        return Line(label, row.problem, "dim")
+    words = phrase("{} peak, {}", size(row.peak_bytes), rate(row.samples_per_s, "samples/s"))
+    return Line(label, words, "good" if row.fits else "dim")
+
+
+def _refused(row: TriedBatch, limit: str) -> str:
+    samples = format_count(row.samples, "sample")
+    if row.peak_bytes is None:
+        return f"With {samples}: {row.problem}."
+    return f"With {samples} it needs {format_bytes(row.peak_bytes)}, more than {limit}."
 
 
 def trial_section(trial: Trial | None) -> Section | None:
