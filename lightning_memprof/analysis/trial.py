@@ -171,13 +171,17 @@ class Trial:
     notes: tuple[str, ...] = ()
 
     @property
+    def tried(self) -> list[Outcome]:
+        """The outcome of each remedy, and of the winners together."""
+        return [*self.outcomes, *((self.together,) if self.together is not None else ())]
+
+    @property
     def best(self) -> Outcome | None:
         """The outcome with the shortest step; otherwise the one with the lowest peak; None where nothing was gained."""
-        tried: list[Outcome] = [*self.outcomes, *((self.together,) if self.together is not None else ())]
-        faster = [found for found in tried if found.is_faster]
+        faster = [found for found in self.tried if found.is_faster]
         if faster:
             return min(faster, key=lambda found: found.step_ns or 0.0)
-        smaller = [found for found in tried if found.saves_memory]
+        smaller = [found for found in self.tried if found.saves_memory]
         return min(smaller, key=lambda found: found.peak or 0.0, default=None)
 
 

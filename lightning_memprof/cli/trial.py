@@ -74,7 +74,7 @@ def _execute(options: Namespace) -> int:
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}")
     from lightning_memprof.estimation.program import require_program
-    from lightning_memprof.report.printers.html import render_document
+    from lightning_memprof.report.printers.html import trial_to_html
     from lightning_memprof.report.printers.json import trial_to_json
     from lightning_memprof.report.sections.trial import trial_document
     from lightning_memprof.trial.runner import Wanted, try_program
@@ -96,7 +96,7 @@ def _execute(options: Namespace) -> int:
     if view is not None:
         (view.run.directory / TRIED).write_text(json.dumps(trial_to_json(trial)), encoding="utf-8")
     if output is not None:
-        output.write_text(render_document(document, {}), encoding="utf-8")
+        output.write_text(trial_to_html(trial), encoding="utf-8")
     write_document(document, options.format, partial(trial_to_json, trial), is_full=options.all)
     return 0
 

@@ -25,6 +25,7 @@ from lightning_memprof.report.charts.ranks import ranks_chart
 from lightning_memprof.report.charts.steps import run_memory_chart, steps_chart, throughput_chart
 from lightning_memprof.report.charts.system import system_chart
 from lightning_memprof.report.charts.traces import shares_chart, timeline_chart
+from lightning_memprof.report.charts.trial import trial_chart
 from lightning_memprof.report.sections.memory import peak_allocations
 from lightning_memprof.report.sections.snapshots import snapshot_peak
 from lightning_memprof.report.sections.traces import busy_share
@@ -58,6 +59,7 @@ def charts(view: View) -> dict[str, Chart]:
         *_window_memory(view, run),
         ranks_chart(view.across),
         system_chart(run),
+        trial_chart(view.trial),
     ]
     found = {chart.id: chart for chart in made if chart is not None}
     return found | file_charts(view.traces, view.snapshots)

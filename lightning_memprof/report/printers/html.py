@@ -15,21 +15,24 @@ from markupsafe import Markup
 
 from lightning_memprof.report.charts import chart_resources, charts, file_charts
 from lightning_memprof.report.charts.steps import live_chart
+from lightning_memprof.report.charts.trial import trial_chart
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.printers.values import cell_text, clean, more_rows, words_text
 from lightning_memprof.report.sections import document_of
 from lightning_memprof.report.sections.estimate import estimate_document
+from lightning_memprof.report.sections.trial import trial_document
 from lightning_memprof.units import percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_memprof.analysis.estimate import Estimate
+    from lightning_memprof.analysis.trial import Trial
     from lightning_memprof.report.charts import Chart
     from lightning_memprof.report.document import Cell, Column, Document
     from lightning_memprof.report.view import View
 
-__all__ = ["estimate_to_html", "framed", "render_document", "to_html"]
+__all__ = ["estimate_to_html", "framed", "render_document", "to_html", "trial_to_html"]
 
 # No host, no plug-in, no frame, no form; only the scripts that carry this page's nonce.
 POLICY: Final = (
@@ -64,6 +67,12 @@ def estimate_to_html(estimate: Estimate) -> str:
     """Return the page of an estimate, with its chart."""
     drawn = live_chart(estimate.live)
     return render_document(estimate_document(estimate), {} if drawn is None else {drawn.id: drawn})
+
+
+def trial_to_html(trial: Trial) -> str:
+    """Return the page of a trial, with its chart."""
+    drawn = trial_chart(trial)
+    return render_document(trial_document(trial), {} if drawn is None else {drawn.id: drawn})
 
 
 def render_document(document: Document, drawn: Mapping[str, Chart]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.trial import equality_words, promise_words, signed, small_share, tried_words
 from lightning_memprof.report.document import (
     Cell,
+    Chart,
     Column,
     Command,
     Document,
@@ -113,7 +114,6 @@ def _verdict(trial: Trial) -> Words:
 
 
 def _sections(trial: Trial) -> Iterator[Section]:
-    tried = [*trial.outcomes, *((trial.together,) if trial.together is not None else ())]
     parts: list[Part] = [
         Figures(
             [
@@ -123,8 +123,8 @@ def _sections(trial: Trial) -> Iterator[Section]:
             ]
         )
     ]
-    if tried:
-        parts.append(Lines("Remedies", [_line(found) for found in tried]))
+    if trial.tried:
+        parts.append(Lines("Remedies", [_line(found) for found in trial.tried]))
     best = trial.best
     if best is not None:
         parts.append(Lines("Change the program", [Line("change", code(line)) for line in best.code]))
@@ -205,8 +205,7 @@ def trial_section(trial: Trial | None) -> Section | None:
     lead = phrase(
         "Each of {} rounds measured {} steps of {} and of each remedy.", trial.rounds, trial.steps, code(trial.program)
     )
-    tried = [*trial.outcomes, *((trial.together,) if trial.together is not None else ())]
-    return Section("remedies", "Remedies", lead, [_table(tried)])
+    return Section("remedies", "Remedies", lead, [Chart("tried"), _table(trial.tried)])
 
 
 def _line(found: Outcome) -> Line:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
 from kineto import write_trace
+from lightning_memprof.analysis.compare.significance import PairedChange
 from lightning_memprof.analysis.memory.allocations import run_allocations
 from lightning_memprof.analysis.memory.block_lives import BlockLives
 from lightning_memprof.analysis.run.load import load_run
@@ -25,12 +26,14 @@ from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.analysis.trace.device import device_timeline
 from lightning_memprof.analysis.trace.report import trace_report
+from lightning_memprof.analysis.trial import Equality, Outcome, Trial
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.report.charts import Chart, chart_resources, charts, file_charts
 from lightning_memprof.report.charts.embed import inert
 from lightning_memprof.report.charts.holders import holders_chart
 from lightning_memprof.report.charts.memory import memory_chart, offsets
 from lightning_memprof.report.charts.system import system_chart
+from lightning_memprof.report.charts.trial import trial_chart
 from lightning_memprof.report.document import Cell, Facts
 from lightning_memprof.report.document import Chart as Place
 from lightning_memprof.report.files_view import FilesView, files_view
@@ -267,6 +270,29 @@ def test_the_memory_chart_says_that_bytes_from_before_the_window_are_unknown():
     assert drawn is not None
     assert "bytes allocated before the first event, mostly parameters, are unknown and not drawn" in drawn.summary
     assert "from before" not in json.dumps(document(drawn))
+
+
+def test_a_trial_shows_the_interval_and_the_promise_of_each_remedy_that_was_measured():
+    def tried(name: str, change: float, promised: tuple[float, float] | None = None) -> Outcome:
+        interval = PairedChange(change=change, low=change - 0.1, high=change + 0.1)
+        same = Equality(name="bit-equal", difference=0.0)
+        return Outcome(remedy=name, time=interval, step_ns=1.0, promised=promised, equality=same)
+
+    outcomes = (tried("workers=2", -0.4, (0.2, 0.5)), tried("threads=2", 0.05), Outcome(remedy="compile", problem="no"))
+    given = Trial(program="train.py", rounds=5, steps=9, compared=9, step_ns=1.0, peak_bytes=1, outcomes=outcomes)
+    chart = trial_chart(given)
+    assert chart is not None
+    assert "5 rounds" in chart.summary
+    shown = columns(chart, "low")
+    assert [(column["name"], column["change"]) for column in shown] == [
+        (["workers=2"], [-0.4]),
+        (["threads=2"], [0.05]),
+    ]
+    assert [column["low"] for column in shown] == [[pytest.approx(-0.5)], [pytest.approx(-0.05)]]
+    (promise,) = columns(chart, "left")
+    assert (promise["left"], promise["right"]) == ([-0.5], [-0.2])
+    assert trial_chart(None) is None
+    assert trial_chart(replace(given, outcomes=outcomes[2:])) is None
 
 
 def sample(seconds: int, percent: float) -> str:
