@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics as stats
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.findings.measures import torch_threads
 from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, SHORT_STEP_NS, Facts, Finding, Recovery
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.artifacts.series import SavedTensorsRow, ThroughputRow
@@ -98,7 +99,7 @@ def thread_oversubscription(facts: Facts) -> list[Finding]:
     if heaviest is None or not heaviest[0].facts.is_cpu:
         return []
     rank, ledger = heaviest
-    cores, threads = rank.facts.cpu_count, _threads(rank)
+    cores, threads = rank.facts.cpu_count, torch_threads(rank)
     here = len(ranks_on_host(facts, rank))
     if not cores or not threads or not is_oversubscribed(facts, rank) or ledger.steps < MIN_STEPS:
         return []
@@ -142,7 +143,7 @@ def idle_cores(facts: Facts) -> list[Finding]:
     if heaviest is None or not heaviest[0].facts.is_cpu or heaviest[1].steps < MIN_STEPS:
         return []
     rank, ledger = heaviest
-    threads, cores, spent = _threads(rank), _cores_for(facts, rank), _parallel(ledger)
+    threads, cores, spent = torch_threads(rank), _cores_for(facts, rank), _parallel(ledger)
     if not threads or cores < 2 * threads or not spent:
         return []
     saved = spent * (1 - threads / cores) * (ledger.running_ns / ledger.step_ns)
@@ -189,19 +190,13 @@ def _cores_for(facts: Facts, rank: Rank) -> int:
 
 def is_oversubscribed(facts: Facts, rank: Rank) -> bool:
     """Return whether operators use many more threads than there are cores."""
-    cores, threads = rank.facts.cpu_count or 0, _threads(rank) or 0
+    cores, threads = rank.facts.cpu_count or 0, torch_threads(rank) or 0
     return bool(cores) and threads * len(ranks_on_host(facts, rank)) >= OVERSUBSCRIBED * cores
 
 
 def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
     """Return the ranks on the machine of a rank, with it."""
     return [other for other in facts.run.ranks if other.facts.host == rank.facts.host]
-
-
-def _threads(rank: Rank) -> int | None:
-    count = rank.training.threads if rank.training else None
-    started = rank.facts.environment.get("torch_threads")
-    return count or (started if type(started) is int else None)
 
 
 # Anomaly detection keeps a stack for each forward operator and checks each gradient for NaN: 1.4 to 3 times the time.

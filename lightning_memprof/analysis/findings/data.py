@@ -5,7 +5,14 @@ from __future__ import annotations
 import statistics as stats
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.measures import MANY_PER_CORE, rhythm, sample_method, worker_advice
+from lightning_memprof.analysis.findings.measures import (
+    MANY_PER_CORE,
+    cores_of_loading,
+    rhythm,
+    sample_method,
+    torch_threads,
+    worker_advice,
+)
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTABLE,
@@ -84,7 +91,9 @@ def input_bound(facts: Facts) -> list[Finding]:
     """Find steps that wait for their batch, and the DataLoader settings to change.
 
     Recovers at most the wait, at least half of what more workers save: with ``w`` workers, and cores for them, a batch
-    that takes one process ``l`` ns is ready every ``l / w`` ns.
+    that takes one process ``l`` ns is ready every ``l / w`` ns. Where the training process computes while it loads, a
+    step that keeps ``b`` of ``c`` cores busy takes at least ``b / c`` of its time with workers too, and workers may
+    save nothing where operators use all cores.
     """
     worst = facts.worst("data_wait")
     if worst is None:
@@ -99,7 +108,7 @@ def input_bound(facts: Facts) -> list[Finding]:
     loaders = rank.training.dataloaders if rank.training else []
     in_few_steps = _in_few_steps(rank, share, loaders)
     at_epoch_starts = _share_at_epoch_starts(rank)
-    few, worth = rhythm(rank, "data_wait"), _recovery(rank, ledger, loaders, at_epoch_starts)
+    few, worth = rhythm(rank, "data_wait"), _recovery(facts, rank, ledger, loaders, at_epoch_starts)
     why = [f"The wait takes {format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step"]
     why += ["mostly in a few steps"] if in_few_steps else []
     why += [f"{percent(at_epoch_starts)} of it at the start of epochs"] if at_epoch_starts >= EPOCH_STARTS_SHARE else []
@@ -177,18 +186,22 @@ def _restarting(ledger: TimeLedger) -> float:
     return sum(line.ns for line in ledger.of("data_wait") if line.name == RESTART)
 
 
-def _recovery(rank: Rank, ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float) -> Recovery:
+def _recovery(
+    facts: Facts, rank: Rank, ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float
+) -> Recovery:
     wait = ledger.ns("data_wait")
     if at_epoch_starts >= EPOCH_STARTS_SHARE:
         return Recovery(unit="ns", min=wait * at_epoch_starts / 2, max=wait * at_epoch_starts, whole=ledger.running_ns)
     workers = (loaders[0].num_workers or 0) if loaders else 0
-    cores = rank.facts.cpu_count or MORE_WORKERS
-    others = ledger.step_ns - wait
+    cores, others = rank.facts.cpu_count or MORE_WORKERS, ledger.step_ns - wait
     # One batch every `loading` ns from one worker; the loop takes one every `others` ns at best.
     loading = wait if not workers else ledger.step_ns * workers
     wanted = min(MORE_WORKERS, cores) if not workers else min(2 * workers, max(cores, workers))
-    least = max(ledger.step_ns - max(others, loading / wanted), 0.0)
-    return Recovery(unit="ns", min=min(least, wait) / 2, max=wait, whole=ledger.running_ns)
+    least, most = max(ledger.step_ns - max(others, loading / wanted), 0.0), wait
+    if not workers and (busy := cores_of_loading(facts, rank, ledger)) is not None:
+        most = min(wait, max(ledger.step_ns * (1 - busy / cores), 0.0))
+        least = 0.0 if (torch_threads(rank) or 1) >= cores else least
+    return Recovery(unit="ns", min=min(least, most) / 2, max=most, whole=ledger.running_ns)
 
 
 def _in_few_steps(rank: Rank, share: float, loaders: Sequence[DataLoaderFacts]) -> bool:
@@ -250,7 +263,7 @@ def _slowest_part(ledger: TimeLedger, few: Rhythm | None) -> tuple[str, str] | N
 
 
 def _named(loaders: Sequence[DataLoaderFacts], owner: str, part: str) -> str:
-    """Return the name of a part of loading as a program has it: ``Images.__getitem__``."""
+    """Return a part of loading as a program calls it: ``Images.__getitem__``."""
     return {"fetch": f"{owner}.{sample_method(loaders)}", "collate": "collate_fn", "sampler": "the sampler"}[part]
 
 

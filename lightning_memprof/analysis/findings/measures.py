@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.analysis.steps.events import OWN_WORK
+from lightning_memprof.analysis.steps.system import systems
 from lightning_memprof.analysis.steps.workers import loading
 from lightning_memprof.artifacts.series import HookRow
 from lightning_memprof.units import format_count, format_ns
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 __all__ = [
     "MANY_PER_CORE",
     "Rhythm",
+    "cores_of_loading",
     "few_steps",
     "own_marks",
     "own_ns",
     "rhythm",
     "sample_method",
+    "torch_threads",
     "worker_advice",
 ]
 
@@ -56,6 +59,8 @@ LONG_HICCUP_NS: Final = 1_000_000_000
 MIN_PERIODIC: Final = 3
 # From this many workers per core on, more of them do not help.
 MANY_PER_CORE: Final = 4
+# Of a wait for data: then it does not sleep.
+COMPUTING: Final = 0.5
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -215,6 +220,28 @@ def own_ns(rank: Rank, statistics: PulseStatistics) -> int:
         windows_ns = (rank.overhead.windows_ns if rank.overhead else None) or 0
         marks = dict.fromkeys(steps, windows_ns // max(in_windows, 1))
     return sum(marks.get(step, 0) for step in steps) // statistics.used
+
+
+def torch_threads(rank: Rank) -> int | None:
+    """Return how many threads an operator of a rank uses; None where the run does not say."""
+    count = rank.training.threads if rank.training else None
+    started = rank.facts.environment.get("torch_threads")
+    return count or (started if type(started) is int else None)
+
+
+def cores_of_loading(facts: Facts, rank: Rank, ledger: TimeLedger) -> float | None:
+    """Return how many cores the training process keeps busy in recorded steps, if its wait for data mostly computes.
+
+    Operators keep no more than their threads busy; what is left computes in the wait. None where the wait sleeps, or
+    nobody can tell.
+    """
+    figures = next((system.figures for system in systems(facts.run) if system.rank == rank.rank), {})
+    process, threads = figures.get("process_cpu_percent"), torch_threads(rank)
+    if process is None or threads is None:
+        return None
+    wait, busy = ledger.ns("data_wait"), process.mean / 100
+    operators = (ledger.step_ns - wait) * min(threads, rank.facts.cpu_count or threads)
+    return busy if busy * ledger.step_ns - operators >= COMPUTING * wait else None
 
 
 def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, examine, examine_files
 from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.artifacts.sink import RunPlace, Sink
+from lightning_memprof.schedule import Window
 from trace_reports import MS, idle, trace
 
 
@@ -66,6 +69,35 @@ def test_the_part_of_loading_is_named_also_where_the_recorded_steps_wait_less(
     assert advice in finding.next_steps[0]
     # A sampler runs in the training process, whatever the workers are.
     assert ("DataLoader(num_workers=" in finding.next_steps[0]) == (part != "Images.sampler")
+
+
+@pytest.mark.parametrize(
+    ("threads", "busy", "least", "most"),
+    [
+        # Sleeps: workers take the whole wait away, but for what they cannot.
+        (8, 1.0, 1, 40),
+        # Computes, and operators use all cores: a step of 60 ms keeps 4 of 8 cores busy.
+        (8, 4.0, 0, 30),
+        # Computes, and cores are left.
+        (2, 1.3, 1, 40),
+    ],
+)
+def test_workers_need_cores_for_a_loader_that_computes(
+    tmp_path: Path, threads: int, busy: float, least: int, most: int
+) -> None:
+    run = make_run(tmp_path, FakeRun(phases=slow_loading, training={**NO_WORKERS, "threads": threads}))
+    row = {"step": 2, "recorded": True, "time_ns": 1, "process_cpu_percent": 100 * busy, "machine_cpu_percent": 90.0}
+    with closing(Sink(RunPlace(tmp_path, 1), 0)) as sink:
+        sink.write_rows(Window(0, (1,), (2, 3)), "system", [row])
+    (finding,) = (of for of in examine(Facts.of(load_run(run))) if of.rule == "input_bound")
+    assert finding.recovers is not None
+    assert finding.recovers.max == pytest.approx(most * 1e6, rel=0.05)
+    assert (finding.recovers.min > 0) == bool(least)
+
+
+def slow_loading(_: int, step: int) -> Mapping[str, int]:
+    """Steps of 60 ms, of which 40 are a wait."""
+    return {**dict.fromkeys(HEALTHY, 0), "forward": 20_000_000, "data_wait": 40_000_000}
 
 
 @pytest.mark.parametrize("workers", [0, 1, 64])
