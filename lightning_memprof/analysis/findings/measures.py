@@ -232,8 +232,8 @@ def torch_threads(rank: Rank) -> int | None:
 def cores_of_loading(facts: Facts, rank: Rank, ledger: TimeLedger) -> float | None:
     """Return how many cores the training process keeps busy in recorded steps, if its wait for data mostly computes.
 
-    Operators keep no more than their threads busy; what is left computes in the wait. None where the wait sleeps, or
-    nobody can tell.
+    Operators keep no more than their threads busy; further processor time belongs to the wait. None where the wait
+    sleeps, or the run does not say.
     """
     figures = next((system.figures for system in systems(facts.run) if system.rank == rank.rank), {})
     process, threads = figures.get("process_cpu_percent"), torch_threads(rank)
