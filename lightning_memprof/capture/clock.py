@@ -10,25 +10,28 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, UNTRACKED
 from lightning_memprof.capture.observe import gc_callback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from lightning_memprof.capture.base import DeviceTimer
+    from lightning_memprof.capture.base import DeviceTimer, StepTimes
 
     Handler = Callable[[], None] | int
 
-__all__ = ["AcceleratorTimer", "LoggedTimes", "RecentMedian", "StepClock", "device_timer", "gc_pauses"]
+__all__ = ["AcceleratorTimer", "Course", "LoggedTimes", "RecentMedian", "StepClock", "device_timer", "gc_pauses"]
 
 _OTHER: Final = PHASES.index("other")
 # Codes of a clock's log.
 _LEAVE: Final = -1
 _LEAVE_OUT: Final = -2
 _WITHIN: Final = -3
+# A GC pause may be anywhere.
+_MOST_COURSES: Final = 256
 _HOST_ONLY: Final = (PHASES.index("callbacks"), _OTHER)
 
 
@@ -41,43 +44,77 @@ class LoggedTimes:
         start_ns: reading of ``time.perf_counter_ns``.
         end_ns: another.
 
+    Attributes:
+        computed: self times by slot, entries by slot, and self times by phase; None before they are computed.
+
     """
 
-    __slots__ = ("_clock", "_end_ns", "_log", "_start_ns", "_times")
+    __slots__ = ("clock", "computed", "end_ns", "log", "start_ns")
 
     def __init__(self, clock: StepClock, log: list[int], start_ns: int, end_ns: int) -> None:
-        self._clock = clock
-        self._log = log
-        self._start_ns = start_ns
-        self._end_ns = end_ns
-        self._times: tuple[list[int], list[int]] | None = None
+        self.clock = clock
+        self.log = log
+        self.start_ns = start_ns
+        self.end_ns = end_ns
+        self.computed: tuple[list[int], list[int], list[int]] | None = None
 
     @property
     def actions(self) -> tuple[list[int], list[int]]:
         """Self time in nanoseconds by slot, whose sum is the step's duration, and number of entries by slot."""
-        if self._times is None:
-            self._times = self._computed()
-        return self._times
+        return self._computed()[:2]
 
     @property
-    def phases_ns(self) -> tuple[int, ...]:
+    def phases_ns(self) -> list[int]:
         """Self time by phase; the sum is the step's duration."""
-        phases = [0] * len(PHASES)
-        for (_, phase), ns in zip(self._clock.actions, self.actions[0], strict=False):
-            if ns:
-                phases[phase] += ns
-        return tuple(phases)
+        return self._computed()[2]
 
-    def _computed(self) -> tuple[list[int], list[int]]:
-        actions = self._clock.actions
-        spent, entries = [0] * len(actions), [0] * len(actions)
-        entries[0] = 1
-        current, last = 0, self._start_ns
+    @staticmethod
+    def compute(steps: Iterable[StepTimes]) -> None:
+        """Compute the times of many steps at once: a tenth of what they cost one by one."""
+        alike: dict[tuple[StepClock, tuple[int, ...]], list[LoggedTimes]] = {}
+        for times in steps:
+            if isinstance(times, LoggedTimes) and times.computed is None:
+                alike.setdefault((times.clock, tuple(times.log[::2])), []).append(times)
+        for (clock, codes), group in alike.items():
+            course = clock.courses.get(codes)
+            if course is None:
+                if len(clock.courses) >= _MOST_COURSES:
+                    clock.courses.clear()
+                course = clock.courses[codes] = Course(clock, codes)
+            readings = np.array([[times.start_ns, *times.log[1::2], times.end_ns] for times in group], np.int64)
+            spent, phases = (readings @ course.by_slot).tolist(), (readings @ course.by_phase).tolist()
+            for index, times in enumerate(group):
+                times.computed = spent[index], course.entries, phases[index]
+
+    def _computed(self) -> tuple[list[int], list[int], list[int]]:
+        while self.computed is None:
+            self.compute((self,))
+        return self.computed
+
+
+class Course:
+    """The order of the actions in a step, the same for most steps of a run.
+
+    All times are sums and differences of the start of the step, the values in its log, and its end.
+
+    Args:
+        clock: has the slots of the actions, and gets those that are missing.
+        codes: of a log.
+
+    Attributes:
+        by_slot: the factor of each value in the self time of each slot.
+        by_phase: the same for each phase.
+        entries: number of entries by slot.
+
+    """
+
+    def __init__(self, clock: StepClock, codes: tuple[int, ...]) -> None:
+        current, entered = 0, [0]
         stack: list[int] = []
-        pairs = iter(self._log)
-        for code, value in zip(pairs, pairs, strict=True):
+        factors = [(0, 0, -1)]
+        for index, code in enumerate(codes, 1):
             if code == _LEAVE_OUT:
-                last += value
+                factors.append((index, current, -1))
                 continue
             if code == _LEAVE:
                 if not stack:
@@ -86,16 +123,18 @@ class LoggedTimes:
             else:
                 following = code
                 if code <= _WITHIN:
-                    following = self._clock.slot(self._clock.within[_WITHIN - code], actions[current][1])
-                    missing = len(actions) - len(spent)
-                    spent += [0] * missing
-                    entries += [0] * missing
+                    following = clock.slot(clock.within[_WITHIN - code], clock.actions[current][1])
                 stack.append(current)
-                entries[following] += 1
-            spent[current] += value - last
-            last, current = value, following
-        spent[current] += self._end_ns - last
-        return spent, entries
+                entered.append(following)
+            factors += [(index, current, 1), (index, following, -1)]
+            current = following
+        factors.append((len(codes) + 1, current, 1))
+        self.entries = [entered.count(slot) for slot in range(len(clock.actions))]
+        self.by_slot = np.zeros((len(codes) + 2, len(clock.actions)), np.int64)
+        self.by_phase = np.zeros((len(codes) + 2, len(PHASES)), np.int64)
+        for index, slot, factor in factors:
+            self.by_slot[index, slot] += factor
+            self.by_phase[index, clock.actions[slot][1]] += factor
 
 
 class StepClock:
@@ -114,6 +153,7 @@ class StepClock:
         actions: name and index of the phase of each slot.
         start_ns: reading of ``time.perf_counter_ns`` where the step began.
         within: the actions that take the phase around them, by the index in their codes.
+        courses: those of its steps so far, by the codes of a log.
         log: adds to the log; without a device the cheapest way to enter and leave.
 
     """
@@ -125,6 +165,7 @@ class StepClock:
         self._slots: dict[tuple[str, int], int] = {}
         self._within: dict[str, int] = {}
         self.within: list[str] = []
+        self.courses: dict[tuple[int, ...], Course] = {}
         self._log: list[int] = []
         self.log: Callable[[tuple[int, int]], None] = self._log.extend
         self._first_ns = 0

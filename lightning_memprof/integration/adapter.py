@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["Adapter", "LogLines"]
 
 log = logging.getLogger(__name__)
+
+# The hooks of a batch, and what they pass to listeners.
+_BATCH_HOOKS: Final[dict[str, Literal["batch", "loss"] | None]] = {
+    "on_train_batch_start": "batch", "on_before_backward": "loss",
+    **dict.fromkeys(("on_train_batch_end", "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")),
+    **{f"on_{stage}_batch_start": "batch" for stage in ("validation", "test", "predict")},
+    **dict.fromkeys(f"on_{stage}_batch_end" for stage in ("validation", "test", "predict")),
+}  # fmt: skip
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -112,7 +120,10 @@ class Adapter(Callback):
         if trainer.is_global_zero:
             self._log_lines.show()
         try:
-            self._attachments[id(trainer)] = Attachment(trainer, stage, settings, self._place, Adapter)
+            attachment = Attachment(trainer, stage, settings, self._place, Adapter)
+            self._attachments[id(trainer)] = attachment
+            attachment.tensors.changed = self._choose_hooks
+            self._choose_hooks()
         except MemprofError:
             self._log_lines.hide()
             raise
@@ -179,7 +190,20 @@ class Adapter(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the state of a running process."""
-        return {**vars(self), "_attachments": {}, "_log_lines": LogLines()}
+        shown = {name: value for name, value in vars(self).items() if value is not None or name not in _BATCH_HOOKS}
+        return {**shown, "_attachments": {}, "_log_lines": LogLines()}
+
+    def _choose_hooks(self) -> None:
+        """Hide the hooks of a batch that have nothing to do: Lightning skips them, which saves it 2 µs for each."""
+        feeds = [attachment.tensors for attachment in self._attachments.values()]
+        # A callback of the program may call the hooks of one that the Trainer does not have.
+        can_hide = bool(feeds) and all(feed.is_callback(self) for feed in feeds)
+        for name, kind in _BATCH_HOOKS.items():
+            is_own = getattr(type(self), name) in (getattr(Adapter, name), getattr(Callback, name))
+            if can_hide and is_own and not any(kind and feed.listeners[kind] for feed in feeds):
+                vars(self).setdefault(name, None)
+            elif vars(self).get(name, self) is None:
+                del vars(self)[name]
 
     def _pass(self, trainer: Trainer, kind: Literal["batch", "loss"], value: Any) -> None:
         attachment = self._attachments.get(id(trainer))
@@ -213,5 +237,6 @@ class Adapter(Callback):
             log.warning("the last files of the run cannot be written (%s)", describe(error), exc_info=True)
         finally:
             attachment.release()
+            self._choose_hooks()
             if not self._attachments:
                 self._log_lines.hide()

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 REPORT_VARIABLE: Final = "LIGHTNING_MEMPROF_REPORT"
 """Set to ``0``, it disables the report of every run of this environment, whatever ``OutputOptions(report=...)`` is."""
 
-# Enough steps for a typical step time; each costs a third of a microsecond.
+# Enough steps for a typical step time.
 _LAST_STEPS: Final = 512
 _TABLE_SECONDS: Final = 300
 # Without our pipes, whose end a caller waits for, and without the terminal, whose Ctrl-C is not for this process. The
@@ -60,17 +60,12 @@ class RankSummaries(Collector):
     every_rank: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._times: deque[StepTime] = deque(maxlen=_LAST_STEPS)
+        self._records: deque[StepRecord] = deque(maxlen=_LAST_STEPS)
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
-        """Keep the times of the last steps."""
-        times = self._times
-
-        def on_step(record: StepRecord) -> None:
-            times.append(StepTime(record.step, record.window, record.duration_ns, record.phases_ns))
-
-        yield on_step
+        """Keep the last steps."""
+        yield self._records.append
 
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
@@ -78,7 +73,7 @@ class RankSummaries(Collector):
         try:
             yield None
         finally:
-            times = list(self._times)
+            times = [StepTime(each.step, each.window, each.duration_ns, each.phases_ns) for each in self._records]
             run.in_background(lambda: _write_summary(run, window, times), collector=self.name, window=window)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, Trainer
 
     from lightning_memprof.capture.observe import Link
 
@@ -235,12 +235,14 @@ class TensorFeed:
 
     Attributes:
         listeners: functions that get each batch, and those that get each loss; empty outside windows.
+        changed: called when one was added or removed.
 
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.listeners: dict[Literal["batch", "loss"], list[Callable[[Any], None]]] = {"batch": [], "loss": []}
+        self.changed: Callable[[], None] = lambda: None
 
     @contextmanager
     def listen(
@@ -248,11 +250,17 @@ class TensorFeed:
     ) -> Iterator[None]:
         """Call ``batch`` with each batch, and ``loss`` with the root of each backward, while the context is open."""
         with ExitStack() as undo:
+            undo.callback(self.changed)
             for listeners, listener in ((self.listeners["batch"], batch), (self.listeners["loss"], loss)):
                 if listener is not None:
                     listeners.append(listener)
                     undo.callback(listeners.remove, listener)
+            self.changed()
             yield
+
+    def is_callback(self, callback: Callback) -> bool:
+        """Return whether the Trainer has the callback itself."""
+        return any(each is callback for each in self._trainer.callbacks)  # type: ignore[attr-defined]
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Return the Trainer's optimizers."""

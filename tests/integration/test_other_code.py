@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.profilers import Profiler
 
 from lightning_memprof import (
@@ -354,3 +355,95 @@ def test_a_profiler_that_hides_its_actions_changes_nothing_for_the_training(
     assert training.global_step == 12
     assert "were recorded: Hiding" in caplog.text
     assert any("were recorded: Hiding" in row["message"] for row in rows_of(only_run(tmp_path), "note"))
+
+
+class Actions(Profiler):
+    """Counts the actions of every step by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def start(self, action_name: str) -> None:
+        self.seen.append(action_name)
+
+    def stop(self, action_name: str) -> None:
+        pass
+
+
+BATCH_HOOKS = (
+    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step",
+)  # fmt: skip
+
+
+class OfBatches(Collector):
+    """Listens to the batches of a window."""
+
+    name = "of_batches"
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    @contextmanager
+    def record(self, run: Any, window: Any) -> Iterator[None]:
+        with run.training.listen(batch=self.batches.append):
+            yield None
+
+
+def test_lightning_calls_the_hooks_of_a_batch_only_where_something_listens(tmp_path: Path) -> None:
+    ours, actions = OfBatches(), Actions()
+    callback = MemProfilerCallback(
+        collectors=[Pulse(), ours],
+        schedule=Schedule(wait=2, warmup=0, active=2, repeat=1),
+        output=OutputOptions(summary=False, on_error="raise"),
+    )
+    during: list[tuple[set[str], set[str]]] = []
+
+    class Copied(Perceptron):
+        def on_train_batch_end(self, *_: Any) -> None:
+            state = callback.__getstate__()
+            during.append((set(BATCH_HOOKS) & vars(callback).keys(), set(BATCH_HOOKS) & state.keys()))
+
+    made = trainer(tmp_path, callback, profiler=actions, max_steps=6)
+    made.fit(Copied(), loader(6))
+    assert len(ours.batches) == 2
+    prefix = "[Callback]MemProfilerCallback."
+    called = [name.removeprefix(prefix) for name in actions.seen if name.startswith(prefix)]
+    assert [name for name in called if name in BATCH_HOOKS] == ["on_train_batch_start"] * 2
+    quiet, window = set(BATCH_HOOKS), set(BATCH_HOOKS) - {"on_train_batch_start"}
+    assert during == [(quiet, set()), (quiet, set()), (window, set()), (window, set()), (quiet, set()), (quiet, set())]
+    assert not set(BATCH_HOOKS) & vars(callback).keys()
+
+
+def test_a_hook_that_a_subclass_or_the_program_adds_is_called(tmp_path: Path) -> None:
+    class Counting(MemProfilerCallback):
+        ends = 0
+
+        def on_train_batch_end(self, *values: Any) -> None:
+            super().on_train_batch_end(*values)
+            self.ends += 1
+
+    callback = Counting(collectors=[Pulse()], output=OutputOptions(summary=False, on_error="raise"))
+    seen: list[Any] = []
+    vars(callback)["on_after_backward"] = lambda *values: seen.append(values)
+    trainer(tmp_path, callback, max_steps=4).fit(Perceptron(), loader(4))
+    assert callback.ends == len(seen) == 4
+    assert vars(callback)["on_after_backward"] is not None
+
+
+def test_a_callback_that_passes_its_hooks_on_keeps_all_of_them(tmp_path: Path) -> None:
+    inner = MemProfilerCallback(collectors=[Pulse()], output=OutputOptions(summary=False, on_error="raise"))
+
+    class Forwarding(Callback):
+        """Owns the callback; the Trainer knows this one only."""
+
+        def __getattribute__(self, name: str) -> Any:
+            return (
+                getattr(inner, name)
+                if name.startswith(("on_", "setup", "teardown"))
+                else super().__getattribute__(name)
+            )
+
+    trainer(tmp_path, Forwarding(), max_steps=4).fit(Perceptron(), loader(4))
+    assert [row["step"] for row in read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")] == [0, 1, 2, 3]

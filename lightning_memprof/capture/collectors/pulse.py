@@ -6,7 +6,7 @@ import heapq
 import os
 from collections import deque
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import compress, pairwise
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from lightning_memprof.artifacts.files import own_temporary
@@ -23,7 +23,7 @@ from lightning_memprof.artifacts.series import (
 )
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
-from lightning_memprof.capture.clock import RecentMedian, StepClock, gc_pauses
+from lightning_memprof.capture.clock import LoggedTimes, RecentMedian, StepClock, gc_pauses
 from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes, without_statistics
 
@@ -127,7 +127,7 @@ class PulseWriter:
         self._file.write((",".join(PULSE_COLUMNS) + "\n").encode())
         # A step, and RSS, device peak and wait for a core where they were read.
         self._waiting: deque[tuple[StepRecord, tuple[int | None, int | None, int | None]]] = deque()
-        self._complete: list[tuple[PulseRow, StepRecord]] = []
+        self._complete: list[tuple[StepRecord, tuple[int | None, ...]]] = []
         self._added = 0
         self._flushed_ns = 0
         self._memory_due_ns = 0
@@ -142,7 +142,7 @@ class PulseWriter:
             peak = None if self._device is None else peak_allocated_bytes(self._device)
             self._waiting.append((record, (self._resident.read(), peak, self._core_wait.read())))
         if self._timer is not None:
-            self._make_rows()
+            self._complete_steps()
         self._added += 1
         if self._added >= _CHUNK_ROWS or record.start_ns - self._flushed_ns > _CHUNK_NS:
             self._added, self._flushed_ns = 0, record.start_ns
@@ -150,10 +150,12 @@ class PulseWriter:
 
     def flush(self) -> None:
         """Write the complete rows."""
-        self._make_rows()
+        self._complete_steps()
         complete, self._complete = self._complete, []
         if complete:
-            rows, records = [row for row, _ in complete], [record for _, record in complete]
+            records = [record for record, _ in complete]
+            LoggedTimes.compute(record.times for record in records)
+            rows = [PulseRow(*record[:6], *record.times.phases_ns, *rest) for record, rest in complete]
             # On a full disk these rows are lost; nothing may follow a partial row.
             self._file.write(encode_pulse(rows).encode())
             self._file.flush()
@@ -162,7 +164,7 @@ class PulseWriter:
     def close(self) -> None:
         """Write all rows; timestamps that the device has not reached stay empty."""
         try:
-            self._make_rows()
+            self._complete_steps()
             self._timer = None
             self.flush()
         finally:
@@ -171,15 +173,14 @@ class PulseWriter:
             # On a full disk closing fails too.
             self._file.close()
 
-    def _make_rows(self) -> None:
+    def _complete_steps(self) -> None:
         timer, waiting = self._timer, self._waiting
         while waiting:
             record, (*memory, core_wait_ns) = waiting[0]
             if timer is not None and record.moments and not timer.reached(record.moments[-1][1]):
                 return
             device = _NO_DEVICE if timer is None else device_columns(record, timer)
-            row: tuple[int | None, ...] = (*record[:6], *record.times.phases_ns, *memory, *device, core_wait_ns)
-            self._complete.append((PulseRow(*row), record))
+            self._complete.append((record, (*memory, *device, core_wait_ns)))
             waiting.popleft()
 
 
@@ -208,15 +209,14 @@ class ActionTotals:
 
     def add(self, records: Sequence[StepRecord]) -> None:
         """Add steps; many at once: one step alone costs three times as much."""
-        for record in records:
-            if self._is_first:
-                self._is_first = False
-            elif record.window is None:
-                # The means that a stall is compared with do not include it.
-                self._watch(record)
-                self._outside.add(record)
-            else:
-                self._inside.add(record)
+        counted = records[1:] if self._is_first else records
+        self._is_first = False
+        outside = [record for record in counted if record.window is None]
+        self._outside.add(outside)
+        self._inside.add([record for record in counted if record.window is not None])
+        # That the means include a stall does not change the action that exceeds its mean by the most.
+        for record in outside:
+            self._watch(record)
         if self._written_ns is None:
             self._written_ns = records[0].start_ns
         if records[-1].start_ns - self._written_ns > _ACTIONS_NS:
@@ -283,20 +283,19 @@ class _Totals:
         self.steps = 0
         self.of: dict[int, list[int]] = {}
 
-    def add(self, record: StepRecord) -> None:
-        self.steps += 1
-        of, step = self.of, record.step
-        spent, entries = record.times.actions
-        for slot in compress(range(len(entries)), entries):
-            ns = spent[slot]
-            if slot in of:
-                total = of[slot]
-                total[0] += entries[slot]
-                total[1] += ns
-                if ns > total[2]:
-                    total[2], total[3] = ns, step
-            else:
-                of[slot] = [entries[slot], ns, ns, step]
+    def add(self, records: Sequence[StepRecord]) -> None:
+        """Add steps, all of them action by action."""
+        self.steps += len(records)
+        spent, entries = zip(*(record.times.actions for record in records), strict=True) if records else ((), ())
+        # Later steps may have more slots.
+        by_slot = zip(zip_longest(*spent, fillvalue=0), zip_longest(*entries, fillvalue=0), strict=True)
+        for slot, (times, counts) in enumerate(by_slot):
+            if count := sum(counts):
+                total = self.of.setdefault(slot, [0, 0, -1, 0])
+                total[0] += count
+                total[1] += sum(times)
+                if (most := max(times)) > total[2]:
+                    total[2], total[3] = most, records[times.index(most)].step
 
     def mean_ns(self, slot: int) -> float:
         return self.of[slot][1] / self.steps if slot in self.of else 0.0

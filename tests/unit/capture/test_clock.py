@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fake_devices import FakeCuda, FakeTimer
 from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, PULSE_COLUMNS, UNTRACKED
 from lightning_memprof.capture.base import StepRecord, unix_offset_ns
-from lightning_memprof.capture.clock import AcceleratorTimer, StepClock, device_timer, gc_pauses
+from lightning_memprof.capture.clock import AcceleratorTimer, LoggedTimes, StepClock, device_timer, gc_pauses
 from lightning_memprof.capture.collectors.pulse import device_columns
 
 FORWARD, BACKWARD, CALLBACKS, OTHER = (PHASES.index(name) for name in ("forward", "backward", "callbacks", "other"))
@@ -94,6 +94,47 @@ def test_on_the_device_the_columns_are_exclusive_times_and_sum_to_its_step(taken
         name: expected[index] for index, name in enumerate(PHASES) if name != "callbacks"
     }
     assert timer.held == []
+
+
+@given(st.lists(moves, min_size=1, max_size=6))
+def test_many_steps_computed_at_once_have_the_times_of_each(steps: list[Moves]) -> None:
+    # Twice: steps with the same order of actions are computed together, with other lengths.
+    steps += [[(3 * ns + 1, phase) for ns, phase in taken] for taken in steps]
+    clock = StepClock(None)
+    now = SimpleNamespace(ns=10**15)
+    records = []
+    with mock.patch("lightning_memprof.capture.clock.perf_counter_ns", side_effect=lambda: now.ns):
+        for taken in steps:
+            clock.start()
+            for index, (ns, phase) in enumerate(taken):
+                now.ns += ns
+                if index % 3 == 2:
+                    now.ns += 17
+                    clock.leave_out(17)
+                if phase is None:
+                    clock.leave()
+                else:
+                    enter(clock, phase)
+            records.append(record_of(clock))
+    LoggedTimes.compute(record.times for record in records)
+    assert [list(record.phases_ns) for record in records] == [exclusive_times(taken, device=False) for taken in steps]
+    assert [sum(record.times.actions[0]) for record in records] == [record.duration_ns for record in records]
+    entered = [1 + sum(phase is not None for _, phase in taken) for taken in steps]
+    assert [sum(record.times.actions[1]) for record in records] == entered
+
+
+def test_steps_that_are_all_different_keep_a_bounded_number_of_courses() -> None:
+    clock = StepClock(None)
+    records = []
+    for step in range(600):
+        clock.start()
+        for bit in range(10):
+            enter(clock, FORWARD if step >> bit & 1 else BACKWARD)
+            clock.leave()
+        records.append(record_of(clock))
+    LoggedTimes.compute(record.times for record in records)
+    assert all(sum(record.phases_ns) == record.duration_ns for record in records)
+    assert len(clock.courses) <= 256
 
 
 def test_the_real_clock_sums_exactly_too() -> None:
