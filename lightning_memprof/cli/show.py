@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -100,8 +101,13 @@ def show(
 
 
 def _chosen(document: Document, sections: Sequence[str]) -> Document:
+    from lightning_memprof.report.sections import EMPTY_SECTIONS
+
     known = [section.id for section in document.sections]
     for name in sections:
-        if name not in known:
+        if name in known:
+            continue
+        if document.kind != "run" or name not in EMPTY_SECTIONS:
             raise ConfigError(f"--section {name}: unknown section; this document has {', '.join(known)}")
+        print(f"memprof: --section {name}: nothing to show: {EMPTY_SECTIONS[name]}", file=sys.stderr)
     return document.only(sections) if sections else document

@@ -222,8 +222,8 @@ def load_options(path: Path) -> dict[str, Any]:
     try:
         fault = options_fault(path)
         options = {} if fault else parser.instantiate_classes(parser.parse_path(str(path)))
-    except Exception as error:
-        raise _invalid_options(path, str(error)) from error
+    except Exception as error:  # noqa: BLE001 jsonargparse raises several kinds, each with the traceback of its attempts
+        raise _invalid_options(path, str(error)) from None
     if fault:
         raise _invalid_options(path, fault)
     return dict(options)

@@ -111,7 +111,8 @@ def available_collectors(run: RunContext, trainer: Trainer, settings: Settings) 
     for collector, _, reason in missing:
         manifest.append("unavailable", collector=collector.name, reason=reason)
         if trainer.is_global_zero:
-            log.info("%s: collector %s is disabled", reason, collector.name)
+            # The page has it in its notes; most machines lack something.
+            log.debug("%s: collector %s is disabled", reason, collector.name)
     return available
 
 

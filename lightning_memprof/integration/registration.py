@@ -6,6 +6,7 @@ The entry points make ``profiler="fts_extended"`` known, and attach the callback
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.util
 import logging
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
+    "OPTIONS",
     "PROFILER_NAME",
     "check_lightning",
     "lightning_callbacks",
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 
 PROFILER_NAME: Final = "fts_extended"
 ENVIRONMENT_VARIABLE: Final = "LIGHTNING_MEMPROF"
+# The parameters of MemProfilerCallback, which cannot be imported here: that takes seconds.
+OPTIONS: Final = ("schedule", "collectors", "ranks", "triggers", "budget", "output")
 _OFF: Final = ("", "0", "false", "no", "off")
 _ON: Final = ("1", "true", "yes", "on")
 # Counted with expanded aliases: a few lines of aliases of aliases can expand to more than the memory of a machine.
@@ -148,7 +152,7 @@ def _is_jsonargparse(frame: FrameType | None) -> bool:
 
 
 def options_fault(path: Path) -> str | None:
-    """Return in one line why a file cannot contain options, or None where it is YAML of a sensible size.
+    """Return in one line why a file cannot contain options, or None where it is YAML with names of options.
 
     Raises:
         OSError: the file is unreadable, or is not a regular file.
@@ -164,7 +168,13 @@ def options_fault(path: Path) -> str | None:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         # A date in a 13th month is a ValueError.
         return " ".join(str(error).split())[:_MAX_MESSAGE]
-    return None if _is_small(data) else f"it has more than {_MAX_VALUES:,} values, or a value that contains itself"
+    if not _is_small(data):
+        return f"it has more than {_MAX_VALUES:,} values, or a value that contains itself"
+    unknown = [str(name) for name in data if name not in OPTIONS] if isinstance(data, dict) else []
+    if not unknown:
+        return None
+    near = difflib.get_close_matches(unknown[0], OPTIONS, 1) or OPTIONS
+    return f"there is no option {unknown[0]!r}; did you mean {', '.join(near)}?"
 
 
 def _is_small(data: Any) -> bool:

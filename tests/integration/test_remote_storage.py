@@ -141,7 +141,7 @@ def test_a_place_without_a_run_is_said_with_its_url(tmp_path: Path) -> None:
     for name in ("a", "b"):
         fsspec.filesystem("memory").pipe_file(f"/bucket/exp/{name}/memprofiler/manifest.rank00000.jsonl", b"")
     with (
-        pytest.raises(ArtifactError, match=f"{URL}: contains 2 runs; choose one: {URL}/a, {URL}/b"),
+        pytest.raises(ArtifactError, match=f"{URL}: contains 2 runs; name one, newest first: {URL}/[ab], {URL}/[ab]"),
         local_run(URL),
     ):
         pass

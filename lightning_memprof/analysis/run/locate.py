@@ -117,9 +117,10 @@ def find_run(path: Path) -> Place:
         raise ArtifactError(msg)
     found = _place(homes[0])
     if len(homes) > 1 or found is None:
-        listed = ", ".join(str(home) for home in homes[:MAX_LISTED])
+        newest_first = sorted(homes, key=_age)
+        listed = ", ".join(shown_path(home) for home in newest_first[:MAX_LISTED])
         more = f" and {len(homes) - MAX_LISTED} more" if len(homes) > MAX_LISTED else ""
-        raise ArtifactError(f"{path}: contains {len(homes)} runs; choose one: {listed}{more}")
+        raise ArtifactError(f"{path}: contains {len(homes)} runs; name one, newest first: {listed}{more}")
     return found
 
 
@@ -132,7 +133,7 @@ def newest_run(path: Path) -> Path:
     homes = [] if is_run_directory(path.absolute()) else _homes(Walk(path))
     if len({home.parent for home in homes}) != 1:
         return path
-    return max(homes, key=lambda home: (_runs_in(home)[-1].stat().st_mtime_ns, home))
+    return min(homes, key=_age)
 
 
 def has_run(path: Path) -> bool:
@@ -234,6 +235,11 @@ def _runs_in(home: Path) -> list[Path]:
         return []
     runs = sorted((number, name) for (base, number), name in names if base == RUN_DIRECTORY)
     return [home / name for _, name in runs if is_run_directory(home / name)]
+
+
+def _age(home: Path) -> tuple[int, Path]:
+    """Return a key that sorts log directories with runs, newest first."""
+    return -_runs_in(home)[-1].stat().st_mtime_ns, home
 
 
 def _place(home: Path) -> Place | None:

@@ -50,7 +50,19 @@ if TYPE_CHECKING:
 
     from lightning_memprof.report.view import View
 
-__all__ = ["document_of", "files_document", "run_document"]
+__all__ = ["EMPTY_SECTIONS", "document_of", "files_document", "run_document"]
+
+# A run has these sections only where there is something in them; otherwise this is what there is to say.
+EMPTY_SECTIONS: Final = {
+    "oom": "no out-of-memory error was recorded",
+    "hangs": "no step exceeded its limit",
+    "holders": "no search for holders: memory did not grow enough",
+    "tried": "no remedy was tried",
+    "ranks": "the run has one rank",
+    "workers": "no DataLoader workers were recorded",
+    "traces": "no operator trace was recorded",
+    "snapshots": "no allocator snapshot was recorded",
+}
 
 MAX_NAMED: Final = 16
 # A damaged manifest may name any number of ranks.

@@ -50,6 +50,7 @@ def test_options_of_estimate_may_follow_the_program_where_they_cannot_be_its_own
         (["--config", "nothing.yaml", "train.py"], "nothing.yaml"),
         (["--config", ".", "train.py"], "directory"),
         (["--config", "broken.yaml", "train.py"], "not a YAML file"),
+        (["--config", "misspelled.yaml", "train.py"], "no option 'schedul'; did you mean schedule?"),
         (["-m", "no_such_package.train"], "no_such_package"),
         (["-m", ""], "no module"),
         (["-m"], "no module"),
@@ -59,6 +60,7 @@ def test_what_is_not_there_is_said_before_anything_runs(arguments, words, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("the program was started"))
     (tmp_path / "train.py").touch()
+    (tmp_path / "misspelled.yaml").write_text("schedul: {wait: 1}")
     (tmp_path / "broken.yaml").write_text("schedule: {wait: 1\nother: ]")
     assert main(["run", *arguments]) == 1
     err = capsys.readouterr().err

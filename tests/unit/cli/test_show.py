@@ -45,7 +45,8 @@ def test_show_without_a_target_shows_the_newest_of_the_runs_beside_each_other(
     assert "report lightning_logs/version_10" in capsys.readouterr().out
     make_run(tmp_path / "other" / "version_0")
     assert main(["show"]) == 1
-    assert ".: contains 4 runs; choose one: " in capsys.readouterr().err
+    newest = "other/version_0, lightning_logs/version_10, lightning_logs/version_2, lightning_logs/version_0"
+    assert f".: contains 4 runs; name one, newest first: {newest}\n" in capsys.readouterr().err
 
 
 def test_show_without_a_target_and_a_run_says_what_to_do(
@@ -179,6 +180,16 @@ def test_sections_and_the_full_document_are_json_too_and_an_unknown_section_is_r
     assert len(json.loads(capsys.readouterr().out)["sections"]) > 5
     with pytest.raises(ConfigError, match="--section nope: unknown section; this document has overview, steps"):
         show(str(tmp_path), sections=["nope"])
+
+
+def test_a_section_without_anything_in_it_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path)
+    assert show(str(tmp_path), sections=["hangs", "memory"]) == 0
+    page, note = capsys.readouterr()
+    assert note == "memprof: --section hangs: nothing to show: no step exceeded its limit\n"
+    assert page.startswith("Memory ")
+    assert show(str(tmp_path), "json", sections=["holders"]) == 0
+    assert json.loads(capsys.readouterr().out)["sections"] == []
 
 
 def test_a_trace_that_is_torn_costs_the_sites_and_nothing_else(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from lightning_memprof import ConfigError
 from lightning_memprof.cli.main import main
 from lightning_memprof.integration.callback import load_options
+from lightning_memprof.integration.registration import OPTIONS
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -113,3 +115,9 @@ def test_a_file_of_options_that_is_hostile_is_one_line_and_makes_nothing(
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.yaml", "train.py"]
+
+
+def test_the_names_of_options_are_the_callbacks_parameters():
+    from lightning_memprof import MemProfilerCallback
+
+    assert list(inspect.signature(MemProfilerCallback).parameters) == list(OPTIONS)

@@ -52,7 +52,7 @@ def test_of_several_runs_in_one_log_directory_the_newest_is_read_and_the_others_
 def test_several_log_directories_are_listed_and_one_must_be_named(tmp_path: Path) -> None:
     for version in ("version_0", "version_1"):
         make_run(tmp_path / version)
-    with pytest.raises(ArtifactError, match=r"contains 2 runs; choose one: .*version_0, .*version_1"):
+    with pytest.raises(ArtifactError, match=r"contains 2 runs; name one, newest first: .*version_\d, .*version_\d"):
         load_run(tmp_path)
 
 
