@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-__all__ = ["main"]
-
 # 128 + the number of SIGINT, as a shell reports a program that it ended.
 _INTERRUPTED: Final = 130
 

@@ -5,19 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = [
-    "AT_ONCE_US",
-    "GIB",
-    "KIB",
-    "MIB",
-    "format_bytes",
-    "format_count",
-    "format_list",
-    "format_ns",
-    "nanoseconds",
-    "percent",
-]
-
 KIB: Final = 1024
 MIB: Final = 1024**2
 GIB: Final = 1024**3

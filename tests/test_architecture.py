@@ -61,7 +61,7 @@ ONE_BY_DESIGN = {
     "report/sections/": "a section per module, listed in one place",
 }
 # Modules above MIRRORED_LINES without a test file of their own name; may only become fewer.
-UNMIRRORED = 125
+UNMIRRORED = 95
 
 TOP_LEVEL = {
     "CHANGELOG.md",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Batches", "TriedBatch", "largest_fitting"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TriedBatch:
@@ -18,7 +16,6 @@ class TriedBatch:
         peak_bytes: peak memory; None where it did not run to its end.
         step_ns: mean step time of its one run; None as well.
         problem: why it did not run to its end.
-
     """
 
     samples: int
@@ -44,7 +41,6 @@ class Batches:
         limit_bytes: memory that a run may use; None for all of the device.
         is_device: whether that is the device's memory, not the host's.
         tried: by batch size.
-
     """
 
     program: str
@@ -75,7 +71,6 @@ def largest_fitting(fits: Callable[[int], bool], first: int, most: int, toleranc
         first: the number to begin with.
         most: the largest that is tried.
         tolerance: how much less than the largest the result may be, as a share of it.
-
     """
     fitting, failing = 0, most + 1
     number = min(max(first, 1), most)

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["Frame", "is_library", "native_site", "parse_frame", "user_frame"]
-
 _LIBRARIES: Final = frozenset(
     {
         "functorch",
@@ -81,7 +79,6 @@ def user_frame(stack: Iterable[Frame]) -> Frame | None:
 
     Args:
         stack: frames, innermost first.
-
     """
     return next((frame for frame in stack if not is_library(frame.filename)), None)
 

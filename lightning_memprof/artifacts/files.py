@@ -15,8 +15,6 @@ from lightning_memprof.artifacts.naming import temporary_name
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import MIB, format_bytes
 
-__all__ = ["MOST_BYTES", "open_plain", "own_temporary", "place_of", "read_object", "read_plain"]
-
 MOST_BYTES: Final = 512 * MIB
 """Limit of a file that is read whole; its rows take about 30 times as much."""
 
@@ -33,7 +31,6 @@ def open_plain(path: str | Path, *, buffering: int = -1, most: int | None = None
     Raises:
         OSError: it cannot be opened, is not a regular file, or is longer than ``most`` bytes; a sparse file, which
             takes no disk space, may be of any length.
-
     """
     _check(os.stat(path))  # noqa: PTH116 making a Path takes as long as the call
     opened = os.open(path, _FLAGS)
@@ -50,7 +47,6 @@ def read_plain(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
     Raises:
         OSError: it cannot be read, or :func:`open_plain` refuses it.
-
     """
     with open_plain(path, buffering=0, most=most) as stream:
         # The requested size is allocated first. One call reads 2 GiB at most; no limit here is larger.
@@ -65,7 +61,6 @@ def read_object(path: Path, kind: type[_Object], noun: str) -> _Object | None:
 
     Raises:
         ArtifactError: the file is damaged.
-
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
@@ -83,7 +78,6 @@ def place_of(out: Path) -> Path:
 
     Raises:
         OSError: it has no name, or is something other than a regular file.
-
     """
     if not out.name or "\0" in os.fspath(out):
         raise OSError(errno.EINVAL, "not the name of a file")
@@ -100,7 +94,6 @@ def own_temporary(place: Path) -> Path:
 
     Raises:
         OSError: the existing file cannot be removed.
-
     """
     temporary = place.with_name(temporary_name(place.name))
     temporary.unlink(missing_ok=True)

@@ -10,10 +10,12 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -21,33 +23,6 @@ from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.rows import DAMAGE, Int64, OpenRow, Row, decode_line, salvaged
 from lightning_memprof.artifacts.secrets import FREE_TEXTS, masking
 from lightning_memprof.units import format_count
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-__all__ = [
-    "MOST_LINES",
-    "SCHEMA_VERSION",
-    "ArtifactRow",
-    "BudgetRow",
-    "DataLoaderFacts",
-    "EndRow",
-    "ErrorRow",
-    "Manifest",
-    "ManifestWriter",
-    "NoteRow",
-    "OomRow",
-    "OptimizerFacts",
-    "OverheadFacts",
-    "RemovedRow",
-    "RunFacts",
-    "TrainingFacts",
-    "UnavailableRow",
-    "WindowRow",
-    "decode_fact",
-    "read_manifest",
-]
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +225,6 @@ class ManifestWriter:
 
     Args:
         path: the file; created where it is missing.
-
     """
 
     def __init__(self, path: Path) -> None:
@@ -361,7 +335,6 @@ def read_manifest(path: Path, *, with_artifacts: bool = True) -> Manifest:
     Args:
         path: the file.
         with_artifacts: whether its list of files is read, nine tenths of a manifest.
-
     """
     try:
         # A list of all lines takes twenty times as much memory as a file of short lines.
@@ -408,7 +381,6 @@ def decode_fact(line: bytes) -> Row | None:
 
     Raises:
         ValueError: it is not a JSON object.
-
     """
     with suppress(*DAMAGE):
         return _decode(line)  # type: ignore[no-any-return]

@@ -6,16 +6,12 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import lightning_memprof
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-__all__ = ["answers", "ignore_job_signals", "own_program"]
 
 # `python -m` searches the directory that the training was started in first: a script there with the name of a needed
 # module would run instead of it, and might train again.

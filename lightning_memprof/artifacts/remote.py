@@ -10,17 +10,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, numbered, temporary_name
 from lightning_memprof.artifacts.own_program import answers, own_program
 from lightning_memprof.artifacts.secrets import has_password, without_password
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["Remote", "check_url", "claim_remote", "claim_url", "is_url", "main", "protocol_of", "url_path"]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +52,6 @@ def check_url(url: str) -> None:
 
     Raises:
         ConfigError: fsspec does not know the protocol, its package is not installed, or the URL contains a password.
-
     """
     from fsspec import get_filesystem_class
 
@@ -84,7 +79,6 @@ class Remote:
 
     Raises:
         ConfigError: fsspec does not know the protocol, or its package is not installed.
-
     """
 
     def __init__(self, url: str) -> None:
@@ -140,7 +134,6 @@ def claim_remote(remote: Remote) -> int:
 
     Raises:
         ArtifactError: the URL cannot be written, with the reason.
-
     """
     claim = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time_ns": time.time_ns()}).encode()
     for wait_s in CLAIM_WAITS_S:
@@ -167,16 +160,11 @@ def claim_url(url: str, patience_s: float = _CLAIM_SECONDS) -> int:
 
     Only ``memory://`` is claimed here: no other process sees it.
 
-    Args:
-        url: the URL of the runs.
-        patience_s: how long to wait for it.
-
     Returns:
         The number of the directory, from 1.
 
     Raises:
         ArtifactError: the URL cannot be written, or does not answer.
-
     """
     if protocol_of(url) == "memory":
         return claim_remote(Remote(url))

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["DAMAGE", "Int64", "OpenRow", "Row", "decode_line", "decode_rows", "salvaged"]
 
 # No count of bytes, nanoseconds or steps is larger; what is larger is damage, and too much for a float or a column.
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -44,7 +40,6 @@ def decode_line(line: bytes) -> object:
     Raises:
         ValueError: it is not JSON.
         RecursionError: it is nested too deeply.
-
     """
     try:
         return _decode(line)

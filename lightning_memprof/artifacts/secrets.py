@@ -9,13 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 from urllib.parse import quote, quote_plus, unquote
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-__all__ = ["FREE_TEXTS", "has_password", "masked", "masking", "without_password"]
 
 FREE_TEXTS: Final = frozenset({"exception", "message", "reason", "traceback"})
 """Fields of the manifest that hold messages of other code."""
@@ -46,23 +42,12 @@ _MASK: Final = "***"
 
 
 def masked(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return a text without the values of environment variables that hold secrets, and without passwords in URLs.
-
-    Args:
-        text: any text.
-        environment: variables by name; None for those of this process.
-
-    """
+    """Return a text without the values of environment variables that hold secrets, and without passwords in URLs."""
     return masking(environment)(text)
 
 
 def masking(environment: Mapping[str, str] | None = None) -> Callable[[str], str]:
-    """Return :func:`masked` for several texts: the variables are searched once, which takes about 100 µs.
-
-    Args:
-        environment: variables by name; None for those of this process.
-
-    """
+    """Return :func:`masked` for several texts: the variables are searched once, which takes about 100 µs."""
     forms = _forms(os.environ if environment is None else environment)
 
     def mask(text: str) -> str:

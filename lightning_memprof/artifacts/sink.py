@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from lightning_memprof.artifacts.files import own_temporary
@@ -25,12 +26,7 @@ from lightning_memprof.artifacts.series import SeriesRow, columns_of, encode_row
 from lightning_memprof.artifacts.upload import Uploads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["ArtifactSpec", "ArtifactType", "OnSeries", "RunPlace", "SeriesWriter", "Sink", "claim_run_place"]
 
 ArtifactType = Literal["series", "trace", "table", "snapshot", "blob", "pulse"]
 
@@ -68,7 +64,6 @@ def claim_run_place(root: Path) -> RunPlace:
 
     Raises:
         OSError: ``root`` cannot be written.
-
     """
     root.mkdir(parents=True, exist_ok=True)
     number = 1
@@ -112,7 +107,6 @@ class Sink:
     Args:
         place: where the files of the run go; its directory is created if it is missing.
         rank: global rank of this process.
-
     """
 
     def __init__(self, place: RunPlace, rank: int) -> None:
@@ -203,7 +197,6 @@ class Sink:
         Args:
             job: the work.
             window: the window whose files it writes; see :meth:`behind`.
-
         """
         if self._background is None:
             self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memprof-writer")

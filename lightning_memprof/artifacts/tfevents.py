@@ -6,7 +6,8 @@ installed, and chooses the file name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -14,12 +15,6 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-__all__ = ["EventFile", "Layout"]
 
 Layout = dict[str, dict[str, "Sequence[str]"]]
 
@@ -34,7 +29,6 @@ class EventFile:
     Raises:
         FileExistsError: the file exists.
         OSError: the file cannot be written.
-
     """
 
     def __init__(self, path: Path, time_s: float) -> None:
@@ -51,7 +45,6 @@ class EventFile:
 
         Raises:
             OSError: the file cannot be written.
-
         """
         points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(Event(wall_time=time_s, step=step, summary=Summary(value=points)))
@@ -65,7 +58,6 @@ class EventFile:
 
         Raises:
             OSError: the file cannot be written.
-
         """
         categories = [
             layout_pb2.Category(

@@ -11,18 +11,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, Final
 
 from isal import igzip
 
 from lightning_memprof.artifacts.own_program import ignore_job_signals, own_program
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["FAST_LEVEL", "main", "original_categories", "tensorboard_categories", "write_trace"]
 
 FAST_LEVEL: Final = 1
 # Starting a process costs about as much as rewriting this.
@@ -58,7 +54,6 @@ def write_trace(raw: Path, target: Path) -> None:
 
     Raises:
         OSError: one of them cannot be read or written.
-
     """
     if raw.stat().st_size > _SMALL_BYTES and _by_process(raw, target):
         return
@@ -90,13 +85,8 @@ def tensorboard_categories(source: IO[bytes], target: IO[bytes]) -> None:
     Events in another layout than Kineto's are copied unchanged. Lightning's ranges get the category that the tab's view
     of modules reads, unless the trace has Python stacks: those contain torch's own modules.
 
-    Args:
-        source: a trace as torch wrote it, plain JSON.
-        target: the copy.
-
     Raises:
         OSError: one of them cannot be read or written.
-
     """
     rewrite = _Rewrite()
     for piece, is_last in _pieces(source):
@@ -105,11 +95,7 @@ def tensorboard_categories(source: IO[bytes], target: IO[bytes]) -> None:
 
 
 def original_categories(text: bytes) -> bytes:
-    """Return events of a rewritten trace with the categories that torch wrote, byte for byte.
-
-    Args:
-        text: whole events.
-    """
+    """Return events of a rewritten trace with the categories that torch wrote, byte for byte."""
     head, *others = text.split(_MARK)
     if not others:
         return text

@@ -9,26 +9,13 @@ import stat
 import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from lightning_memprof.artifacts.naming import TRIGGER_PLAN, TRIGGER_REQUEST, temporary_name
 from lightning_memprof.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = [
-    "MOST_STEPS",
-    "Plan",
-    "Request",
-    "check_private",
-    "read_plan",
-    "read_request",
-    "write_plan",
-    "write_request",
-]
 
 MOST_STEPS: Final = 10_000
 """Limit of warmup or recorded steps of a requested window; more is a typing error."""
@@ -48,7 +35,6 @@ class Request:
         active: steps to record; None for the value of the run's ``Triggers``.
         warmup: warmup steps before them; None for the value of the run's ``Triggers``.
         leaks: whether to search for the holders of memory that grows in the window.
-
     """
 
     id: str
@@ -70,7 +56,6 @@ class Plan:
         active: steps to record.
         seen_at: rank 0's step when it saw the request.
         leaks: whether to search for the holders of memory that grows in the window.
-
     """
 
     id: str
@@ -97,7 +82,6 @@ def check_private(directory: Path) -> None:
     Raises:
         ArtifactError: every user can write to it.
         OSError: its mode cannot be read.
-
     """
     mode = directory.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -112,7 +96,6 @@ def write_request(directory: Path, request: Request) -> None:
 
     Raises:
         OSError: the directory cannot be written.
-
     """
     _write(directory / TRIGGER_REQUEST, asdict(request))
 
@@ -122,7 +105,6 @@ def read_request(directory: Path) -> Request | None:
 
     Raises:
         ArtifactError: it is not a request, or its owner is neither root nor the user who trains.
-
     """
     request = _read(directory / TRIGGER_REQUEST, Request)
     # A lone surrogate can be neither logged nor shown.
@@ -134,7 +116,6 @@ def write_plan(directory: Path, plan: Plan) -> None:
 
     Raises:
         OSError: the directory cannot be written.
-
     """
     _write(directory / TRIGGER_PLAN, asdict(plan))
 
@@ -144,7 +125,6 @@ def read_plan(directory: Path) -> Plan | None:
 
     Raises:
         ArtifactError: it is not a plan, or its owner is neither root nor the user who trains.
-
     """
     return _read(directory / TRIGGER_PLAN, Plan)
 

@@ -15,22 +15,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_memprof.artifacts.naming import temporary_name
 from lightning_memprof.artifacts.own_program import answers, ignore_job_signals, own_program
 from lightning_memprof.artifacts.remote import Remote, protocol_of
 from lightning_memprof.artifacts.secrets import masked
 from lightning_memprof.units import MIB
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-__all__ = ["Mirror", "Pace", "Uploads", "main"]
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +54,6 @@ class Pace:
         longest_pause_s: limit of this pause.
         attempts: attempts for the remaining files at the end of a run.
         patience_s: wait for one file at the end of a run, plus one second per MiB.
-
     """
 
     first_pause_s: float = 0.5
@@ -76,7 +71,6 @@ class Mirror:
         live: names of files that grow during the run, the manifest first; a copy of each follows finished files.
         pace: pauses and attempts.
         report: called with ``done=NAME``, ``error=TEXT, name=NAME`` and ``flushed=[NAMES]``, those not at the URL.
-
     """
 
     def __init__(self, root: Path, url: str, live: tuple[str, ...], pace: Pace, report: Callable[..., None]) -> None:
@@ -218,7 +212,6 @@ class Uploads:
 
     Attributes:
         error: the last failure; None without one.
-
     """
 
     def __init__(self, root: Path, url: str, live: tuple[Path, ...], pace: Pace | None = None) -> None:
@@ -242,12 +235,7 @@ class Uploads:
         self._patience_s = min(self._patience_s, HURRY_S)
 
     def settle(self, paths: Iterable[Path] = ()) -> list[str]:
-        """Wait until every file is at the URL or has failed; return the names of those that are not there.
-
-        Args:
-            paths: the files that the run has listed.
-
-        """
+        """Wait until every file is at the URL or has failed; return the names of those that are not there."""
         names = [path.relative_to(self._root).as_posix() for path in paths if path.is_relative_to(self._root)]
         # Only a moment for a store that did not answer before; an exception below, as of Ctrl-C, has the same effect.
         was_given_up, self._has_given_up = self._has_given_up, True

@@ -21,26 +21,6 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.faults import Faults
     from lightning_memprof.schedule import Mark, Point, Window
 
-__all__ = [
-    "ActionFeed",
-    "Collector",
-    "DeviceTimer",
-    "OnException",
-    "OnMark",
-    "OnRows",
-    "OnStep",
-    "Position",
-    "Progress",
-    "RunContext",
-    "SkipWindow",
-    "StepRecord",
-    "StepTimes",
-    "TimedPart",
-    "TrainingFeed",
-    "no_training_step",
-    "unix_offset_ns",
-]
-
 OnMark = Callable[["Mark"], None]
 # Gets the exception that ended the run; returns whether the run's out-of-memory report describes it.
 OnException = Callable[[BaseException], bool]
@@ -115,7 +95,6 @@ class Progress:
         is_usual: whether the current step has no validation, checkpoint or end of an epoch so far.
         holders_asked: whether the request of the next window asks for holders of growing memory.
         apart_ns: nanoseconds of collectors outside windows that do not belong to the pulse.
-
     """
 
     def __init__(self) -> None:
@@ -214,7 +193,6 @@ class RunContext:
         progress: place in the run at this moment.
         profiler_conflict: why torch's profiler is not available in this run; None if it is.
         unix_offset_ns: converts a reading of ``time.perf_counter_ns`` to Unix time, the same for the whole run.
-
     """
 
     rank: int
@@ -291,7 +269,6 @@ class Collector(ABC):
             only, see ``MemProfilerCallback(ranks=...)``.
         times_device: whether it reads ``StepRecord.moments``, for which each phase records device timestamps.
         marks_last: whether it gets each mark after the other collectors, so that it does not record their work.
-
     """
 
     name: ClassVar[str]
@@ -311,7 +288,6 @@ class Collector(ABC):
 
         Raises:
             SkipWindow: this window cannot be recorded; the reason goes into the manifest and training continues.
-
         """
 
     def follow(self, run: RunContext) -> AbstractContextManager[OnStep | None]:  # noqa: ARG002 for overriding

@@ -12,8 +12,6 @@ from lightning_memprof.units import format_bytes
 if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext
 
-__all__ = ["Budget", "Export", "Ledger", "TraceLevel", "remove_old_windows"]
-
 # Viewers that load a whole trace fail between 200 MB and 600 MB of JSON.
 _LARGE_BYTES: Final = 400_000_000
 # Of the process group's timeout: a rank that blocks for longer ends the whole training.
@@ -40,7 +38,6 @@ class Budget:
 
     Raises:
         ConfigError: a bound is not a positive number.
-
     """
 
     max_trace_bytes: int | None = None
@@ -79,7 +76,6 @@ class Export:
         steps: its recorded steps.
         stack: whether it contains Python stacks.
         shapes: whether it contains input shapes.
-
     """
 
     window: int
@@ -102,7 +98,6 @@ class Ledger:
     Args:
         budget: the bounds.
         timeout_seconds: timeout of the process group for an absent rank; None without one.
-
     """
 
     def __init__(self, budget: Budget | None = None, timeout_seconds: float | None = None) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import ref
 
 import numpy as np
@@ -20,20 +21,6 @@ from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
 from lightning_memprof.units import GIB
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-__all__ = [
-    "LEAST_ENTRIES",
-    "Census",
-    "Group",
-    "full_name",
-    "graphs",
-    "grouped",
-    "large_objects",
-    "take_census",
-]
 
 LEAST_ENTRIES: Final = 4
 """Shorter containers are arguments and attributes."""
@@ -66,7 +53,6 @@ class Census:
         graph_bytes: the most that the graph of a live tensor saves.
         large: bytes of each large object that is not tracked, by its ``id``; None where they were not read.
         mapped: resident bytes of mapped files and of large blocks; empty in a process too large to read them.
-
     """
 
     step: int
@@ -97,7 +83,6 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
 
     Raises:
         SkipWindow: the program has too many objects.
-
     """
     objects = gc.get_objects()
     if len(objects) > _MOST_OBJECTS:

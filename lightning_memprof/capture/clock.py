@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     Handler = Callable[[], None] | int
 
-__all__ = ["AcceleratorTimer", "Course", "LoggedTimes", "RecentMedian", "StepClock", "device_timer", "gc_pauses"]
-
 _OTHER: Final = PHASES.index("other")
 # Codes of a clock's log.
 _LEAVE: Final = -1
@@ -46,7 +44,6 @@ class LoggedTimes:
 
     Attributes:
         computed: self times by slot, entries by slot, and self times by phase; None before they are computed.
-
     """
 
     __slots__ = ("clock", "computed", "end_ns", "log", "start_ns")
@@ -105,7 +102,6 @@ class Course:
         by_slot: the factor of each value in the self time of each slot.
         by_phase: the same for each phase.
         entries: number of entries by slot.
-
     """
 
     def __init__(self, clock: StepClock, codes: tuple[int, ...]) -> None:
@@ -155,7 +151,6 @@ class StepClock:
         within: the actions that take the phase around them, by the index in their codes.
         courses: those of its steps so far, by the codes of a log.
         log: adds to the log; without a device the cheapest way to enter and leave.
-
     """
 
     def __init__(self, timer: DeviceTimer | None) -> None:
@@ -311,7 +306,6 @@ class AcceleratorTimer:
 
     Args:
         device: the accelerator.
-
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -350,7 +344,6 @@ class RecentMedian:
     Args:
         most: number of values.
         least: fewer values have no median.
-
     """
 
     def __init__(self, most: int, least: int) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal
 
 from lightning_memprof.artifacts.secrets import masked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lightning_memprof.artifacts.manifest import ManifestWriter
-
-__all__ = ["Faults", "OnError", "describe"]
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +35,6 @@ class Faults:
 
     Attributes:
         disabled: names of the collectors that failed.
-
     """
 
     def __init__(self, manifest: ManifestWriter, on_error: OnError) -> None:

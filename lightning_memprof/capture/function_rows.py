@@ -6,7 +6,9 @@ import pickle
 import shutil
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import psutil
@@ -14,22 +16,16 @@ import yaml
 
 from lightning_memprof.artifacts.naming import Edge, SnapshotName, StatsFormat, memory_stats_name
 from lightning_memprof.artifacts.series import FunctionRow, columns_of
-from lightning_memprof.artifacts.sink import ArtifactSpec
+from lightning_memprof.artifacts.sink import ArtifactSpec, Sink
+from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import write_snapshot
 from lightning_memprof.capture.sources.memory import memory_stats
+from lightning_memprof.schedule import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from lightning_memprof.artifacts.sink import Sink
-    from lightning_memprof.capture.base import RunContext
     from lightning_memprof.capture.sources.call_memory import CallMemory
     from lightning_memprof.capture.sources.methods import MethodCall
     from lightning_memprof.capture.sources.module_calls import Forwards
-    from lightning_memprof.schedule import Window
-
-__all__ = ["CallNumber", "Counting", "FunctionRows", "stats_key", "write_memory_stats"]
 
 # The newest protocol that every Python supported by torch can read.
 _PROTOCOL: Final = 4
@@ -53,7 +49,6 @@ class Counting:
         number: called with the function's name at each start; None omits the call.
         has_snapshots: whether allocator snapshots are written at a function's start and end.
         ended: called with the function's name and number after each recorded end.
-
     """
 
     number: Callable[[str], CallNumber | None]
@@ -85,7 +80,6 @@ class FunctionRows:
     Attributes:
         rows: of every call, in order.
         stats: the same values by the key of the stats file, for the first call under each number.
-
     """
 
     def __init__(
@@ -197,7 +191,6 @@ def write_memory_stats(
         collector: the collector under which the files are listed, as artifacts of type ``blob``.
         stats: plain values by name, by :func:`stats_key`; they replace entries of the file.
         forms: ``"yaml"`` for plain mappings that ``yaml.safe_load`` reads, ``"pickle"`` for a dict of dicts.
-
     """
     for form in forms:
         path = sink.place.directory / memory_stats_name(sink.rank, form)

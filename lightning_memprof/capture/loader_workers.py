@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from mmap import mmap
 from multiprocessing import process
@@ -19,29 +20,12 @@ from time import perf_counter_ns, process_time_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.torch_internals import _IterableDatasetFetcher, _MapDatasetFetcher, _utils
 from lightning_memprof.units import KIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
     from multiprocessing.process import BaseProcess
-
-    from lightning_memprof.capture.observe import Link
-
-__all__ = [
-    "WorkerMemory",
-    "counted_workers",
-    "exit_code",
-    "new_workers",
-    "worker_batches",
-    "worker_counts",
-    "worker_loop",
-    "worker_memory",
-    "worker_pids",
-    "worker_times",
-    "workers",
-]
 
 # Bound when no worker has started: in a forked one torch's module has ours.
 _TORCH_LOOP: Final[Any] = getattr(getattr(_utils, "worker", None), "_worker_loop", None)

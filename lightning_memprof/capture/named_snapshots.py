@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,11 +14,7 @@ from lightning_memprof.artifacts.series import RegionRow, columns_of, encode_row
 from lightning_memprof.capture.sources.memory import ResidentSize, memory_stats, peak_rss_bytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lightning_memprof.capture.base import Position
-
-__all__ = ["NamedSnapshots", "printable"]
 
 log = logging.getLogger(__name__)
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from lightning_memprof.schedule import Action, Schedule, Window, plan_window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from lightning_memprof.capture.base import Position, StepRecord
-
-__all__ = ["RequestQueue", "RequestSource", "Turn", "WindowPlanner", "WindowRequest"]
 
 _RECORDING: Final = (Action.RECORD, Action.RECORD_AND_SAVE)
 _NEW_EPOCH: Final = "a new epoch began"
@@ -30,7 +26,6 @@ class WindowRequest:
         active: steps to record.
         step: the step at which the window opens; None is the next step.
         leaks: whether to search for the holders of memory that grows in the window.
-
     """
 
     cause: str
@@ -50,7 +45,6 @@ class RequestSource(Protocol):
 
     Attributes:
         due_ns: reading of ``time.perf_counter_ns`` from which on ``before_step`` is called.
-
     """
 
     due_ns: int
@@ -75,7 +69,6 @@ class RequestQueue:
     Attributes:
         pending: requests whose windows have not opened, oldest first.
         open: the request whose window is open or at its last step.
-
     """
 
     def __init__(self) -> None:
@@ -114,7 +107,6 @@ class Turn(NamedTuple):
         cut_by: why that window ends before its planned end; None if it is complete.
         opens: the window that opens with the step.
         request: the request that opens it; None for the schedule's.
-
     """
 
     action: Action
@@ -132,7 +124,6 @@ class WindowPlanner:
 
     Args:
         schedule: decides by ``Position.schedule_step``; called once a step, with one look-ahead for :class:`Schedule`.
-
     """
 
     def __init__(self, schedule: Callable[[int], Action]) -> None:

@@ -5,30 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from lightning_memprof.artifacts.manifest import OverheadFacts
 from lightning_memprof.artifacts.series import PHASES, PROFILER
-from lightning_memprof.capture.base import SkipWindow, StepRecord
+from lightning_memprof.capture.base import Collector, OnMark, OnStep, Position, RunContext, SkipWindow, StepRecord
 from lightning_memprof.capture.budget import remove_old_windows
 from lightning_memprof.capture.clock import StepClock
-from lightning_memprof.capture.planner import WindowPlanner
+from lightning_memprof.capture.planner import RequestSource, Turn, WindowPlanner
 from lightning_memprof.capture.watchdog import Watchdog
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.schedule import Action, Mark, Point
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from lightning_memprof.capture.base import Collector, OnMark, OnStep, Position, RunContext
-    from lightning_memprof.capture.planner import RequestSource, Turn
-    from lightning_memprof.schedule import Window
-
-__all__ = ["Session"]
+from lightning_memprof.schedule import Action, Mark, Point, Window
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +42,6 @@ class Session:
         window_closed: called when a window is saved, with its index, its recorded steps, and why the recording ends
             with it; None if it continues.
         requests: makes window requests.
-
     """
 
     def __init__(
@@ -103,7 +93,6 @@ class Session:
 
         Raises:
             ConfigError: the configuration of a collector does not fit the model, which is complete now.
-
         """
         self._followers.open(self._collectors)
 
@@ -153,7 +142,6 @@ class Session:
         Args:
             point: the place inside the step.
             at_ns: reading of ``time.perf_counter_ns``; None is now.
-
         """
         self._progress.point = point
         position = self._progress.position
@@ -187,7 +175,6 @@ class Session:
 
         Args:
             reason: why the run ended early; None if it came to its end.
-
         """
         # Every part runs, also if Ctrl-C interrupts another.
         with ExitStack() as parts:
@@ -309,7 +296,6 @@ class _Followers:
 
     Args:
         run: passed to the collectors.
-
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -323,7 +309,6 @@ class _Followers:
 
         Raises:
             ConfigError: the configuration of a collector does not fit the model.
-
         """
         for collector in collectors:
             if collector.name in self._faults.disabled:
@@ -367,7 +352,6 @@ class _Recording:
         run: passed to the collectors.
         window: the window.
         spent_ns: nanoseconds of training time by collector; added to.
-
     """
 
     def __init__(self, run: RunContext, window: Window, spent_ns: dict[str, int]) -> None:

@@ -8,12 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-__all__ = ["CollectorHungError", "Watchdog", "caught_elsewhere"]
+from types import FrameType
+from typing import Any, Final, TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +38,6 @@ class Watchdog:
 
     Args:
         seconds: maximum duration of a call; None watches nothing.
-
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -63,7 +58,6 @@ class Watchdog:
 
         Raises:
             CollectorHungError: inside ``work``, if it took too long.
-
         """
         self._raised = None
         self._since = time.monotonic()
@@ -80,7 +74,6 @@ class Watchdog:
 
         Raises:
             CollectorHungError: the last call took too long and returned anyway.
-
         """
         swallowed, self._raised = self._raised, None
         if swallowed is not None:

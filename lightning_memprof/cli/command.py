@@ -29,29 +29,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.targets import Targets
     from lightning_memprof.report.document import Document
 
-__all__ = [
-    "RUN_HELP",
-    "TARGET_HELP",
-    "ClosedOutput",
-    "Command",
-    "Format",
-    "Reading",
-    "add_format",
-    "check_output",
-    "counting",
-    "infrequent_gc",
-    "merge_progress",
-    "open_in_browser",
-    "opened_run",
-    "opened_target",
-    "parse_numbers",
-    "quiet_lightning",
-    "reading",
-    "sigterm_as_ctrl_c",
-    "write_document",
-    "write_json",
-]
-
 Format = Literal["terminal", "json", "markdown"]
 
 RUN_HELP: Final = "a log_dir, its memprofiler directory, or a folder with one run"
@@ -88,7 +65,6 @@ class Command:
         execute: runs the command with the parsed options; returns the exit code.
         add_options: adds the command's options to its parser.
         usage: replaces the generated usage line.
-
     """
 
     summary: str
@@ -124,7 +100,6 @@ def write_document(
         as_json: returns what JSON shows.
         is_full: whether all sections are shown instead of the short page.
         is_part: whether the document consists of single sections, without a page around them.
-
     """
     if form == "json":
         write_json(as_json())
@@ -153,7 +128,6 @@ def opened_run(target: str) -> Iterator[Run]:
 
     Raises:
         ArtifactError: there is no run, there are several, or it is unreadable.
-
     """
     from lightning_memprof.analysis.run.fetch import local_run
     from lightning_memprof.analysis.run.load import load_run
@@ -181,7 +155,6 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
     Raises:
         ConfigError: the text is malformed, a range is reversed, or it has more than a million numbers.
-
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -207,7 +180,6 @@ def check_output(out: Path, inputs: Iterable[Path], run_directory: Path | None =
 
     Raises:
         ConfigError: the output is one of the inputs.
-
     """
     protected = list(inputs)
     if run_directory is not None and any(
@@ -240,7 +212,6 @@ class ClosedOutput(io.TextIOBase):
 
         Raises:
             ReportError: always.
-
         """
         raise ReportError("standard output is closed; redirect it to a file or to /dev/null")
 
@@ -250,7 +221,6 @@ class Reading:
 
     Args:
         stream: the stream to draw on.
-
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -305,10 +275,6 @@ def counting(first: str) -> Iterator[Callable[[str, int, int], None]]:
     """Provide a function that shows what runs now, how many runs are done, and of how many.
 
     Where standard error is not a terminal it shows nothing.
-
-    Args:
-        first: what runs before the first call.
-
     """
     if not sys.stderr.isatty():
         yield lambda _text, _done, _total: None

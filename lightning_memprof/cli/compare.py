@@ -15,8 +15,6 @@ from lightning_memprof.errors import ConfigError
 if TYPE_CHECKING:
     from lightning_memprof.analysis.compare.model import Side
 
-__all__ = ["COMMAND"]
-
 _FAILED: Final = 1
 
 

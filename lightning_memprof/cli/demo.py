@@ -6,20 +6,16 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.cli.command import Command, quiet_lightning
 from lightning_memprof.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["COMMAND", "demo"]
 
 _NATIVE_LOG_LEVELS: Final = MappingProxyType({"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"})
 """Read once, when torch is imported. Kineto announces its start at a level above its errors: 6 is silence."""
@@ -53,7 +49,6 @@ def demo(out: Path, steps: int = 40) -> int:
 
     Raises:
         ConfigError: ``out`` cannot be made, or there are too few steps.
-
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

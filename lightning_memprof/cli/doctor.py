@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from lightning_memprof.capture.base import RunContext
 
-__all__ = ["COMMAND", "Check", "diagnose", "doctor"]
-
 State = Literal["ok", "no", "broken"]
 
 _FACTORIES: Final = "lightning.pytorch.callbacks_factory"
@@ -63,7 +61,6 @@ def doctor() -> int:
 
     Returns:
         0, or 1 where a requirement does not work.
-
     """
     from rich.console import Console
     from rich.text import Text

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from lightning_memprof.report.export.stacks import Stack
     from lightning_memprof.report.export.tables import Table
 
-__all__ = ["COMMAND"]
-
 Form = Literal["csv", "parquet", "speedscope", "flamegraph", "memory_viz"]
 Quantity = Literal["time", "memory"]
 _FORMS: Final[tuple[Form, ...]] = get_args(Form)
@@ -43,16 +41,15 @@ _OPENS: Final = {
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("TARGET", help="a run as for show, a trace, a snapshot, or a directory of traces or snapshots")
-    parser.add_argument("--to", metavar="FORM", default=None, choices=list(_FORMS), help=f"one of {', '.join(_FORMS)}")
+    parser.add_argument("--to", metavar="FORM", choices=list(_FORMS), help=f"one of {', '.join(_FORMS)}")
     parser.add_argument(
         "-o",
         "--output",
         metavar="OUT",
-        default=None,
         help="the file, or the directory for tables (default: a name made from TARGET)",
     )
     parser.add_argument(
-        "--of", choices=["time", "memory"], default=None, help="quantity of a flame graph (default: time, else memory)"
+        "--of", choices=["time", "memory"], help="quantity of a flame graph (default: time, else memory)"
     )
 
 

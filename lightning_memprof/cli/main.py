@@ -5,21 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from jsonargparse import ArgumentParser
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.command import ClosedOutput
+from lightning_memprof.cli.command import ClosedOutput, Command
 from lightning_memprof.errors import MemprofError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.cli.command import Command
-
-__all__ = ["COMMANDS", "main", "split_program"]
 
 COMMANDS: Final = (
     "demo", "show", "trigger", "merge", "view", "watch", "report", "compare", "export", "estimate", "try", "doctor",
@@ -69,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
-
     """
     own, program = split_program(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None and not program:
@@ -101,7 +94,6 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
     Returns:
         Our arguments, and those for the interpreter: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``.
-
     """
     index = next((index for index, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     command = arguments[index] if index < len(arguments) else ""

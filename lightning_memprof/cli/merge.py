@@ -23,14 +23,12 @@ from lightning_memprof.units import format_count
 if TYPE_CHECKING:
     from lightning_memprof.analysis.timeline.merge import Merged
 
-__all__ = ["COMMAND"]
-
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("RUN", nargs="+", help="a run as for show, or trace files and folders of them")
     parser.add_argument("-o", "--output", metavar="FILE", help="the output file; compressed if it ends in .gz")
-    parser.add_argument("--window", type=int, default=None, metavar="N", help="only this window of the run")
-    parser.add_argument("--ranks", metavar="LIST", default=None, help="only these global ranks of the run, as in 0,3-5")
+    parser.add_argument("--window", type=int, metavar="N", help="only this window of the run")
+    parser.add_argument("--ranks", metavar="LIST", help="only these global ranks of the run, as in 0,3-5")
 
 
 def _execute(options: Namespace) -> int:
@@ -62,7 +60,6 @@ def _trace_files(names: Sequence[str]) -> list[Path] | None:
     Raises:
         ArtifactError: a target is missing, or the targets are of different kinds.
         ReportError: a target is a snapshot, which has no timeline.
-
     """
     from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.artifacts.remote import is_url

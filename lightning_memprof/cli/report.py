@@ -15,14 +15,10 @@ if TYPE_CHECKING:
     from lightning_memprof.report.files_view import FilesView
     from lightning_memprof.report.view import View
 
-__all__ = ["COMMAND"]
-
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("TARGET", nargs="+", help=TARGET_HELP)
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", default=None, help="the page (default: report.html in the run directory)"
-    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page (default: report.html in the run directory)")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 

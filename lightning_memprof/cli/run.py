@@ -6,18 +6,14 @@ import importlib.util
 import os
 import sys
 from argparse import ArgumentError
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.cli.command import Command
 from lightning_memprof.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["COMMAND", "run"]
 
 _DESCRIPTION: Final = """\
 Run a training program unchanged and record every Trainer in it. Callback and
@@ -33,7 +29,7 @@ several processes:
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", default=None, help="a YAML file with the callback's options")
+    parser.add_argument("--config", metavar="FILE", help="a YAML file with the callback's options")
 
 
 def _execute(options: Namespace) -> int:
@@ -60,7 +56,6 @@ def run(program: Sequence[str], config: Path | None = None) -> int:
 
     Raises:
         ConfigError: the script, module or configuration is missing, or the configuration is not YAML.
-
     """
     from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE
 

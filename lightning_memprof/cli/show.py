@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from lightning_memprof.report.document import Document
     from lightning_memprof.report.opened import OpenOptions
 
-__all__ = ["COMMAND", "show"]
-
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("TARGET", nargs="*", help=f"{TARGET_HELP} (default: the newest run in this directory)")
@@ -82,7 +80,6 @@ def show(
     Raises:
         ArtifactError: the target is missing or unreadable, or there are several runs.
         ConfigError: the protocol of the URL is unknown, or there is no such section.
-
     """
     from lightning_memprof.report.opened import OpenOptions, opened
     from lightning_memprof.report.printers.json import document_to_json, to_json

@@ -24,8 +24,6 @@ from lightning_memprof.errors import ConfigError
 if TYPE_CHECKING:
     from lightning_memprof.report.view import View
 
-__all__ = ["COMMAND"]
-
 _DESCRIPTION: Final = """\
 Run a training program with and without remedies, in turns, and show what each
 gains and whether the training is still the same. The program's own files stay

@@ -16,15 +16,13 @@ from lightning_memprof.artifacts.trigger import MOST_STEPS, Plan, Request, check
 from lightning_memprof.cli.command import RUN_HELP, Command
 from lightning_memprof.errors import ArtifactError, ConfigError
 
-__all__ = ["COMMAND"]
-
 _POLL_SECONDS: Final = 0.2
 
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("RUN", help=RUN_HELP)
-    parser.add_argument("--active", type=int, default=None, metavar="N", help="steps to record (default: the run's)")
-    parser.add_argument("--warmup", type=int, default=None, metavar="N", help="warmup steps (default: the run's)")
+    parser.add_argument("--active", type=int, metavar="N", help="steps to record (default: the run's)")
+    parser.add_argument("--warmup", type=int, metavar="N", help="warmup steps (default: the run's)")
     parser.add_argument(
         "--leaks", action="store_true", help="also search for the holders of memory that grows in the window"
     )

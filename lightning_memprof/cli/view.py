@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.targets import Targets
     from lightning_memprof.report.perfetto import Served
 
-__all__ = ["COMMAND", "tensorboard_directory"]
-
 # A browser holds a trace as one string; beyond this size the page fails without a message.
 _LARGE_BYTES: Final = 400_000_000
 # A native trace processor needs about ten seconds for a gigabyte.
@@ -55,10 +53,8 @@ def _add_options(parser: ArgumentParser) -> None:
         default=["."],
         help="a run as for show, or trace files and folders of them (default: this directory)",
     )
-    parser.add_argument("--steps", metavar="A-B", default=None, help="open only these steps, as in 2-3 or 2,5-7")
-    parser.add_argument(
-        "--trace-processor", metavar="PATH", default=None, help="start this trace_processor_shell, for large traces"
-    )
+    parser.add_argument("--steps", metavar="A-B", help="open only these steps, as in 2-3 or 2,5-7")
+    parser.add_argument("--trace-processor", metavar="PATH", help="start this trace_processor_shell, for large traces")
     parser.add_argument("--port", type=int, metavar="N", default=0, help="port of the page (default: a free one)")
     parser.add_argument("--no-browser", action="store_true", help="only serve the page and print its address")
     parser.add_argument("--tensorboard", action="store_true", help="start TensorBoard on the log directory instead")
@@ -248,7 +244,6 @@ def _tensorboard(options: Namespace) -> int:
         ArtifactError: there is neither a run nor a trace.
         ConfigError: TensorBoard is not installed.
         ReportError: TensorBoard cannot show any of the files.
-
     """
     from lightning_memprof.analysis.run.locate import shown_path
 
@@ -286,7 +281,6 @@ def tensorboard_directory(paths: Sequence[Path]) -> Path:
     Raises:
         ArtifactError: there is neither a run nor a trace.
         ReportError: TensorBoard cannot show any of the files.
-
     """
     from lightning_memprof.analysis.run.load import load_run
     from lightning_memprof.analysis.run.locate import has_several_runs, log_directory, trace_directory

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.following import Follower
     from lightning_memprof.report.sections.live import Watched
 
-__all__ = ["COMMAND"]
-
 # A pulse is written every few seconds: a shorter interval shows nothing new.
 INTERVAL_SECONDS: Final = 2.0
 # Findings read the whole pulse: they are computed again when the run is half as long again, so that each row is read

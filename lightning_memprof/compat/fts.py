@@ -6,18 +6,22 @@ Names, defaults and meaning of the fields are those of ``fts_examples.profiling.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
+from jsonargparse import ArgumentParser
 from jsonargparse.typing import class_from_function
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY
+from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.collectors.functions import CallRange, FunctionMemory
 from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.capture.collectors.oom import OOMAutopsy
@@ -28,18 +32,8 @@ from lightning_memprof.capture.sources.saved_hooks import checked_unpack
 from lightning_memprof.capture.tracker.collectors import FSDPMemory
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.callback import MemProfilerCallback
-from lightning_memprof.integration.settings import OutputOptions
+from lightning_memprof.integration.settings import OutputOptions, Settings
 from lightning_memprof.schedule import Schedule
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from jsonargparse import ArgumentParser
-    from lightning.pytorch import Trainer
-    from torch import nn
-
-    from lightning_memprof.capture.base import Collector
-    from lightning_memprof.integration.settings import Settings
 
 __all__ = [
     "MemProfiler",
@@ -72,7 +66,6 @@ class MemProfilerHooks:
         pre_forward_hooks: called as ``hook(module, args)`` before each forward.
         post_forward_hooks: called as ``hook(module, args, output)`` after each forward.
         reset_state_hooks: called as ``hook(model, save_hook_attrs)`` at the beginning and after each recorded call.
-
     """
 
     pre_forward_hooks: list[str | Callable[..., Any]] = field(default_factory=lambda: [PRE_FORWARD])
@@ -90,7 +83,6 @@ class MemProfilerFuncs:
         cuda: statistics of the CUDA allocator.
         cuda_allocator_history: snapshots of the CUDA allocator.
         fsdp: FSDP memory by category; only ``training_step``, with its backward and the optimizer's step.
-
     """
 
     default: set[str] = field(default_factory=lambda: {_STEP})
@@ -117,7 +109,6 @@ class MemProfilerSchedule:
     Args:
         warmup_iters: first calls, not recorded.
         max_iter: last recorded call; None is ``warmup_iters + 1``.
-
     """
 
     warmup_iters: int = 1
@@ -163,7 +154,6 @@ class MemProfilerCfg:
             or callables; ``identity_lambda`` as unpack function returns the packed value.
         save_hook_attrs: attributes that the hooks write on modules.
         retain_hooks_for_funcs: functions to finish before the hooks around forwards are removed; the default is all.
-
     """
 
     enabled: bool = False
@@ -211,7 +201,6 @@ def collectors_for(cfg: MemProfilerCfg) -> list[Collector]:
 
     Raises:
         ConfigError: a dotted name does not resolve, or a value is not usable.
-
     """
     cuda = _usable_cuda(cfg)
     collectors: list[Collector] = [Pulse(), HostMemory(), OOMAutopsy()]
@@ -313,7 +302,6 @@ def resolve(hook: str | Callable[..., Any]) -> Callable[..., Any] | BuiltIn:
 
     Raises:
         ConfigError: the name cannot be imported, or is not callable.
-
     """
     name = hook if isinstance(hook, str) else f"{getattr(hook, '__module__', '')}.{getattr(hook, '__name__', '')}"
     last = name.rpartition(".")[2]
@@ -357,7 +345,6 @@ def saved_tensors_pair(
 
     Raises:
         ConfigError: there are not two functions, or one cannot be imported.
-
     """
     if isinstance(funcs, str) or len(funcs) != 2:
         raise ConfigError(f"saved_tensors_funcs={funcs!r}: must be a pack and an unpack function")
@@ -378,7 +365,6 @@ class MemProfiler(MemProfilerCallback):
 
     Raises:
         ConfigError: a dotted name cannot be imported, or a value is invalid.
-
     """
 
     memprofilable = staticmethod(memprofilable)
@@ -430,7 +416,6 @@ def add_memprofiler_arguments(parser: ArgumentParser) -> None:
 
     Args:
         parser: a parser of jsonargparse; in a LightningCLI the argument of ``add_arguments_to_parser``.
-
     """
     parser.add_class_arguments(MemProfilerCfg, _CONFIGURATION, sub_configs=True)
     if isinstance(parser, LightningArgumentParser):

@@ -22,8 +22,6 @@ from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, Sche
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.units import MIB
 
-__all__ = ["GPT", "ByteWindows", "GPTConfig", "LitGPT", "read_library", "train_demo"]
-
 
 def read_library(limit: int = 2 * MIB) -> Tensor:
     """Read the first ``limit`` bytes of the standard library's modules, in alphabetical order; no download is needed.
@@ -33,7 +31,6 @@ def read_library(limit: int = 2 * MIB) -> Tensor:
 
     Raises:
         MemprofError: this Python has no sources of its library.
-
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -194,7 +191,6 @@ def train_demo(out: Path, steps: int = 40) -> Path:
 
     Raises:
         ConfigError: there are too few steps for two windows.
-
     """
     if steps < 6:
         raise ConfigError(f"steps={steps}: two windows take at least 6 steps")

@@ -22,16 +22,6 @@ from typing import Final
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.units import MIB, format_bytes
 
-__all__ = [
-    "INTERVALS",
-    "LARGE_SEGMENT",
-    "OWN_SEGMENT",
-    "AllocatorSettings",
-    "Block",
-    "CachingAllocator",
-    "OutOfMemoryError",
-]
-
 _ROUND: Final = 512
 _SMALL: Final = MIB
 _SMALL_SEGMENT: Final = 2 * MIB
@@ -176,7 +166,6 @@ class CachingAllocator:
         limit_bytes: what `torch.cuda.set_per_process_memory_fraction` or the setting of that name allows; None: not
             set.
         place: returns the address of a new segment of the given size; None: in the order of the settings.
-
     """
 
     def __init__(
@@ -205,7 +194,6 @@ class CachingAllocator:
 
         Raises:
             OutOfMemoryError: capacity or limit do not allow it.
-
         """
         settings = self.settings
         size = settings.rounded(nbytes)
@@ -230,7 +218,6 @@ class CachingAllocator:
 
         Raises:
             ValueError: the block is not live.
-
         """
         if block.state != _LIVE:
             raise ValueError(f"the block at {block.address:#x} is not live")

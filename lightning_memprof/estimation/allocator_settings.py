@@ -12,15 +12,12 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.estimation.allocator import INTERVALS, LARGE_SEGMENT, OWN_SEGMENT, AllocatorSettings
 from lightning_memprof.units import MIB
 
-__all__ = ["AllocatorSettings", "environment_settings", "parse_settings"]
-
 
 def environment_settings(environment: Mapping[str, str]) -> AllocatorSettings:
     """Parse the variable that torch reads: the first of its three names that is set.
 
     Raises:
         ConfigError: a value is missing or out of range.
-
     """
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     return parse_settings(next((environment[name] for name in names if name in environment), ""))
@@ -31,7 +28,6 @@ def parse_settings(text: str) -> AllocatorSettings:
 
     Raises:
         ConfigError: a value is missing or out of range.
-
     """
     values = dict(_pairs(text))
     segment = _megabytes(values, "large_segment_size_mb", LARGE_SEGMENT, least=OWN_SEGMENT + MIB)

@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memprof.errors import ConfigError
 
-__all__ = ["Change", "checkpoint_blocks", "combined", "parse_change", "repeated_blocks"]
-
 _PRECISIONS: Final = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64-true")
 # Source: block size of bitsandbytes' AdamW8bit, which keeps small tensors in float32.
 _BLOCK: Final = 256
@@ -67,7 +65,6 @@ class Change:
         optimizer: a name of :func:`parse_change`; None keeps the program's.
         is_checkpointed: whether repeated blocks recompute their activations.
         batch_divisor: by which the samples of a batch are divided, and batches per step multiplied.
-
     """
 
     name: str
@@ -92,7 +89,6 @@ def parse_change(text: str) -> Change:
 
     Raises:
         ConfigError: there is no such change, or its value is invalid.
-
     """
     return combined([_one_change(part, text) for part in text.split("+")])
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LargeOnMeta", "OnMeta", "without_data"]
-
 # Constructors read values of small tensors, such as the rates of stochastic depth.
 _MIN_NUMEL: Final = 4096
 _FACTORIES: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full})
@@ -28,7 +26,6 @@ class LargeOnMeta(TorchFunctionMode):
     Args:
         everywhere: not only in constructors.
         is_active: whether it does at first.
-
     """
 
     def __init__(self, *, everywhere: bool = False, is_active: bool = True) -> None:
@@ -54,7 +51,6 @@ class OnMeta(TorchFunctionMode):
 
     Args:
         kind: type of the device.
-
     """
 
     def __init__(self, kind: str) -> None:
@@ -93,7 +89,6 @@ def without_data(model: nn.Module, device: torch.device) -> None:
     Args:
         model: on any device.
         device: of the new tensors.
-
     """
     made: dict[int, tuple[Any, Any]] = {}
 

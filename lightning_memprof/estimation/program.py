@@ -12,8 +12,6 @@ from typing import Final
 
 from lightning_memprof.errors import MemprofError
 
-__all__ = ["is_cli", "require_program", "run_program"]
-
 _CLI: Final = ("fit",)
 _CONFIG: Final = ("--config", "-c")
 
@@ -32,7 +30,6 @@ def require_program(program: Sequence[str], command: str = "estimate") -> None:
 
     Raises:
         MemprofError: one does not.
-
     """
     first = program[0]
     if first == "-m" and not program[1:]:
@@ -52,7 +49,6 @@ def run_program(program: Sequence[str]) -> None:
 
     Args:
         program: as for :func:`require_program`.
-
     """
     argv, path = sys.argv, list(sys.path)
     first, rest = program[0], list(program[1:])

@@ -13,8 +13,6 @@ import torch
 
 import lightning_memprof
 
-__all__ = ["is_installed", "is_program", "user_line"]
-
 _LIBRARIES: Final = tuple(str(Path(found.__path__[0])) + os.sep for found in (torch, lightning, lightning_memprof))
 _INSTALLED: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 # torch's optimizers and clipping read values that decide no shape.

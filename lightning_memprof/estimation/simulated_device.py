@@ -7,9 +7,10 @@ optimizers choose what they choose on CUDA, which they do not on ``cpu`` or ``me
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor
@@ -32,12 +33,6 @@ from lightning_memprof.capture.torch_internals import (
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.kernels import CpuKernels
 from lightning_memprof.estimation.storages import GRANULE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-
-__all__ = ["NAME", "Target"]
 
 NAME: Final = "simgpu"
 _ALIGNMENT: Final = 8
@@ -138,7 +133,6 @@ def _register() -> None:
 
     Raises:
         MemprofError: another backend is registered, which happens on machines with such an accelerator.
-
     """
     current = _get_privateuse1_backend_name()
     if current == NAME:
@@ -175,7 +169,6 @@ class Target:
         is_gpu: with CUDA's kernels and rounding, otherwise the CPU's.
         workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices.
         resident_threads: how many threads all multiprocessors run at once.
-
     """
 
     is_gpu: bool = True
@@ -197,7 +190,6 @@ class Target:
 
         Raises:
             MemprofError: this process uses another backend of its own.
-
         """
         if self.is_gpu:
             _register()
@@ -208,7 +200,6 @@ class Target:
 
         Raises:
             MemprofError: this process uses another backend of its own.
-
         """
         with ExitStack() as undo:
             self.register()
@@ -270,7 +261,6 @@ class _Casts:
 
     Attributes:
         weights: the 16-bit copies of parameters, by the parameter's id, that autocast keeps until it ends.
-
     """
 
     def __init__(self, kind: str) -> None:

@@ -15,8 +15,6 @@ from lightning_memprof.units import format_bytes
 if TYPE_CHECKING:
     from lightning_memprof.estimation.changes import Change
 
-__all__ = ["OPTIONS", "Wanted"]
-
 OPTIONS: Final = (
     "--device",
     "--device-memory",
@@ -49,7 +47,6 @@ class Wanted:
 
     Raises:
         ConfigError: a value is invalid.
-
     """
 
     device: str | None = None

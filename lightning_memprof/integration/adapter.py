@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.background import start_report
 from lightning_memprof.integration.place import claim_place
-from lightning_memprof.integration.settings import for_this_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    import torch
-
-    from lightning_memprof.artifacts.sink import RunPlace
-    from lightning_memprof.integration.settings import Settings
-
-__all__ = ["Adapter", "LogLines"]
+from lightning_memprof.integration.settings import Settings, for_this_rank
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +90,6 @@ class Adapter(Callback):
 
         Raises:
             ConfigError: this Trainer does not support them.
-
         """
 
     def leads(self, trainer: Trainer) -> bool:

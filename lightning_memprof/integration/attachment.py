@@ -6,13 +6,18 @@ import logging
 import mmap
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from lightning.pytorch import Callback, Trainer
 
 from lightning_memprof.artifacts.naming import regions_name
-from lightning_memprof.artifacts.sink import ArtifactSpec
+from lightning_memprof.artifacts.series import PulseRow
+from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace
+from lightning_memprof.capture.base import Collector, OnException, RunContext
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.observe import kept_interrupts
 from lightning_memprof.capture.session import Session
@@ -25,20 +30,9 @@ from lightning_memprof.integration.driver import StepDriver, position_source, st
 from lightning_memprof.integration.facts import steps_ahead, training_facts, unreachable
 from lightning_memprof.integration.feeds import ActionTap, TensorFeed
 from lightning_memprof.integration.place import release_place
+from lightning_memprof.integration.settings import Settings
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.units import MIB, format_count
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning.pytorch import Callback, Trainer
-
-    from lightning_memprof.artifacts.series import PulseRow
-    from lightning_memprof.artifacts.sink import RunPlace
-    from lightning_memprof.capture.base import Collector, OnException, RunContext
-    from lightning_memprof.integration.settings import Settings
-
-__all__ = ["Attachment"]
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +52,6 @@ class Attachment:
 
     Raises:
         ConfigError: a collector that the user requires is not available in this run.
-
     """
 
     def __init__(self, trainer: Trainer, stage: str, settings: Settings, place: RunPlace, ours: type[Callback]) -> None:
@@ -224,7 +217,6 @@ class _MemoryWatch:
     Args:
         run: the run.
         collectors: those that are available in this run.
-
     """
 
     def __init__(self, run: RunContext, collectors: Sequence[Collector]) -> None:

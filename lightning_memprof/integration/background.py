@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,20 +21,14 @@ from torch.autograd.profiler_util import EventList
 from lightning_memprof.analysis.ranks.summary import RankSummary, StepTime, WindowFiles, encode_summary, summarise
 from lightning_memprof.artifacts.naming import TraceName, summary_path, table_name
 from lightning_memprof.artifacts.own_program import own_program
-from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector
+from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace
+from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, StepRecord
 from lightning_memprof.errors import ReportError
 from lightning_memprof.report.written import PAGE_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from lightning_memprof.analysis.trace.operators import TableOptions
-    from lightning_memprof.artifacts.sink import RunPlace
-    from lightning_memprof.capture.base import OnMark, OnStep, RunContext, StepRecord
     from lightning_memprof.schedule import Window
-
-__all__ = ["REPORT_VARIABLE", "RankSummaries", "start_report", "write_operator_table"]
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +95,6 @@ def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
 
     Raises:
         ReportError: the child process failed; ``lightning-memprof show`` makes the table later.
-
     """
     traces = [artifact.path for artifact in run.sink.artifacts if artifact.type == "trace"]
     name = TraceName.parse(traces[-1].name) if traces else None
@@ -137,7 +131,6 @@ def start_report(place: RunPlace) -> bool:
     Returns:
         Whether it was started: not for a run at a URL, whose working copy is about to be removed, and not in a frozen
         program, which would start itself again.
-
     """
     if os.environ.get(REPORT_VARIABLE) == "0":
         return False

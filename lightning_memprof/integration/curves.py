@@ -5,29 +5,26 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from lightning_memprof.artifacts.naming import curves_path
-from lightning_memprof.artifacts.sink import ArtifactSpec
+from lightning_memprof.artifacts.series import PulseRow
+from lightning_memprof.artifacts.sink import ArtifactSpec, Sink
 from lightning_memprof.capture.sources.memory import peak_reserved_bytes
 from lightning_memprof.integration.loggers import remove_rows, save_rows
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import torch
     from lightning.pytorch import Trainer
 
-    from lightning_memprof.artifacts.series import PulseRow
-    from lightning_memprof.artifacts.sink import Sink
     from lightning_memprof.artifacts.tfevents import EventFile, Layout
     from lightning_memprof.capture.faults import Faults
     from lightning_memprof.integration.settings import Settings
-
-__all__ = ["LAYOUT", "Curves", "curves_of"]
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +101,6 @@ class Curves:
         loggers: the loggers that get points; none on ranks other than 0.
         sink: where the event file goes; passes on the series that collectors write.
         faults: the policy for failures.
-
     """
 
     name: Final = "curves"
@@ -132,7 +128,6 @@ class Curves:
             rows: rows of the pulse.
             device: the device of the allocator statistics; None on a CPU.
             in_window: whether a window is open.
-
         """
         reserved = None if device is None else peak_reserved_bytes(device) / MIB
         stepped = self._trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -215,7 +210,6 @@ class _Axis:
             rows: rows of the pulse.
             global_step: optimizer steps so far.
             stepped: batches so far after which an optimizer stepped.
-
         """
         counts = [row.global_step or 0 for row in rows]
         if global_step == stepped:
@@ -254,7 +248,6 @@ class _Drawing:
     Attributes:
         recorded: by window, its recorded steps; set by another thread before the row of the next step arrives.
         maxima: by window, the maxima of the series that collectors wrote; set like ``recorded``.
-
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -282,7 +275,6 @@ class _Drawing:
 
         Raises:
             OSError: the file cannot be written.
-
         """
         file = self._opened()
         begin = 0

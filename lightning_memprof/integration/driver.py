@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Position
 from lightning_memprof.capture.session import Session
-from lightning_memprof.schedule import Point
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from lightning.pytorch import Callback, Trainer
-
-    from lightning_memprof.schedule import Action
-
-__all__ = ["StageActions", "StepDriver", "position_source", "stage_actions", "stage_function"]
+from lightning_memprof.schedule import Action, Point
 
 _DATA_WAIT: Final = PHASES.index("data_wait")
 _FORWARD: Final = PHASES.index("forward")
@@ -67,7 +59,6 @@ class StageActions:
         transfers: the same for a batch on its way to the device; those of a validation inside fit belong to it.
         unusual: slow actions that are not part of every step.
         validation: the step of a validation inside fit; None outside fit.
-
     """
 
     fetch: str
@@ -170,7 +161,6 @@ class StepDriver:
         actions: names of the actions of the stage.
         position: returns the position of the run, called once per step with the number of batches of the step that
             Lightning has counted.
-
     """
 
     def __init__(self, session: Session, actions: StageActions, position: Callable[[int], Position]) -> None:
@@ -271,7 +261,6 @@ def position_source(trainer: Trainer, stage: str, schedule: Callable[[int], Acti
         stage: ``fit`` counts the batches of the whole run, resumed ones included; other stages count their own.
         schedule: with ``anchor="epoch"`` its count starts again in every epoch; one that lists its steps counts those
             of the whole run; any other those of this process.
-
     """
     anchor = getattr(schedule, "anchor", "fit")
     listed = bool(getattr(schedule, "steps", ())) and anchor == "fit"

@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -22,18 +23,13 @@ import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.capture.sources.compiled import compiled_modules
 from lightning_memprof.capture.sources.memory import cgroup_memory
-from lightning_memprof.schedule import Schedule, no_window
+from lightning_memprof.schedule import Action, Schedule, no_window
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from lightning.pytorch import Trainer
 
     from lightning_memprof.capture.base import Collector
-    from lightning_memprof.schedule import Action
-
-__all__ = ["run_facts", "steps_ahead", "training_facts", "unreachable"]
 
 # One embedding or head dominates; a few rows show it.
 _LARGEST: Final = 5

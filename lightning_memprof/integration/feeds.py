@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     Handler = Callable[[], None] | int
     Handlers = Mapping[str, Handler]
 
-__all__ = ["ActionTap", "TensorFeed"]
-
 _MOST_NAMES: Final = 4096
 
 
@@ -42,7 +40,6 @@ class ActionTap:
     Args:
         profiler: a Lightning profiler.
         on_fault: called with an exception of a handler; the training continues.
-
     """
 
     def __init__(self, profiler: Any, on_fault: Callable[[Exception], None]) -> None:
@@ -69,7 +66,6 @@ class ActionTap:
             stops: handlers of its stop; called after the listeners.
             interrupts: see :func:`lightning_memprof.capture.observe.kept_interrupts`; raised by an action.
             log: called with the number and ``time.perf_counter_ns``; must not fail.
-
         """
         shared = _Shared(
             thread=get_ident(),
@@ -236,7 +232,6 @@ class TensorFeed:
     Attributes:
         listeners: functions that get each batch, and those that get each loss; empty outside windows.
         changed: called when one was added or removed.
-
     """
 
     def __init__(self, trainer: Trainer) -> None:

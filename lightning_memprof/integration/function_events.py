@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from torch.autograd import DeviceType  # type: ignore[attr-defined] # torch's stubs do not re-export it
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from lightning_memprof.analysis.trace.events import read_trace
+from lightning_memprof.analysis.trace.events import OperatorEvent, read_trace
 from lightning_memprof.analysis.trace.key_averages import CPU, CPU_MEMORY, DEVICE, DEVICE_MEMORY, HIDDEN, MEMORY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from lightning_memprof.analysis.trace.events import OperatorEvent
-
-__all__ = ["function_events"]
 
 _PARAMETERS: Final = frozenset(inspect.signature(FunctionEvent).parameters)
 
@@ -34,7 +28,6 @@ def function_events(traces: Iterable[Path]) -> EventList:
 
     Raises:
         ArtifactError: a trace is missing, damaged or truncated.
-
     """
     events: list[FunctionEvent] = []
     device: str | None = None

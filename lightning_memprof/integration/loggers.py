@@ -6,10 +6,11 @@ import io
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.artifacts.sink import ArtifactSpec
+from lightning_memprof.artifacts.sink import ArtifactSpec, Sink
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.printers.terminal import print_document
 from lightning_memprof.report.sections import run_document
@@ -17,13 +18,7 @@ from lightning_memprof.report.summary import MAX_MEMORY_BYTES, MAX_PULSE_BYTES
 from lightning_memprof.report.view import run_view
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lightning.pytorch import Trainer
-
-    from lightning_memprof.artifacts.sink import Sink
-
-__all__ = ["REPORT_NAMES", "remove_rows", "save_rows", "send_report"]
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +87,6 @@ def save_rows(logger: Any) -> None:
 
     Raises:
         Exception: the exception of ``CSVLogger.save``; the rows stay in the buffer.
-
     """
     if _is_csv(logger) and getattr(logger.experiment, "metrics", None):
         logger.save()

@@ -17,15 +17,11 @@ from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name
 from lightning_memprof.artifacts.remote import check_url, claim_url, is_url, url_path
 from lightning_memprof.artifacts.secrets import has_password
-from lightning_memprof.artifacts.sink import RunPlace, claim_run_place
+from lightning_memprof.artifacts.sink import RunPlace, Sink, claim_run_place
 from lightning_memprof.errors import MemprofError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-    from lightning_memprof.artifacts.sink import Sink
-
-__all__ = ["WORKING_COPIES", "claim_place", "release_place"]
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +35,6 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
 
     Returns:
         The place, or None where rank 0 could not write there; training continues without recording.
-
     """
     # The directory of a logger may be any object.
     wanted = os.fspath(dirpath) if dirpath else str(trainer.log_dir or trainer.default_root_dir)

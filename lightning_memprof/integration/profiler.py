@@ -9,16 +9,18 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction
 
 from lightning_memprof.analysis.trace.operators import AVAILABLE_SORT_KEYS, TableOptions
 from lightning_memprof.artifacts.remote import is_url
+from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.capture.collectors.hook_timings import HookTimings
 from lightning_memprof.capture.collectors.oom import OOMAutopsy
@@ -28,6 +30,7 @@ from lightning_memprof.capture.faults import describe as fault_text
 from lightning_memprof.capture.torch_internals import _profiler_enabled
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.adapter import Adapter
+from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.function_events import function_events
 from lightning_memprof.integration.settings import (
     OutputOptions,
@@ -38,14 +41,6 @@ from lightning_memprof.integration.settings import (
     schedule_of,
 )
 from lightning_memprof.schedule import Schedule, StageSchedules
-
-if TYPE_CHECKING:
-    from torch.autograd.profiler_util import EventList
-
-    from lightning_memprof.capture.base import Collector
-    from lightning_memprof.integration.attachment import Attachment
-
-__all__ = ["ExtendedPyTorchProfiler"]
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +84,6 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
 
     Raises:
         ConfigError: a value is invalid.
-
     """
 
     AVAILABLE_SORT_KEYS = set(AVAILABLE_SORT_KEYS)  # noqa: RUF012 Lightning's name and type
@@ -155,7 +149,6 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
 
         Raises:
             ArtifactError: a trace was removed, as budgets and uploads do.
-
         """
         if self._events is None and self._traces:
             self._events = function_events(self._traces)

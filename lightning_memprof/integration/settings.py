@@ -37,23 +37,6 @@ from lightning_memprof.schedule import Action, Schedule, StageSchedules
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = [
-    "Choice",
-    "OutputOptions",
-    "Ranks",
-    "Settings",
-    "check_collectors",
-    "check_ranks",
-    "choice_note",
-    "default_collectors",
-    "for_this_rank",
-    "group_timeout_seconds",
-    "is_chosen",
-    "joined",
-    "parse_schedule",
-    "schedule_of",
-]
-
 DEFAULT: Final = "default"
 Choice = Collector | Literal["default"]
 Ranks = Literal["all", "none"] | int | list[int] | dict[str, int] | None
@@ -82,7 +65,6 @@ class OutputOptions:
 
     Raises:
         ConfigError: a value is invalid.
-
     """
 
     dirpath: str | Path | None = None
@@ -120,7 +102,6 @@ class Settings:
         output: destination of the results, and the policy for failing collectors.
         table: options of the operator table.
         fits_short_runs: whether a run that is too short for the schedule records every step.
-
     """
 
     schedule: Callable[[int], Action]
@@ -162,7 +143,6 @@ def check_collectors(asked: Any) -> Sequence[Choice] | None:
 
     Raises:
         ConfigError: it is another value, a collector has an invalid name, or two have the same one.
-
     """
     if asked is None:
         return None
@@ -197,7 +177,6 @@ def joined(asked: Sequence[Choice] | None, lent: Sequence[Collector]) -> list[tu
     Returns:
         The collectors in the order of their marks, and whether the user requires each. The operator trace is last:
         it does not record the work of the others at a mark.
-
     """
     required = {collector.name: collector for collector in asked or () if isinstance(collector, Collector)}
     default = default_collectors() if asked is None or DEFAULT in asked else []
@@ -218,7 +197,6 @@ def parse_schedule(value: Any) -> StageSchedules | Callable[[int], Action]:
 
     Raises:
         ConfigError: it is another value.
-
     """
     if value is None:
         return _every_step
@@ -281,7 +259,6 @@ def check_ranks(ranks: Any) -> Any:
 
     Raises:
         ConfigError: it is another value.
-
     """
     if isinstance(ranks, dict):
         good = list(ranks) == ["every"] and _is_count(ranks["every"])
@@ -308,7 +285,6 @@ def is_chosen(ranks: Ranks, *, rank: int, world_size: int, local_rank: int) -> b
         rank: the global rank.
         world_size: number of ranks.
         local_rank: number of the rank on its node, from 0.
-
     """
     if ranks is None:
         return world_size <= _FEW_RANKS or local_rank == 0

@@ -10,43 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-__all__ = [
-    "Badge",
-    "Bar",
-    "Card",
-    "Cell",
-    "Chart",
-    "Column",
-    "Command",
-    "Document",
-    "Facts",
-    "Figure",
-    "Figures",
-    "Findings",
-    "Line",
-    "Lines",
-    "Link",
-    "Paragraph",
-    "Part",
-    "Phrase",
-    "Section",
-    "Stack",
-    "Style",
-    "Table",
-    "Value",
-    "Words",
-    "change",
-    "code",
-    "count",
-    "duration",
-    "index",
-    "phrase",
-    "rate",
-    "share",
-    "size",
-    "text",
-]
-
 Badge = Literal["none", "info", "warning", "critical"]
 Style = Literal["", "dim", "good", "warn", "bad"]
 Value = str | int | float | None
@@ -68,7 +31,6 @@ class Cell:
         id: makes the cell a place to link to.
         command: the command that opens what the cell names.
         sort: what a table is sorted by instead of the value.
-
     """
 
     value: Value
@@ -163,7 +125,6 @@ class Column:
         hint: more about the heading, where a format has room for it.
         priority: 0 always stays; of the others the highest number is dropped first where lines are short.
         has_share: whether each value is followed by its share of the cell's whole.
-
     """
 
     heading: str
@@ -196,7 +157,6 @@ class Table:
         top: how many rows a text page shows; None is all of them.
         is_detail: whether text pages leave the table out: a shorter one has its sums.
         left_out: how many further rows there are, which it does not have.
-
     """
 
     part: ClassVar[str] = "table"
@@ -400,7 +360,6 @@ class Document:
         commands: what to run next, the two most useful ones first.
         incomplete: the ranks that had not ended or had written nothing, empty where there are none.
         update: how to make it again, empty where nothing is missing.
-
     """
 
     title: str

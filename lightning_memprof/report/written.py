@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -15,12 +16,8 @@ from lightning_memprof.errors import ReportError
 from lightning_memprof.report.export.write import whole_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lightning_memprof.report.files_view import FilesView
     from lightning_memprof.report.view import View
-
-__all__ = ["LOG_NAME", "PAGE_NAME", "main", "own_page", "write_page"]
 
 PAGE_NAME: Final = "report.html"
 LOG_NAME: Final = "report.log"
@@ -33,7 +30,6 @@ def write_page(view: View | FilesView, out: Path) -> None:
 
     Raises:
         ReportError: the page cannot be made, or not be written there.
-
     """
     try:
         # Imported here: a training process imports this module and must not load bokeh and jinja2.
@@ -54,7 +50,6 @@ def own_page(directory: Path) -> Path:
 
     Raises:
         ReportError: a link is there: the page would overwrite the file that it points to.
-
     """
     page = directory / PAGE_NAME
     if page.is_symlink():

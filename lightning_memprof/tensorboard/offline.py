@@ -28,16 +28,6 @@ from tensorboard.util import tb_logging
 from werkzeug.test import EnvironBuilder
 from werkzeug.wrappers import Request, Response
 
-__all__ = [
-    "CHARTS_SCRIPT",
-    "ELEMENTS_SCRIPT",
-    "OfflineProfilerPage",
-    "Reachable",
-    "charts_page",
-    "script_hashes",
-    "trace_page",
-]
-
 App = Callable[..., Any]
 
 _INDEX, _TRACE, _VIEWER = "/index.html", "/trace_embedding.html", "/trace_viewer_full.html"
@@ -140,7 +130,6 @@ def _page(original: App, local: Callable[[dict[str, Any]], str | None], script: 
         local: builds the local page, None if the original is unknown.
         script: URL that the original loads from another host.
         always: serve only the local page.
-
     """
     host = urlsplit(script).hostname or ""
     reachable = Reachable(host)
@@ -202,7 +191,6 @@ def charts_page(page: str) -> str | None:
 
     Returns:
         The page, whose trace frame requests `trace_page`; None if the page is unknown.
-
     """
     scripts = "".join(f'<script src="{FOLDER}/{name}"></script>' for name in _CHARTS)
     # Empty icon: otherwise the browser requests one that no route serves.
@@ -220,7 +208,6 @@ def trace_page(page: str, viewer: str) -> str | None:
 
     Returns:
         The page; None if either page is unknown.
-
     """
     start, end = re.search(r"<head\b[^>]*>", viewer), viewer.rfind("</head>")
     if start is None or end < start.end():
@@ -265,7 +252,6 @@ class Reachable:
     Args:
         host: host name.
         port: TCP port.
-
     """
 
     def __init__(self, host: str, port: int = 443) -> None:

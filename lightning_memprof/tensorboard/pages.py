@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +27,7 @@ from lightning_memprof.errors import MemprofError
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from lightning_memprof.tensorboard.runs import FoundRun
-
-__all__ = ["Job", "PageRequest", "Pages", "main"]
 
 # Each page is a busy process; more of them would compete with training.
 MAX_PROCESSES: Final = 2

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tensorboard.backend.http_util import Respond
 from tensorboard.plugins import base_plugin
@@ -15,14 +15,10 @@ from werkzeug.utils import send_file
 from werkzeug.wrappers import Request, Response
 
 from lightning_memprof.analysis.run.confined import run_files
+from lightning_memprof.analysis.run.model import ArtifactFile
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.tensorboard.pages import PageRequest, Pages
 from lightning_memprof.tensorboard.runs import FoundRun, LiveRuns, RunList, revision
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.model import ArtifactFile
-
-__all__ = ["MemprofPlugin", "log_directories", "place_in_profiler_tab"]
 
 NAME: Final = "memprof"
 PROFILER: Final = "pytorch_profiler"
@@ -71,7 +67,6 @@ class MemprofPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard 
 
     Args:
         context: TensorBoard's context.
-
     """
 
     plugin_name = NAME

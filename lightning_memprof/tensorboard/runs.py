@@ -9,29 +9,22 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_memprof.analysis.run.confined import refuse_links
 from lightning_memprof.analysis.run.following import Follower
 from lightning_memprof.analysis.run.locate import MAX_DEPTH, MAX_DIRECTORIES
 from lightning_memprof.artifacts.files import open_plain
-from lightning_memprof.artifacts.manifest import Manifest, WindowRow, read_manifest
+from lightning_memprof.artifacts.manifest import EndRow, Manifest, WindowRow, read_manifest
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, pulse_name
 from lightning_memprof.artifacts.series import parse_pulse_row
-from lightning_memprof.report.document import Chart, Lines, Stack, Table
+from lightning_memprof.report.document import Chart, Document, Lines, Part, Stack, Table
 from lightning_memprof.report.printers.layout import tops
 from lightning_memprof.report.printers.values import cell_text, words_text
 from lightning_memprof.report.sections.live import SILENT_NS, Watched, live_document, passed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from lightning_memprof.artifacts.manifest import EndRow
-    from lightning_memprof.report.document import Document, Part
-
-__all__ = ["FoundRun", "LiveRuns", "RunList", "revision"]
 
 # The tab polls every 2 s.
 SCAN_SECONDS: Final = 1.0
@@ -78,7 +71,6 @@ class RunList:
 
     Args:
         tops: log directories by the prefix of their runs' names ("" for a single directory).
-
     """
 
     def __init__(self, tops: Mapping[str, Path]) -> None:
@@ -186,7 +178,6 @@ class LiveRuns:
 
         Raises:
             ArtifactError: a file of the run is a symlink to outside the log directory.
-
         """
         with self._lock:
             if found.id not in self._followed:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_memprof.analysis.memory.report import TRACKERS, memory_report
+from lightning_memprof.analysis.memory.report import TRACKERS, RankMemory, memory_report
+from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.analysis.trace.columns import Kind, TraceColumns, read_columns, step_spans
 from lightning_memprof.analysis.trace.communication import collective_calls
 from lightning_memprof.analysis.trace.device import device_events
@@ -18,14 +20,6 @@ from lightning_memprof.analysis.trace.intervals import Column, nearest
 from lightning_memprof.analysis.trace.model import plain_kernel
 from lightning_memprof.analysis.trace.modules import HostThreads, Makers, Modules
 from lightning_memprof.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from lightning_memprof.analysis.memory.report import RankMemory
-    from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
-
-__all__ = ["BYTES", "COUNTS", "Figures", "figures_of"]
 
 # Quantities by the category of the peak that they are; None is not a category.
 BYTES: Final[Mapping[str, str | None]] = {

@@ -17,8 +17,6 @@ from lightning_memprof.trial.remedies import parse_remedy
 from lightning_memprof.trial.runner import Wanted, run_task
 from lightning_memprof.trial.task import Task
 
-__all__ = ["find_largest"]
-
 _STEPS: Final = 5
 _MOST_SAMPLES: Final = 1 << 20
 # A run takes some ten seconds; each further half of the interval is another one.
@@ -39,7 +37,6 @@ def find_largest(program: Sequence[str], wanted: Wanted, limit_bytes: int | None
     Raises:
         ConfigError: a remedy changes the batch size, too.
         MemprofError: the program fails with its own batch size, or that is not known.
-
     """
     steps = wanted.steps or _STEPS
     for name in wanted.remedies:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from lightning_memprof.analysis.compare.model import (
     GROUPS,
@@ -21,11 +22,6 @@ from lightning_memprof.analysis.compare.model import (
 from lightning_memprof.analysis.compare.significance import drift, rank_test
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import GIB, KIB, MIB
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-__all__ = ["Limit", "Outcome", "check", "compare", "parse_limit"]
 
 # The median of n samples has a standard error of 1.2533 standard deviations / sqrt(n); a difference of three errors is
 # chance in fewer than 1 of 300 comparisons.
@@ -63,7 +59,6 @@ def compare(a: Side, b: Side) -> Comparison:
 
     Raises:
         ConfigError: the two are of different kinds, such as a run and a trace.
-
     """
     if a.kind != b.kind:
         raise ConfigError(
@@ -195,7 +190,6 @@ def parse_limit(given: str) -> Limit:
 
     Raises:
         ConfigError: it is malformed, names an unknown quantity, or has the wrong unit.
-
     """
     match = _LIMIT.fullmatch(given) if len(given) <= _MOST_DIGITS * 2 else None
     if match is None:

@@ -8,19 +8,6 @@ from typing import Final, Literal
 
 from lightning_memprof.analysis.compare.significance import RankTest
 
-__all__ = [
-    "GROUPS",
-    "QUANTITIES",
-    "Change",
-    "Comparison",
-    "Difference",
-    "Measure",
-    "NamedChange",
-    "Side",
-    "SideKind",
-    "Unit",
-]
-
 Unit = Literal["ns", "bytes", "count", "per_s"]
 SideKind = Literal["run", "traces", "snapshots"]
 Change = Literal["appeared", "disappeared", "changed"]

@@ -4,44 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from lightning_memprof.analysis.compare.model import QUANTITIES, Measure, Side, SideKind
 from lightning_memprof.analysis.compare.significance import drift
-from lightning_memprof.analysis.findings import Facts, Severity, examine, examine_files
+from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, examine_files
 from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
-from lightning_memprof.analysis.memory.report import memory_report
+from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
+from lightning_memprof.analysis.memory.report import RankMemory, memory_report
+from lightning_memprof.analysis.run.model import Rank, Run
+from lightning_memprof.analysis.snapshot.replay import Holder
 from lightning_memprof.analysis.stacks import parse_frame
 from lightning_memprof.analysis.steps.statistics import window_steps
 from lightning_memprof.analysis.steps.throughput import rank_throughput
 from lightning_memprof.analysis.trace.key_averages import collect_rows
+from lightning_memprof.analysis.trace.model import GpuTimes, TraceReport
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from lightning_memprof.analysis.findings import Finding
-    from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
-    from lightning_memprof.analysis.memory.report import RankMemory
-    from lightning_memprof.analysis.run.model import Rank, Run
-    from lightning_memprof.analysis.snapshot.replay import Holder
-    from lightning_memprof.analysis.trace.model import GpuTimes, TraceReport
-
-__all__ = [
-    "Times",
-    "holder_bytes",
-    "peak",
-    "run_side",
-    "severities",
-    "site_bytes",
-    "snapshots_side",
-    "traces_side",
-    "typical",
-]
 
 # Noise of a single time, for which there is no spread.
 _ONE_TIME: Final = 0.10
@@ -201,7 +184,6 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
 
     Raises:
         ArtifactError: a trace is missing, damaged or truncated.
-
     """
     from lightning_memprof.analysis.trace.report import trace_report
 
@@ -247,7 +229,6 @@ def snapshots_side(paths: Sequence[Path], label: str) -> Side:
 
     Raises:
         ArtifactError: a file is missing, damaged or not a snapshot.
-
     """
     from lightning_memprof.analysis.snapshot.report import snapshot_report
 
@@ -312,7 +293,6 @@ def operator_times(traces: Sequence[Path]) -> tuple[Times, Times]:
 
     Raises:
         ArtifactError: a trace is missing, damaged or truncated.
-
     """
     operators, kernels = Times(), Times()
     for trace in traces:

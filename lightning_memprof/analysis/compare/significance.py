@@ -13,8 +13,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CONFIDENCE", "FEWEST_PAIRS", "PairedChange", "RankTest", "drift", "paired_change", "rank_test"]
-
 # A change of steps is reported from this confidence on: the usual one, and four steps of each side can reach it.
 CONFIDENCE: Final = 0.95
 # Share of the pairs of steps in which the change shows. Two runs of one program differ by a part of the spread of their
@@ -94,7 +92,6 @@ def paired_change(a: Sequence[float], b: Sequence[float]) -> PairedChange:
 
     Raises:
         ValueError: the numbers of measurements differ, there are fewer than ``FEWEST_PAIRS``, or one is not positive.
-
     """
     pairs = np.array([a, b], np.float64)
     count = pairs.shape[1]

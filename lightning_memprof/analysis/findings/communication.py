@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import statistics
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
-from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import (
     NOTABLE_SHARE,
     idle_ns,
@@ -21,19 +22,12 @@ from lightning_memprof.analysis.findings.traces import (
     shorter_name,
     times,
 )
+from lightning_memprof.analysis.ledger.model import TimeLedger
 from lightning_memprof.analysis.ledger.ranks import meeting_ranks
+from lightning_memprof.analysis.ranks.arrivals import WindowWaits
+from lightning_memprof.analysis.ranks.report import Straggler
+from lightning_memprof.analysis.trace.model import CollectiveTotals, TraceReport
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from lightning_memprof.analysis.findings.model import Evidence
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.ranks.arrivals import WindowWaits
-    from lightning_memprof.analysis.ranks.report import Straggler
-    from lightning_memprof.analysis.trace.model import CollectiveTotals, TraceReport
-
-__all__ = ["communication_exposed", "memory_imbalance", "straggler", "straggler_trace"]
 
 # Below this size the start-up of a collective takes as long as its data on any link.
 SMALL_BYTES: Final = MIB

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics as stats
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 from lightning_memprof.analysis.findings.measures import (
     MANY_PER_CORE,
+    Rhythm,
     cores_of_loading,
     rhythm,
     sample_method,
@@ -35,21 +37,13 @@ from lightning_memprof.analysis.findings.traces import (
     severity_of,
     times,
 )
-from lightning_memprof.analysis.ledger.model import total
+from lightning_memprof.analysis.ledger.model import TimeLedger, total
 from lightning_memprof.analysis.ledger.run import RESTART
+from lightning_memprof.analysis.run.model import Rank
+from lightning_memprof.analysis.trace.model import Copies, TraceReport
+from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.findings.measures import Rhythm
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.trace.model import Copies, TraceReport
-    from lightning_memprof.artifacts.manifest import DataLoaderFacts
-
-__all__ = ["blocking_transfers", "input_bound", "input_bound_trace", "padding", "workers_restart"]
 
 # The Trainer fetches a batch that is ready in less: no setting of the loader saves it.
 MIN_COST_NS: Final = 2_000_000

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lightning_memprof.analysis.findings.model import Finding, Severity
+from lightning_memprof.analysis.findings.model import Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.profiler import recording_ns
 from lightning_memprof.analysis.findings.traces import (
     NOTABLE_SHARE,
@@ -13,6 +13,7 @@ from lightning_memprof.analysis.findings.traces import (
     PARTS,
     PROFILER,
     SEVERE_SHARE,
+    IdleTime,
     Remedy,
     computing,
     exposed_loading,
@@ -30,22 +31,16 @@ from lightning_memprof.analysis.findings.traces import (
     times,
     total_ns,
 )
+from lightning_memprof.analysis.ledger.model import TimePart
+from lightning_memprof.analysis.trace.model import (
+    Cause,
+    CollectiveTotals,
+    IdleCause,
+    RuntimeCall,
+    Synchronization,
+    TraceReport,
+)
 from lightning_memprof.units import format_count, format_ns, percent
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.findings.model import Recovery
-    from lightning_memprof.analysis.findings.traces import IdleTime
-    from lightning_memprof.analysis.ledger.model import TimePart
-    from lightning_memprof.analysis.trace.model import (
-        Cause,
-        CollectiveTotals,
-        IdleCause,
-        RuntimeCall,
-        Synchronization,
-        TraceReport,
-    )
-
-__all__ = ["allocator_thrash", "gpu_idle", "synchronization"]
 
 LAUNCHING: Final[tuple[Cause, ...]] = ("python", "operators", "launch")
 # A launch takes as long as a kernel below this, so that a device can wait for each launch.

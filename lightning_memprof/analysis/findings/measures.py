@@ -5,37 +5,21 @@ from __future__ import annotations
 import itertools
 import statistics as stats
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lightning_memprof.analysis.findings.model import Facts
+from lightning_memprof.analysis.ledger.model import TimeLedger
 from lightning_memprof.analysis.ledger.run import typical_in_windows
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import OWN_WORK
+from lightning_memprof.analysis.steps.statistics import PulseStatistics
 from lightning_memprof.analysis.steps.system import systems
 from lightning_memprof.analysis.steps.workers import loading
+from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import HookRow
 from lightning_memprof.units import format_count, format_ns
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.findings.model import Facts
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.steps.statistics import PulseStatistics
-    from lightning_memprof.artifacts.manifest import DataLoaderFacts
-
-__all__ = [
-    "MANY_PER_CORE",
-    "Rhythm",
-    "cores_of_loading",
-    "few_steps",
-    "own_marks",
-    "own_ns",
-    "rhythm",
-    "sample_method",
-    "torch_threads",
-    "worker_advice",
-]
 
 # A step stands out if a phase takes this many times its median.
 STANDS_OUT: Final = 4
@@ -132,7 +116,6 @@ def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float
         rank: the rank of the steps.
         spent: ``(step, nanoseconds)``.
         stands_out: multiple of the median.
-
     """
     if not spent:
         return None

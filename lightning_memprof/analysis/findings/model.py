@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from lightning_memprof.analysis.ledger.memory import run_bytes
+from lightning_memprof.analysis.ledger.memory import ByteLedger, run_bytes
+from lightning_memprof.analysis.ledger.model import TimeLedger
+from lightning_memprof.analysis.ledger.peaks import Peaks
 from lightning_memprof.analysis.ledger.ranks import with_waits
 from lightning_memprof.analysis.ledger.run import run_ledger
-from lightning_memprof.analysis.ranks.report import rank_report
-from lightning_memprof.analysis.steps.statistics import pulse_statistics
+from lightning_memprof.analysis.memory.report import MemoryReport
+from lightning_memprof.analysis.ranks.report import RankReport, rank_report
+from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
+from lightning_memprof.analysis.snapshot.report import SnapshotReport
+from lightning_memprof.analysis.steps.statistics import PulseStatistics, pulse_statistics
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.artifacts.naming import pulse_name
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from lightning_memprof.analysis.ledger.memory import ByteLedger
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.ledger.peaks import Peaks
-    from lightning_memprof.analysis.memory.report import MemoryReport
-    from lightning_memprof.analysis.ranks.report import RankReport
-    from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
-    from lightning_memprof.analysis.snapshot.report import SnapshotReport
-    from lightning_memprof.analysis.steps.statistics import PulseStatistics
-    from lightning_memprof.analysis.trace.model import TraceReport
-
-__all__ = [
-    "MIN_STEPS",
-    "NOTABLE",
-    "NOTHING_FOUND",
-    "SEVERE",
-    "SHORT_STEP_NS",
-    "Evidence",
-    "Facts",
-    "Finding",
-    "Recovery",
-    "Rule",
-    "Severity",
-    "Verdict",
-    "severity_of",
-]
 
 # The first steps start workers and select kernels: fewer than these do not represent a run.
 MIN_STEPS: Final = 3

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from lightning_memprof.analysis.findings.model import Evidence, Finding, Recovery, Severity
 from lightning_memprof.analysis.ledger.memory import snapshot_bytes
 from lightning_memprof.analysis.snapshot.replay import GROWS, SHRINKS, free_ranges
-from lightning_memprof.analysis.snapshot.report import held_lines
+from lightning_memprof.analysis.snapshot.report import DeviceReport, FailedRequest, HeldLine, SnapshotReport, held_lines
 from lightning_memprof.analysis.stacks import user_frame
 from lightning_memprof.artifacts.naming import SnapshotName
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.snapshot.report import DeviceReport, FailedRequest, HeldLine, SnapshotReport
-
-__all__ = [
-    "allocator_churn",
-    "failed_request",
-    "fragmentation",
-    "peak_holder",
-    "pending_frees",
-    "private_pools",
-]
 
 # Fewer bytes do not decide whether another batch fits.
 MIN_BYTES: Final = 512 * MIB

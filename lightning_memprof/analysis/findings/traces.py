@@ -5,44 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Final, Literal, NamedTuple
 
 from lightning_memprof.analysis.findings.compute import FOREACH, FUSED
 from lightning_memprof.analysis.findings.model import SHORT_STEP_NS, Evidence, Recovery, Severity
-from lightning_memprof.analysis.ledger.model import total
-from lightning_memprof.analysis.trace.model import IdleCause, plain_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart
-    from lightning_memprof.analysis.trace.model import Cause, Kernel, TraceReport
-
-__all__ = [
-    "MIN_TRACE_STEPS",
-    "NOTABLE_SHARE",
-    "OPTIMIZER",
-    "SEVERE_SHARE",
-    "IdleTime",
-    "Remedy",
-    "computing",
-    "exposed_loading",
-    "idle_ns",
-    "idle_time",
-    "is_short",
-    "listed",
-    "longest_in",
-    "on_rank",
-    "open_trace",
-    "recovered_ns",
-    "remedies",
-    "remedy",
-    "seen_in",
-    "severity_of",
-    "shorter_name",
-    "times",
-    "total_ns",
-]
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
+from lightning_memprof.analysis.trace.model import Cause, IdleCause, Kernel, TraceReport, plain_kernel
 
 # A remedy for less than 10% makes the program less than 1.12 times as fast.
 NOTABLE_SHARE: Final = 0.10

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
     _Numbers: TypeAlias = NDArray[np.signedinteger[Any]] | int
 
-__all__ = ["device_ledger"]
-
 _PARTS: Final[tuple[DevicePart, ...]] = get_args(DevicePart)
 # Time inside an event of these parts is theirs, whatever runs in it; of several the last one.
 _ENCLOSING: Final[tuple[DevicePart, ...]] = ("cold_start", "idle_synchronization", "idle_data", "idle_gc_pauses")

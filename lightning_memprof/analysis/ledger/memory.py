@@ -6,23 +6,17 @@ there. Tensors are owned by category, module and dtype; what nothing recorded ow
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.analysis.ledger.growth import steady_growth, validation_growth
-from lightning_memprof.analysis.memory.activations import patterns
+from lightning_memprof.analysis.memory.activations import Activations, patterns
+from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.snapshot.replay import free_ranges
+from lightning_memprof.analysis.snapshot.report import DeviceReport
 from lightning_memprof.artifacts.series import AllocatorRow, HostRow, ProcessRow
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from lightning_memprof.analysis.memory.activations import Activations
-    from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.snapshot.report import DeviceReport
-
-__all__ = ["UNATTRIBUTED", "ByteLedger", "ByteLine", "grouped_bytes", "run_bytes", "snapshot_bytes"]
 
 UNATTRIBUTED: Final = "unattributed"
 # Of a peak this close to what the machine can hold, a few percent decide whether the next batch fits.

@@ -6,19 +6,15 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from lightning_memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-__all__ = ["SWITCH", "Peaks", "device_peaks", "machine_peaks"]
 
 SWITCH: Final = "LIGHTNING_MEMPROF_BENCHMARK"
 """Environment variable: with the value 0 this machine is not measured."""

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_memprof.analysis.ranks.arrivals import RankTrack, window_waits
+from lightning_memprof.analysis.ranks.arrivals import RankTrack, WindowWaits, window_waits
 from lightning_memprof.analysis.trace.intervals import Intervals, difference, intersection, length_within, union
+from lightning_memprof.analysis.trace.model import TraceReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
-    from lightning_memprof.analysis.ranks.arrivals import WindowWaits
     from lightning_memprof.analysis.trace.communication import Collective
-    from lightning_memprof.analysis.trace.model import TraceReport
-
-__all__ = ["across_ranks", "meeting_ranks", "with_waits"]
 
 
 def meeting_ranks(traces: Sequence[TraceReport]) -> Iterator[tuple[dict[int, TraceReport], WindowWaits]]:

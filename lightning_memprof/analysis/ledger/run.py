@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.analysis.ledger.host import corrected
-from lightning_memprof.analysis.ledger.model import Stall, TimeLedger, TimeLine, total
-from lightning_memprof.analysis.steps.events import action_name, classify, is_profiler, part_of, rank_events
-from lightning_memprof.artifacts.series import GC_PAUSE, PHASES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from lightning_memprof.analysis.ledger.model import HostPart
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.steps.events import Event, StepEvents
-    from lightning_memprof.analysis.steps.statistics import TypicalSteps
-    from lightning_memprof.artifacts.manifest import DataLoaderFacts
-    from lightning_memprof.artifacts.series import PulseRow
-
-__all__ = ["RESTART", "run_ledger", "typical_in_windows"]
+from lightning_memprof.analysis.ledger.model import HostPart, Stall, TimeLedger, TimeLine, total
+from lightning_memprof.analysis.run.model import Rank
+from lightning_memprof.analysis.steps.events import (
+    Event,
+    StepEvents,
+    action_name,
+    classify,
+    is_profiler,
+    part_of,
+    rank_events,
+)
+from lightning_memprof.analysis.steps.statistics import TypicalSteps
+from lightning_memprof.artifacts.manifest import DataLoaderFacts
+from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, PulseRow
 
 # Number, ns, and ns by phase.
 _Step = tuple[int, float, "Mapping[str, float | None]"]

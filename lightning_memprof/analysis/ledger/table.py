@@ -7,8 +7,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Table", "joined", "summed"]
-
 Table: TypeAlias = NDArray[np.int64]
 """``(c, k)``: numbers of part, label, module and operator; then what is summed, ns first; then the longest call."""
 

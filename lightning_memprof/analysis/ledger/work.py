@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from lightning_memprof.analysis.ledger.model import OperatorWork, TimePart
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from lightning_memprof.analysis.trace.columns import Inputs, TraceColumns
-
-__all__ = ["Work", "operator_work", "shaped", "work_of"]
+from lightning_memprof.analysis.trace.columns import Inputs, TraceColumns
 
 _SIZES: Final = {
     "double": 8, "float": 4, "c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,

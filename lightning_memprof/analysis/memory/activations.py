@@ -7,28 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lightning_memprof.analysis.run.model import Rank, RecordedWindow
 from lightning_memprof.artifacts.series import SavedTensorsRow
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.model import Rank, RecordedWindow
-
-__all__ = [
-    "HELD",
-    "SAVED_TENSORS",
-    "Activations",
-    "CheckpointedBlock",
-    "CheckpointedGroup",
-    "ModuleBytes",
-    "SavedSteps",
-    "StepEnd",
-    "checkpointing",
-    "patterns",
-    "read_saved_steps",
-    "repeated_blocks",
-    "within_forward",
-]
 
 SAVED_TENSORS: Final = "saved_tensors"
 HELD: Final = ("parameter", "buffer", "gradient", "optimizer_state", "input")
@@ -47,7 +29,6 @@ class ModuleBytes:
         gradient_bytes: with submodules, at the end of the step.
         calls: count of forwards in the step.
         forward_ns: time in its forwards of the step, with submodules.
-
     """
 
     name: str
@@ -73,7 +54,6 @@ class Activations:
         inputs: bytes of the inputs of the modules' forwards, where known.
         parameters: bytes of parameters by module, with modules that were not called; {} if unknown.
         uncounted: count of saved values of unknown size, which are not in the bytes.
-
     """
 
     window: int
@@ -187,7 +167,6 @@ class CheckpointedBlock:
         saved_bytes: saved activations that the checkpoint frees, in bytes.
         still_held_bytes: saved activations that the checkpoint still holds: the input of the block, in bytes.
         recompute_ns: time of its forwards in one step, which run again in backward; None if not measured.
-
     """
 
     name: str
@@ -209,7 +188,6 @@ class CheckpointedGroup:
         recompute_peak_bytes: largest memory that the recomputation of one block needs: the peak falls by about
             `saved_bytes - recompute_peak_bytes`.
         recompute_ns: sum over `blocks`, ns per step; None if one of them was not measured.
-
     """
 
     name: str
@@ -293,7 +271,6 @@ def repeated_blocks(names: Iterable[str], parameters: Mapping[str, int]) -> dict
     Args:
         names: paths of modules.
         parameters: bytes of parameters by path, with submodules; {} if unknown.
-
     """
     paths = set(names) | parameters.keys()
     below: dict[str, list[str]] = defaultdict(list)

@@ -41,8 +41,6 @@ from lightning_memprof.analysis.snapshot.replay import Replay, replay
 from lightning_memprof.analysis.stacks import native_site, user_frame
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["replay_allocations", "run_allocations", "window_allocations"]
-
 _TRACE_COLLECTOR: Final = "operator_trace"
 _ALLOC: Final = "alloc"
 
@@ -126,7 +124,6 @@ def window_allocations(trace: Path) -> tuple[DeviceAllocations, ...]:
 
     Raises:
         ArtifactError: the trace is missing, damaged or truncated.
-
     """
     columns = read_memory(trace)
     origins = Origins(columns)
@@ -239,7 +236,6 @@ def replay_allocations(ring: Replay, steps: Sequence[tuple[int, int, int]] = ())
     Args:
         ring: the replayed history; it has events. Without times (torch before 2.2) all times are 0.
         steps: (start, end, number) of the steps in Unix ns, by time.
-
     """
     start = ring.live_at(-1).requested_bytes
     live = [ring.live_at(event).requested_bytes - start for event in range(ring.events)]

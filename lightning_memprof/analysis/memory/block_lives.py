@@ -38,17 +38,6 @@ from lightning_memprof.analysis.memory.model import curve_corners
 from lightning_memprof.analysis.snapshot.replay import Replay
 from lightning_memprof.analysis.stacks import Frame, is_library
 
-__all__ = [
-    "BEFORE",
-    "KINDS",
-    "BlockLives",
-    "live_by_kind",
-    "lives_of_replay",
-    "lives_of_trace",
-    "shown_stack",
-    "with_held",
-]
-
 BEFORE: Final = "before"
 # These are not freed between steps.
 STAYING: Final = ("parameter", "optimizer_state")
@@ -93,7 +82,6 @@ class BlockLives:
         kind: index in `KINDS`.
         stack: index in `stacks`.
         stacks: texts of the stacks.
-
     """
 
     device: str
@@ -148,7 +136,6 @@ def lives_of_trace(path: Path) -> tuple[BlockLives, ...]:
 
     Raises:
         ArtifactError: the trace is missing, damaged or truncated.
-
     """
     trace = read_memory(path)
     origins = Origins(trace)
@@ -284,7 +271,6 @@ def with_held(lives: BlockLives, held: Mapping[str, int]) -> BlockLives:
     Args:
         lives: the blocks of the device that the model is on.
         held: live bytes by category at the end of the window's last step, from another collector.
-
     """
     made = dict.fromkeys(STAYING, 0)
     for died, size, kind in zip(lives.died, lives.size, lives.kind, strict=True):

@@ -23,17 +23,6 @@ from lightning_memprof.analysis.trace.threads import HostRanges, Label
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.schedule import Point
 
-__all__ = [
-    "DeviceMemory",
-    "MemoryColumns",
-    "MemoryTrace",
-    "Origin",
-    "Origins",
-    "counted_bytes",
-    "read_memory",
-    "step_at",
-]
-
 _MEMORY: Final = "[memory]"
 _OPTIMIZER_HOOK: Final = ".on_before_optimizer_step"
 # c10::DeviceType; 2 and 5 are MKLDNN and IDEEP, which use host memory.
@@ -85,7 +74,6 @@ class MemoryColumns:
         total: bytes that torch counted as allocated after the event.
         thread: index of the thread.
         inner: index of the innermost range of the thread at the event, -1 for none.
-
     """
 
     time: array[int] = field(default_factory=lambda: array("q"))
@@ -125,7 +113,6 @@ class MemoryTrace:
         steps: start and end in ns after the origin, and step number, by time.
         points: Unix ns and a value of `schedule.Point`, by time.
         origin_ns: Unix ns of the origin.
-
     """
 
     ranges: HostRanges
@@ -187,7 +174,6 @@ def read_memory(path: Path) -> MemoryTrace:
 
     Raises:
         ArtifactError: the trace is missing, damaged or truncated.
-
     """
     trace = read_trace(path)
     name = TraceName.parse(path.name)

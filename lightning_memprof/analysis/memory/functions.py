@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.artifacts.series import FunctionRow
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.run.model import Rank
-
-__all__ = ["FUNCTIONS", "FunctionCall", "FunctionReport", "function_memory"]
 
 FUNCTIONS: Final = "functions"
 # Fields of the rows by quantity: sizes at one time, peaks, and amounts over a call.
@@ -41,7 +35,6 @@ class FunctionCall:
         start: bytes at the start, by quantity.
         end: bytes at the end, by quantity; None if the recording ended inside the call.
         amounts: bytes added over the call, by quantity.
-
     """
 
     number: int | None

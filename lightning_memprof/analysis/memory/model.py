@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["DeviceAllocations", "MarkBytes", "Site", "StepBytes", "WindowAllocations", "curve_corners"]
-
 CURVE_POINTS: Final = 400
 
 
@@ -25,7 +23,6 @@ class Site:
         phase: phase of the allocation; None outside phases.
         bytes: size of all blocks.
         blocks: count of blocks.
-
     """
 
     operator: str
@@ -77,7 +74,6 @@ class DeviceAllocations:
         steps: live bytes by step.
         marks: live bytes at the points of the steps, by time.
         allocations: count of blocks allocated in the window.
-
     """
 
     device: str

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.analysis.estimate import Forecast, read_forecast
 from lightning_memprof.analysis.memory.activations import (
@@ -19,24 +19,11 @@ from lightning_memprof.analysis.memory.activations import (
     within_forward,
 )
 from lightning_memprof.analysis.memory.functions import FUNCTIONS, FunctionReport, function_memory
+from lightning_memprof.analysis.memory.model import WindowAllocations
+from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.analysis.run.problems import Note
 from lightning_memprof.artifacts.series import PeakRow
 from lightning_memprof.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from lightning_memprof.analysis.memory.model import WindowAllocations
-    from lightning_memprof.analysis.run.model import Rank, Run
-
-__all__ = [
-    "CATEGORIES",
-    "CategoryPeak",
-    "MemoryReport",
-    "RankMemory",
-    "StepMemory",
-    "memory_report",
-]
 
 CATEGORIES: Final = ("parameter", "gradient", "optimizer_state", "activation", "input", "temporary")
 LAST: Final = ("temporary", "other")
@@ -64,7 +51,6 @@ class CategoryPeak:
         categories: bytes by category; None where unknown.
         unknown: reason by category that is None.
         others: peaks of other devices.
-
     """
 
     source: str
@@ -102,7 +88,6 @@ class RankMemory:
         allocations: allocations by window.
         reasons: reason by field that is empty or None.
         held: live bytes by category at the end of each window's last step, by window.
-
     """
 
     rank: int
@@ -140,7 +125,6 @@ def memory_report(
         max_bytes: read only the lead rank, and only the last windows whose files are together at most this large; a
             note names the others. None reads everything. A model of 300 modules writes about 30 kB per recorded step,
             and reading runs at about 15 MB/s.
-
     """
     ranks: list[RankMemory] = []
     notes: list[Note] = []

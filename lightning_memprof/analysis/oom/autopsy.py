@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_memprof.analysis.memory.activations import checkpointing, read_saved_steps
 from lightning_memprof.analysis.oom.causes import (
@@ -24,23 +25,16 @@ from lightning_memprof.analysis.oom.causes import (
     host_memory,
     next_steps,
 )
+from lightning_memprof.analysis.oom.events import OomEvent
+from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.analysis.run.rows import mapping, text, whole
 from lightning_memprof.analysis.snapshot.reader import read_snapshot
-from lightning_memprof.analysis.snapshot.replay import replay
+from lightning_memprof.analysis.snapshot.replay import Replay, replay
 from lightning_memprof.analysis.stacks import Frame, parse_frame, user_frame
 from lightning_memprof.artifacts.manifest import TrainingFacts
 from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from lightning_memprof.analysis.oom.events import OomEvent
-    from lightning_memprof.analysis.run.model import Rank, Run
-    from lightning_memprof.analysis.snapshot.replay import Replay
-
-__all__ = ["Autopsy", "Holder", "ModuleStacks", "autopsies", "autopsy"]
 
 TOP: Final = 10
 # Checkpointing less of the saved activations helps little.
@@ -120,7 +114,6 @@ def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
     Args:
         run: the run.
         max_bytes: skip snapshots larger than this; None reads all, at about 20 MB/s.
-
     """
     ranks = {rank.rank: rank for rank in run.ranks if any(event.rank == rank.rank for event in run.ooms)}
     blocks = {number: _largest_blocks(rank) for number, rank in ranks.items()}
@@ -175,7 +168,6 @@ def autopsy(
         world_size: number of ranks.
         blocks: modules that saved the most activations in recorded steps; used if the event does not name any.
         max_bytes: skip a snapshot larger than this; None reads it.
-
     """
     facts = event.facts
     is_host = facts.get("memory") == "host"
@@ -324,7 +316,6 @@ class ModuleStacks:
     Args:
         forwards: ``{"sources": [[file, first line, last line], ...], "modules": {path: [class, index of source]}}``;
             entries of another form are ignored.
-
     """
 
     def __init__(self, forwards: Mapping[str, Any]) -> None:

@@ -6,35 +6,14 @@ Each remedy names the Lightning or torch setting that applies it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from lightning_memprof.analysis.run.rows import mapping, text, whole
-from lightning_memprof.artifacts.manifest import DataLoaderFacts, OptimizerFacts
+from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot
+from lightning_memprof.artifacts.manifest import DataLoaderFacts, OptimizerFacts, TrainingFacts
 from lightning_memprof.units import GIB, format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot
-    from lightning_memprof.artifacts.manifest import TrainingFacts
-
-__all__ = [
-    "CAUSES",
-    "HOST_REST",
-    "OTHER_TENSORS",
-    "SETUP",
-    "UNHELD",
-    "Cause",
-    "Memory",
-    "Situation",
-    "device_cause",
-    "device_memory",
-    "host_cause",
-    "host_memory",
-    "next_steps",
-]
 
 Cause = Literal["too large", "fragmented", "other process", "limited", "full"]
 # The causes as the end of "cuda:0 ran out of memory: ...".
@@ -87,7 +66,6 @@ class Memory:
         unused_bytes: reserved and not allocated.
         largest_free_bytes: largest contiguous block of ``unused_bytes``; needs a snapshot.
         other_bytes: neither free nor reserved by this process: other processes, and libraries in this one.
-
     """
 
     total_bytes: int | None
@@ -260,7 +238,6 @@ class Situation:
         is_expandable: whether the allocator already uses expandable segments.
         training: the manifest's ``training`` row.
         world_size: number of ranks; None where unknown.
-
     """
 
     cause: Cause

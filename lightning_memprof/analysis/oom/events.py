@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from lightning_memprof.analysis.run.rows import Row, text, whole
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.manifest import Manifest, OomRow
 from lightning_memprof.artifacts.naming import oom_name
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-__all__ = ["OomEvent", "oom_events"]
 
 
 @dataclass(frozen=True)
@@ -32,14 +28,7 @@ class OomEvent:
 
 
 def oom_events(directory: Path, rank: int, manifest: Manifest) -> tuple[OomEvent, ...]:
-    """Return the events of a rank in recorded order.
-
-    Args:
-        directory: the run directory.
-        rank: the rank.
-        manifest: its manifest.
-
-    """
+    """Return the events of a rank in recorded order."""
     listed = {row.number: row for row in manifest.of(OomRow) if row.number is not None}
     if not listed:
         return ()

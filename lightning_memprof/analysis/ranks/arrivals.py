@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.ranks.summary import Arrivals, RankSummary
 
-__all__ = ["CollectiveWait", "Keys", "Meeting", "RankTrack", "Signature", "WindowWaits", "track", "window_waits"]
-
 # These end on every rank when the last one has come, so their ends tell what the clocks differ by.
 TOGETHER: Final = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"})
 # The ends of one collective lie within this on one clock; where they do not, the traces begin at different ones.
@@ -133,13 +131,7 @@ class WindowWaits:
 
 
 def track(summary: RankSummary, shared: dict[Signature, Keys]) -> RankTrack | None:
-    """Return a summary's collectives, or None where it has none.
-
-    Args:
-        summary: one rank's.
-        shared: the keys of the tracks so far.
-
-    """
+    """Return a summary's collectives, or None where it has none."""
     arrivals: Arrivals = summary.arrivals
     if not arrivals.kind:
         return None

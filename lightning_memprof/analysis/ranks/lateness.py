@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import action_name
+from lightning_memprof.analysis.steps.statistics import Breakdown
 from lightning_memprof.artifacts.series import GC_PAUSE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.steps.statistics import Breakdown
-
-__all__ = ["MAIN_SHARE", "MIN_WAIT_NS", "MIN_WAIT_SHARE", "Cause", "Lateness", "PulseLateness", "pulse_lateness"]
 
 # Below this part of the step a rank that is never late would not make the run notably faster.
 MIN_WAIT_SHARE: Final = 0.05

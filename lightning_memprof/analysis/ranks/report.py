@@ -7,7 +7,8 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Literal
+from pathlib import Path
+from typing import Final, Literal
 
 import msgspec
 
@@ -31,17 +32,11 @@ from lightning_memprof.analysis.ranks.lateness import (
 )
 from lightning_memprof.analysis.ranks.summary import Arrivals, Figures, RankSummary, read_summary
 from lightning_memprof.analysis.run.locate import names_in
+from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.analysis.run.problems import Problem
+from lightning_memprof.analysis.steps.statistics import PulseStatistics
 from lightning_memprof.artifacts.naming import parse_summary_path
 from lightning_memprof.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from lightning_memprof.analysis.run.model import Rank, Run
-    from lightning_memprof.analysis.steps.statistics import PulseStatistics
-
-__all__ = ["RankReport", "RankTimes", "Spread", "Straggler", "Waiting", "rank_report"]
 
 # With fewer steps, most are first steps, which differ for other reasons.
 FEW_STEPS: Final = 5
@@ -154,7 +149,6 @@ def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport |
     Args:
         run: the run; each rank's summaries are read from its windows, one window at a time.
         pulses: the statistics of the pulses that were read, by rank.
-
     """
     if len(run.ranks) < 2:
         return None

@@ -18,17 +18,6 @@ from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, Ho
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import MIB
 
-__all__ = [
-    "Arrivals",
-    "Figures",
-    "RankSummary",
-    "StepTime",
-    "WindowFiles",
-    "encode_summary",
-    "read_summary",
-    "summarise",
-]
-
 SCHEMA_VERSION: Final = 1
 # A step has some tens of them: the first steps of a window tell who comes late, and the file stays below 10 kB.
 MOST_COLLECTIVES: Final = 200
@@ -143,7 +132,6 @@ def summarise(origin: RankSummary, times: Sequence[StepTime], files: WindowFiles
         origin: whose summary it is: rank, world size, host and window, and nothing else yet.
         times: the last steps of this rank, those of the window included.
         files: what the window's collectors wrote. What cannot be read is left out.
-
     """
     recorded = [step_times for step_times in times if step_times.window == origin.window]
     hooks = _series(files, HookRow)

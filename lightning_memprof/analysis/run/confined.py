@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_memprof.analysis.run.load import Layout, artifact_file, load_run
 from lightning_memprof.analysis.run.locate import find_run
-from lightning_memprof.analysis.run.model import Run
+from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
 from lightning_memprof.analysis.run.problems import Problem
 from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import manifest_name
 from lightning_memprof.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.run.model import ArtifactFile, Rank
-
-__all__ = ["is_below", "load_confined", "refuse_links", "run_files"]
 
 
 def is_below(path: Path, top: Path) -> bool:
@@ -43,7 +36,6 @@ def load_confined(path: Path, top: Path | None, *, rank: int | None = None) -> R
 
     Raises:
         ArtifactError: as there; or a file of the run directory is a link to another place.
-
     """
     if top is None:
         return load_run(path, rank=rank)
@@ -66,7 +58,6 @@ def run_files(directory: Path, ranks: Sequence[int], top: Path) -> list[Artifact
 
     Raises:
         ArtifactError: a file of the run directory is a link to another place.
-
     """
     refuse_links(directory, top)
     layout = Layout(directory)
@@ -94,7 +85,6 @@ def refuse_links(directory: Path, top: Path) -> None:
 
     Raises:
         ArtifactError: there is one.
-
     """
     pending = [directory]
     while pending:

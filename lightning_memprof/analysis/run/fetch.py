@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.analysis.run.locate import MAX_DEPTH, find_run
 from lightning_memprof.artifacts.manifest import ArtifactRow, read_manifest
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_name, parse_numbered
 from lightning_memprof.artifacts.remote import Remote, is_url, url_path
 from lightning_memprof.errors import ArtifactError, MemprofError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-__all__ = ["LocalRun", "local_run"]
 
 # Each waits for the network most of the time.
 _CONNECTIONS: Final = 8
@@ -45,7 +41,6 @@ def local_run(path: str) -> Iterator[LocalRun]:
     Raises:
         ArtifactError: the URL cannot be read, no run is there, or several are.
         ConfigError: fsspec does not know the URL's protocol, or its package is not installed.
-
     """
     if not is_url(path):
         yield LocalRun(Path(path))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from lightning_memprof.analysis.oom.events import OomEvent, oom_events
 from lightning_memprof.analysis.run.locate import Place, find_run
 from lightning_memprof.analysis.run.model import ArtifactFile, Rank, RecordedWindow, Run, Status, read_lines
 from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
 from lightning_memprof.artifacts.manifest import (
+    ArtifactRow,
     BudgetRow,
     EndRow,
     ErrorRow,
@@ -39,13 +41,6 @@ from lightning_memprof.artifacts.naming import (
 )
 from lightning_memprof.artifacts.series import decode_pulse
 from lightning_memprof.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from lightning_memprof.artifacts.manifest import ArtifactRow
-
-__all__ = ["Layout", "artifact_file", "in_full", "load_rank", "load_run"]
 
 UNCHECKED_TYPES: Final = frozenset({"pulse"})
 # Their pulses and lists of files fit on a page and are read in seconds; of more ranks the windows' summaries are used.
@@ -100,7 +95,6 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
 
     Raises:
         ArtifactError: there is no run, there are several, or none of its manifests can be read.
-
     """
     place = find_run(Path(path))
     layout = Layout(place.directory)
@@ -129,7 +123,6 @@ def load_rank(directory: Path, number: int) -> Run:
 
     Raises:
         ArtifactError: its manifest cannot be read.
-
     """
     layout = Layout(directory)
     return _of_ranks(find_run(directory), layout, [_read_rank(layout, number, in_full=True, with_pulse=False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -12,25 +13,7 @@ from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_nam
 from lightning_memprof.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lightning_memprof.analysis.run.model import Run
-
-__all__ = [
-    "MAX_DEPTH",
-    "Place",
-    "Walk",
-    "find_run",
-    "has_run",
-    "has_several_runs",
-    "is_run_directory",
-    "log_directory",
-    "names_in",
-    "newest_run",
-    "shown_path",
-    "shown_place",
-    "trace_directory",
-]
 
 STAGES: Final = ("validate", "test", "predict")
 MAX_DEPTH: Final = 6
@@ -77,7 +60,6 @@ class Walk:
 
         Raises:
             ArtifactError: the walk, which has come to its end, has left directories out.
-
         """
         if self._is_cut:
             msg = (
@@ -96,7 +78,6 @@ def find_run(path: Path) -> Place:
 
     Raises:
         ArtifactError: nothing is there, no run is in it, or several are.
-
     """
     if not path.exists():
         msg = f"{path}: there is no such directory; give a log directory, its {RUN_DIRECTORY} directory, or a parent"
@@ -180,7 +161,6 @@ def shown_place(path: Path, root: Path, url: str | None) -> str:
         path: a file or a directory.
         root: the directory above the run directory.
         url: the URL that ``root`` is a copy of; None for a local run.
-
     """
     if url is not None and path == root.parent:
         return url.rpartition("/")[0]

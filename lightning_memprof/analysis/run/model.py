@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
 
+from lightning_memprof.analysis.oom.events import OomEvent
 from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
 from lightning_memprof.analysis.steps.statistics import TypicalSteps, typical_steps
 from lightning_memprof.analysis.steps.system import SystemSamples, read_samples
 from lightning_memprof.artifacts.files import read_plain
+from lightning_memprof.artifacts.manifest import OverheadFacts, RunFacts, TrainingFacts
 from lightning_memprof.artifacts.rows import decode_rows
-from lightning_memprof.artifacts.series import ActionTotalRow, SeriesRow, StallRow
+from lightning_memprof.artifacts.series import ActionTotalRow, PulseRow, SeriesRow, StallRow
 from lightning_memprof.units import format_count
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from lightning_memprof.analysis.oom.events import OomEvent
-    from lightning_memprof.artifacts.manifest import OverheadFacts, RunFacts, TrainingFacts
-    from lightning_memprof.artifacts.series import PulseRow
-
-__all__ = ["ArtifactFile", "Rank", "RecordedWindow", "Run", "Series", "Status", "read_lines", "read_series"]
 
 Status = Literal["finished", "exception", "running or killed"]
 R = TypeVar("R", bound=SeriesRow)
@@ -132,7 +126,6 @@ class RecordedWindow(_Reader):
         Args:
             kind: the row class.
             name: the series, where it is not the one that the row class names.
-
         """
         return self._read(kind, self.series.get(name or kind.series), self.rank)
 

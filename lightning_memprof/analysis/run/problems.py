@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["CUT", "CollectorError", "Note", "Problem", "Unavailable"]
-
 CUT: Final = "its last line is truncated: its process died while it wrote"
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["Row", "integer", "mapping", "text", "whole"]
+from collections.abc import Mapping
+from typing import Any, Final
 
 Row = dict[str, Any]
 

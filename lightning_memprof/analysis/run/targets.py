@@ -17,8 +17,6 @@ from typing import Final, Literal
 from lightning_memprof.analysis.run.locate import Walk, has_run
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["FileKind", "Targets", "file_kind", "find_targets"]
-
 FileKind = Literal["trace", "snapshot"]
 
 # Metadata that torch writes before the events: some hundred bytes for each process group of the job.
@@ -60,7 +58,6 @@ def find_targets(paths: Sequence[Path]) -> Targets:
     Raises:
         ArtifactError: a path is missing or none of these, a directory has none of them, several runs are named, or a
             run together with files.
-
     """
     run: Path | None = None
     found: dict[Path, FileKind] = {}
@@ -143,7 +140,6 @@ def _check_readable(path: Path) -> None:
 
     Raises:
         ArtifactError: it is missing, may not be read, or is not a regular file.
-
     """
     try:
         is_regular = stat.S_ISREG(path.stat().st_mode)

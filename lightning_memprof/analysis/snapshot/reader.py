@@ -20,17 +20,6 @@ from lightning_memprof.analysis.snapshot.restricted_pickle import Limits, read_p
 from lightning_memprof.analysis.stacks import Frame
 from lightning_memprof.errors import ArtifactError
 
-__all__ = [
-    "Block",
-    "DeviceSnapshot",
-    "Event",
-    "Segment",
-    "Snapshot",
-    "load_snapshot",
-    "parse_snapshot",
-    "read_snapshot",
-]
-
 ALLOCATED: Final = "active_allocated"
 INACTIVE: Final = "inactive"
 _LARGEST: Final = 1 << 63
@@ -165,7 +154,6 @@ def read_snapshot(path: Path, limits: Limits | None = None) -> Snapshot:
 
     Raises:
         ArtifactError: the file is missing or damaged, above a limit, not a snapshot, or names a global.
-
     """
     limits = limits or Limits()
     return parse_snapshot(load_snapshot(path, limits), str(path), limits)
@@ -176,7 +164,6 @@ def load_snapshot(path: Path, limits: Limits | None = None) -> Any:
 
     Raises:
         ArtifactError: the file is missing or damaged, above a limit, or names a global.
-
     """
     limits = limits or Limits()
     if not path.is_file():
@@ -204,7 +191,6 @@ def parse_snapshot(data: Any, source: str, limits: Limits | None = None) -> Snap
 
     Raises:
         ArtifactError: it is not a snapshot, or a value in it has an unexpected type.
-
     """
     return _Parser(source, limits or Limits()).snapshot(data)
 

@@ -22,18 +22,6 @@ from lightning_memprof.analysis.snapshot.reader import ALLOCATED, INACTIVE, Devi
 from lightning_memprof.analysis.stacks import Frame, native_site, user_frame
 from lightning_memprof.errors import ArtifactError
 
-__all__ = [
-    "BlockLife",
-    "FreeRange",
-    "Holder",
-    "Live",
-    "Replay",
-    "free_ranges",
-    "holders_of",
-    "replay",
-    "site_of",
-]
-
 _ROUND: Final = 512
 _BEFORE: Final = -1  # allocated before the history
 _UNMAPPED: Final = "segment_unmap"
@@ -154,7 +142,6 @@ class Replay:
 
         Raises:
             IndexError: there is no such event.
-
         """
         if not -1 <= event < self.events:
             raise IndexError(event)
@@ -174,7 +161,6 @@ def replay(snapshot: Snapshot, device: int = 0) -> Replay:
 
     Raises:
         ArtifactError: the snapshot has no such device.
-
     """
     found = snapshot.devices.get(device)
     if found is None:

@@ -26,19 +26,6 @@ from lightning_memprof.analysis.snapshot.replay import (
 from lightning_memprof.analysis.stacks import parse_frame
 from lightning_memprof.units import MIB, format_bytes, percent
 
-__all__ = [
-    "AgedHolder",
-    "DeviceReport",
-    "FailedRequest",
-    "HeldLine",
-    "Imbalance",
-    "LargeBlock",
-    "MemoryPool",
-    "SnapshotReport",
-    "held_lines",
-    "snapshot_report",
-]
-
 _LARGEST: Final = 20
 _CALLED: Final = 3
 # A device with a fifth more than the others limits the batch of all.
@@ -222,7 +209,6 @@ def snapshot_report(path: Path) -> SnapshotReport:
 
     Raises:
         ArtifactError: the file is missing or damaged, above a limit, no snapshot, or names a global.
-
     """
     snapshot = read_snapshot(path)
     devices = tuple(map(DeviceReport, snapshot.devices.values()))

@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["Limits", "read_pickle"]
-
 _MAX_INTEGER_BYTES: Final = 16
 _MAX_DIGITS: Final = 40
 _GLOBAL: Final = ord("c")
@@ -57,7 +55,6 @@ class Limits:
         bytes: its length, decompressed. About 40 times as much memory is the most that a hostile one can take.
         containers: lists, dictionaries and tuples in it.
         depth: containers that are begun inside one another.
-
     """
 
     bytes: int = 512 << 20
@@ -78,7 +75,6 @@ def read_pickle(data: bytes, source: str, limits: Limits | None = None) -> Any:
     Raises:
         ArtifactError: it names a global or has another opcode that data do not need; it is damaged, cut off, above a
             limit, or followed by other data.
-
     """
     limits = limits or Limits()
     if len(data) > limits.bytes:

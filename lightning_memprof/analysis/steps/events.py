@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.artifacts.series import PHASES, HookRow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow
-
-__all__ = [
-    "CALLBACK",
-    "OWN_WORK",
-    "PARTS",
-    "Event",
-    "EventTotals",
-    "StepEvents",
-    "action_name",
-    "classify",
-    "event_totals",
-    "exclusive_times",
-    "is_profiler",
-    "part_of",
-    "rank_events",
-    "step_span",
-    "window_events",
-]
 
 PARTS: Final = (
     "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "validation", "checkpoint", "logging",
@@ -167,7 +147,6 @@ def part_of(action: str, around: str, stage: str) -> str:
         around: the part of the action around it.
         stage: of the run. In ``fit`` a validation is one part, less the callbacks' hooks that are not its batches',
             and less checkpoints and logging.
-
     """
     hook = action.rpartition(".")[2]
     if action.startswith(OWN_WORK):

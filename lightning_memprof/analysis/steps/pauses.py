@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.artifacts.series import GarbageRow
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.model import Rank
-
-__all__ = ["DeadTensors", "Pauses", "pauses"]
 
 
 @dataclass(frozen=True)

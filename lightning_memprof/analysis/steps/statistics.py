@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_memprof.analysis.steps.events import exclusive_times, step_span
-from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, HostRow
+from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, HostRow, PulseRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow
-    from lightning_memprof.artifacts.series import PulseRow
-
-__all__ = [
-    "Breakdown",
-    "Clock",
-    "DeviceMemory",
-    "HostMemory",
-    "PulseStatistics",
-    "StepReport",
-    "Timing",
-    "TypicalSteps",
-    "device_timing",
-    "host_timing",
-    "pulse_statistics",
-    "typical_steps",
-    "window_steps",
-]
 
 Clock = Literal["host", "device"]
 Breakdown = Mapping[str, int | None]
@@ -179,9 +160,9 @@ def _pulse_timing(row: PulseRow | None, prefix: str, clock: Clock) -> Timing | N
     return duration, breakdown, clock, "pulse"
 
 
-def mean(values: Sequence[int | None]) -> int | None:
-    """Return the mean of the values that are known, rounded, or None where none is."""
-    known = [value for value in values if value is not None]
+def mean(values: Iterable[int | None]) -> int | None:
+    """Return the rounded mean of the known values, None without one."""
+    known = _known(values)
     return round(sum(known) / len(known)) if known else None
 
 
@@ -224,7 +205,7 @@ def pulse_statistics(rank: Rank) -> PulseStatistics | None:
     if typical is None:
         return None
     durations = sorted(duration for _, duration, _ in typical.steps)
-    means = {phase: mean([step[phase] for _, _, step in typical.steps]) for phase in PHASES}
+    means = {phase: mean(step[phase] for _, _, step in typical.steps) for phase in PHASES}
     breakdown = _of_stage(means, rank.facts.stage)
     return PulseStatistics(
         steps=len(rank.pulse),

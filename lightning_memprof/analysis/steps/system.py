@@ -6,8 +6,10 @@ import json
 import math
 import os
 from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.analysis.run.problems import CUT, Problem
@@ -15,12 +17,7 @@ from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.naming import system_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from lightning_memprof.analysis.run.model import Rank, Run
-
-__all__ = ["Figure", "RankSystem", "SystemSamples", "SystemStretch", "read_samples", "systems"]
 
 # Not figures of the machine, but place and time.
 _PLACE: Final = frozenset({"step", "global_step", "point", "recorded", "time_ns"})

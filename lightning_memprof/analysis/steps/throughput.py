@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.artifacts.series import ThroughputRow
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.run.model import Rank, Run
-
-__all__ = ["RankThroughput", "Rate", "rank_throughput", "throughputs"]
 
 IN_WINDOWS: Final = "steps in windows, with the cost of recording them"
 # Each rank is some files to read, and its neighbours do the same work.

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.artifacts.series import ProcessRow
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lightning_memprof.analysis.run.model import Rank
-
-__all__ = ["Loading", "Worker", "loading", "private_memory", "workers"]
 
 # Fewer batches do not represent a worker.
 MIN_BATCHES: Final = 4

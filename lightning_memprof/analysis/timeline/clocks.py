@@ -17,8 +17,6 @@ from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.analysis.trace.communication import Collective, collectives
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["Clocks", "align_clocks", "align_hosts"]
-
 # These end on all ranks at the same time; in others some ranks continue before the last one arrives.
 _TOGETHER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 # Ranks read per host: they share a clock, and a trace of hundreds of megabytes takes seconds.
@@ -55,7 +53,6 @@ def align_clocks(run: Run, window: int | None = None, ranks: Collection[int] | N
         run: the run.
         window: index of one window; None for all.
         ranks: global ranks; None for all.
-
     """
     hosts: dict[str, list[Rank]] = {}
     for rank in run.ranks:
@@ -79,7 +76,6 @@ def align_hosts(ends: Mapping[str, Mapping[Key, int]]) -> Clocks:
 
     Args:
         ends: per host, the end of each collective (name, group, size, sequence and window), Unix epoch ns of that host.
-
     """
     hosts = list(ends)
     offsets = {hosts[0]: 0}

@@ -19,8 +19,6 @@ from lightning_memprof.analysis.trace.events import decoder
 from lightning_memprof.analysis.trace.text import TraceText
 from lightning_memprof.errors import ConfigError
 
-__all__ = ["Number", "Reader", "Row", "Source", "TimelineEvent", "canonical"]
-
 Number = int | str | float | None
 # Some profilers write numbers as strings, among them "nan" and "inf".
 Microseconds = int | Annotated[float, msgspec.Meta(ge=-float_info.max, le=float_info.max)] | None

@@ -32,8 +32,6 @@ from lightning_memprof.analysis.trace.text import TraceText
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.units import nanoseconds
 
-__all__ = ["Merged", "cut", "merge_traces", "step_spans"]
-
 Progress = Callable[[int, int], None]
 
 # A time before 2001 is not a date: the trace counts from the start of a machine or of a program.

@@ -19,8 +19,6 @@ from lightning_memprof.analysis.timeline.events import Number, Reader, Row, cano
 from lightning_memprof.analysis.trace.intervals import in_order
 from lightning_memprof.units import AT_ONCE_US, nanoseconds
 
-__all__ = ["BEGINS", "SKIPPED", "Key", "Plan", "ProcessFacts", "Track", "make_plan"]
-
 BEGINS: Final = 1 << 20
 """Lane of the slices that are written as a begin and an end, on a track that has whole slices too."""
 
@@ -167,10 +165,6 @@ class Plan:
 
 def make_plan(reader: Reader, after_batch: Callable[[], None]) -> Plan:
     """Read a source for the first time.
-
-    Args:
-        reader: of the source.
-        after_batch: called after every few thousand events.
 
     Raises:
         ArtifactError: the trace is missing, truncated, or no trace.

@@ -15,8 +15,6 @@ from lightning_memprof.analysis.timeline.events import Row
 from lightning_memprof.analysis.timeline.plan import BEGINS, SKIPPED, Key, Plan, ProcessFacts
 from lightning_memprof.units import AT_ONCE_US, nanoseconds
 
-__all__ = ["Numbering", "Places", "Rewrite"]
-
 _LAST: Final = 1 << 40
 _LARGEST_ID: Final = 1 << 52
 # The importer gives an instant across all tracks a track without a name.

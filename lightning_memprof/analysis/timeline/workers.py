@@ -25,8 +25,6 @@ from lightning_memprof.analysis.timeline.writer import PartWriter
 from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["PlanJob", "Pool", "RewriteJob", "Worker", "serve"]
-
 Seen = Callable[[int], None]
 _J = TypeVar("_J")
 _R = TypeVar("_R")

@@ -17,8 +17,6 @@ from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.naming import temporary_name
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["PartWriter", "TraceWriter", "part_files"]
-
 _LEVEL: Final = 1
 _COPY: Final = 1 << 20
 

@@ -17,25 +17,6 @@ from lightning_memprof.analysis.trace.events import LARGEST, CollectiveEvent, Ev
 from lightning_memprof.analysis.trace.intervals import Column, Intervals, lookup, union
 from lightning_memprof.analysis.trace.text import TraceText
 
-__all__ = [
-    "COMPUTES",
-    "HOST_KINDS",
-    "STEP_NAME",
-    "Inputs",
-    "Kind",
-    "Lane",
-    "NamedEvent",
-    "Progress",
-    "Shapes",
-    "Step",
-    "TraceColumns",
-    "is_loading",
-    "launches",
-    "loading_intervals",
-    "read_columns",
-    "step_spans",
-]
-
 Progress: TypeAlias = Callable[[int, int], None]
 Lane: TypeAlias = tuple[int | str, int | str]
 

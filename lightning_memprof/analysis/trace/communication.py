@@ -29,16 +29,6 @@ from lightning_memprof.analysis.trace.model import CollectiveTotals, plain_kerne
 from lightning_memprof.analysis.trace.text import BASE_TIME, UNREADABLE, open_trace
 from lightning_memprof.errors import ArtifactError
 
-__all__ = [
-    "Collective",
-    "CollectiveCall",
-    "collective_calls",
-    "collectives",
-    "common_name",
-    "trace_arrivals",
-    "trace_collectives",
-]
-
 _CHUNK: Final = 1 << 18
 # Longer than any event of a collective: one of 4,096 ranks names its group in 20 kB.
 _LONGEST: Final = 1 << 16

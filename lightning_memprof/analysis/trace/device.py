@@ -29,19 +29,6 @@ from lightning_memprof.analysis.trace.intervals import (
 )
 from lightning_memprof.analysis.trace.model import Copies, Kernel, KernelKind, plain_kernel
 
-__all__ = [
-    "STATES",
-    "DeviceEvents",
-    "DeviceTimeline",
-    "Totals",
-    "copies",
-    "copy_kind",
-    "device_events",
-    "device_timeline",
-    "kernels",
-    "totals_by",
-]
-
 # Libraries whose kernels contain their name (NCCL, RCCL, oneCCL and XCCL, HCCL, MSCCL++, NVSHMEM, DeepEP), and kernels
 # of torch's symmetric memory, vLLM, TensorRT-LLM and others that are named after the collective. A kernel fused by a
 # compiler is named after its operators, and a warp or block reduces within itself: no collectives.
@@ -206,13 +193,8 @@ def copy_kind(name: str) -> tuple[str, bool | None]:
 def device_timeline(path: Path, stretches: int = 400) -> DeviceTimeline | None:
     """Read a trace once; None where nothing ran on a device.
 
-    Args:
-        path: a Kineto JSON file, plain or gzip-compressed.
-        stretches: number of bins.
-
     Raises:
         ArtifactError: the file is missing, damaged or truncated, or no trace.
-
     """
     columns = read_columns(path)
     device = device_events(columns)

@@ -17,20 +17,6 @@ import msgspec
 from lightning_memprof.analysis.trace.text import TraceText
 from lightning_memprof.units import nanoseconds
 
-__all__ = [
-    "LARGEST",
-    "Args",
-    "CollectiveEvent",
-    "Event",
-    "Microseconds",
-    "OperatorArgs",
-    "OperatorEvent",
-    "Trace",
-    "TraceEvent",
-    "decoder",
-    "read_trace",
-]
-
 _CHUNK: Final = 1 << 20
 
 LARGEST: Final = 1 << 62

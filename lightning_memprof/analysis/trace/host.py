@@ -15,8 +15,6 @@ from lightning_memprof.analysis.trace.device import totals_by
 from lightning_memprof.analysis.trace.intervals import ROUNDING_NS, Column, innermost_at, nest, nesting_order, outermost
 from lightning_memprof.analysis.trace.model import HostOperators, Operator
 
-__all__ = ["host_operators", "operators"]
-
 # Finding, checking and calling an operator takes 1 to 10 µs: one that takes no longer computes little.
 _SMALL_NS: Final = 10_000
 # Python goes from one operator to the next in 1 to 10 µs, through a module with hooks in 50: longer is something else.

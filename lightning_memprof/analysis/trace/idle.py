@@ -36,24 +36,6 @@ from lightning_memprof.analysis.trace.intervals import (
 )
 from lightning_memprof.analysis.trace.model import Cause, IdleCause, RuntimeCall, Synchronization
 
-__all__ = [
-    "COLLECTS",
-    "LOADING",
-    "READS_BACK",
-    "CallKind",
-    "GapEnds",
-    "allocator_spans",
-    "call_kind",
-    "calls",
-    "cold_calls",
-    "gap_ends",
-    "idle_causes",
-    "is_own_work",
-    "steady_allocations",
-    "synchronizations",
-    "training_lane",
-]
-
 CallKind = Literal["synchronization", "allocator", "graph", "loading", "launch"]
 
 # Calls that return when the device is done, and calls that get or return memory.
@@ -111,11 +93,6 @@ def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tup
 
     They begin in the first step or before it, and take much longer than later ones of their name; or they get memory,
     and later steps hardly do. A wait for the device is none. The compiler's work is one in every step.
-
-    Args:
-        columns: the trace.
-        device: its device events, of which there are some.
-        ranges: start and end of each step, by start.
     """
     end = ranges[0][1]
     waits = columns.named(lambda name: name in READS_BACK or call_kind(name) == "synchronization")

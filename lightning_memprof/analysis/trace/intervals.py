@@ -12,29 +12,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "ROUNDING_NS",
-    "Column",
-    "Intervals",
-    "Nesting",
-    "clip",
-    "difference",
-    "exclusive_ends",
-    "in_order",
-    "innermost_at",
-    "intersection",
-    "length",
-    "length_before",
-    "length_within",
-    "lookup",
-    "nearest",
-    "nest",
-    "nesting_order",
-    "outermost",
-    "stretches",
-    "union",
-]
-
 Column: TypeAlias = NDArray[np.int64]
 
 _BLOCK: Final = 1 << 14

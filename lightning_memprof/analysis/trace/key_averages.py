@@ -24,18 +24,6 @@ from numpy.typing import NDArray
 from lightning_memprof.analysis.trace.events import OperatorEvent, Trace, read_trace
 from lightning_memprof.analysis.trace.intervals import Column, nest
 
-__all__ = [
-    "CPU",
-    "CPU_MEMORY",
-    "DEVICE",
-    "DEVICE_MEMORY",
-    "HIDDEN",
-    "MEMORY",
-    "OperatorRow",
-    "OperatorRows",
-    "collect_rows",
-]
-
 MEMORY: Final = "[memory]"
 _OUT_OF_MEMORY: Final = "[OutOfMemory]"
 HIDDEN: Final = frozenset(

@@ -11,24 +11,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.trace.communication import Collective
 
-__all__ = [
-    "CollectiveTotals",
-    "Copies",
-    "GpuTimes",
-    "HostOperators",
-    "IdleCause",
-    "Kernel",
-    "Loads",
-    "Operator",
-    "Program",
-    "RuntimeCall",
-    "StepTimes",
-    "Synchronization",
-    "TraceReport",
-    "TraceStep",
-    "plain_kernel",
-]
-
 # How compilers write a namespace without a name.
 _ANONYMOUS: Final = re.compile(
     r"(?:\(anonymous namespace\)|<unnamed>|`anonymous namespace'|\{anonymous\}|_GLOBAL__N_\w*)::"

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from lightning_memprof.analysis.trace.columns import HOST_KINDS, STEP_NAME, TraceColumns
 from lightning_memprof.analysis.trace.intervals import ROUNDING_NS, Column, exclusive_ends, lookup, nearest, nest
 
-__all__ = ["HostThreads", "Makers", "Modules", "Tree"]
-
 _LIGHTNING: Final = "[pl][module]"
 _PYTHON: Final = "nn.Module: "
 

@@ -13,26 +13,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from lightning_memprof.analysis.run.model import ArtifactFile, Run
 from lightning_memprof.analysis.trace.key_averages import OperatorRow, OperatorRows, collect_rows
 from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.naming import TraceName, table_name
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.model import ArtifactFile, Run
-
-__all__ = [
-    "AVAILABLE_SORT_KEYS",
-    "TableOptions",
-    "ensure_operator_tables",
-    "main",
-    "operator_table",
-    "write_operator_table",
-]
 
 _WIDTH: Final = 12
 _SPACE: Final = "  "

@@ -41,8 +41,6 @@ from lightning_memprof.analysis.trace.model import GpuTimes, Loads, Program, Ste
 from lightning_memprof.analysis.trace.modules import HostThreads
 from lightning_memprof.artifacts.naming import TraceName
 
-__all__ = ["of_rank", "trace_report"]
-
 _RANK: Final = re.compile(r"['\"]rank['\"]\s*:\s*(\d{1,9})\b")
 _WORLD: Final = re.compile(r"['\"]world_size['\"]\s*:\s*(\d{1,9})\b")
 _DEVICE: Final = re.compile(r"['\"]id['\"]\s*:\s*(\d{1,9})\s*,\s*['\"]name['\"]\s*:\s*['\"]([^'\"]*)['\"]")

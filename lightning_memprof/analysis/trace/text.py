@@ -20,8 +20,6 @@ from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.trace_rewriting import original_categories
 from lightning_memprof.errors import ArtifactError
 
-__all__ = ["BASE_TIME", "UNREADABLE", "TraceText", "open_trace"]
-
 _T = TypeVar("_T")
 
 # isal's stub calls its exception class an instance.

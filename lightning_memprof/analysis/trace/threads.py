@@ -20,8 +20,6 @@ from lightning_memprof.analysis.steps.events import classify
 from lightning_memprof.analysis.trace.events import OperatorEvent, read_trace
 from lightning_memprof.analysis.trace.intervals import ROUNDING_NS, Column, innermost_at, nest
 
-__all__ = ["Call", "HostRanges", "Label", "Lane", "Lanes", "Ranges", "read_lanes"]
-
 _NO_NODE: Final = 1 << 62  # AccumulateGrad has the largest number there is, and no forward operator
 
 _OPERATORS: Final = frozenset({"cpu_op", "Operator"})
@@ -267,7 +265,6 @@ def read_lanes(path: Path) -> Lanes:
 
     Raises:
         ArtifactError: the trace is missing, damaged or truncated.
-
     """
     found = Lanes()
     names: dict[str, int] = {}

@@ -5,27 +5,20 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 
 from lightning_memprof.artifacts.naming import SnapshotName
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.capture.sources.memory import NATIVE, NO_CUDA, allocator_backend
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.schedule import Point
+from lightning_memprof.schedule import Mark, Point, Window
 from lightning_memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.capture.base import RunContext
-    from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["AllocatorHistory", "memory_history", "start_memory_history", "write_snapshot"]
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +46,6 @@ def start_memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["py
 
     Raises:
         ConfigError: there is no CUDA device, or its allocator keeps no history.
-
     """
     if not torch.cuda.is_available():
         raise ConfigError("start_memory_history(): no CUDA device is available; remove the call on this machine")
@@ -90,7 +82,6 @@ def memory_history(*, max_entries: int = _MAX_ENTRIES, stacks: Literal["python",
     Args:
         max_entries: number of events to keep.
         stacks: ``"python"``, or ``"all"`` to include C++ frames, whose symbols take minutes to resolve.
-
     """
     if _is_recording():
         if not _open_contexts:
@@ -148,7 +139,6 @@ class AllocatorHistory(Collector):
         dumps: at the end of a window's last step, at the end of every recorded step, or at the start and end of each.
         max_entries: number of events to keep; older events are overwritten.
         stacks: ``"python"``, or ``"all"`` to include C++ frames, whose symbols take minutes to resolve.
-
     """
 
     name: ClassVar[str] = _NAME

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_memprof.artifacts.series import AllocatorRow
-from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.capture.sources.memory import memory_stats, without_statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["AllocatorStats"]
 
 
 class AllocatorStats(Collector):

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from lightning_memprof.artifacts.naming import functions_name
+from lightning_memprof.artifacts.naming import StatsFormat, functions_name
 from lightning_memprof.artifacts.series import encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark, OnStep
+from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, StepRecord
 from lightning_memprof.capture.collectors.allocator_history import memory_history
 from lightning_memprof.capture.function_rows import CallNumber, Counting, FunctionRows, write_memory_stats
 from lightning_memprof.capture.sources.call_memory import CallMemory, UserHooks
 from lightning_memprof.capture.sources.methods import IN_COMPILED, marked_methods, method_calls, unsupported_method
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.schedule import Point
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
-
-    from lightning_memprof.artifacts.naming import StatsFormat
-    from lightning_memprof.capture.base import RunContext, StepRecord
-    from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["CallRange", "FunctionMemory"]
+from lightning_memprof.schedule import Mark, Point, Window
 
 
 @dataclass(frozen=True)
@@ -38,7 +28,6 @@ class CallRange:
 
     Raises:
         ConfigError: the range is empty.
-
     """
 
     first: int
@@ -85,7 +74,6 @@ class FunctionMemory(Collector):
             records the windows' steps, and ``number`` is the step + 1.
         user_hooks: your own hooks.
         retain_hooks_for: with ``calls``, the hooks are removed when these functions are done; empty is all functions.
-
     """
 
     name: ClassVar[str] = "functions"
@@ -105,7 +93,6 @@ class FunctionMemory(Collector):
 
         Raises:
             ConfigError: an option for names is a string, or contains something else.
-
         """
         for option in ("functions", "allocator_snapshots", "retain_hooks_for"):
             value = getattr(self, option)

@@ -5,26 +5,19 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_memprof.artifacts.series import DeadTensorRow, GarbageRow
-from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.capture.observe import gc_callback
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, storages
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass, set_eval_frame
-from lightning_memprof.schedule import Point
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.capture.base import RunContext
-    from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["GarbageCollection"]
+from lightning_memprof.schedule import Mark, Point, Window
 
 # A row lists the largest tensors of a collection; the sum includes all.
 _LISTED: Final = 50
@@ -40,7 +33,6 @@ class GarbageCollection(Collector):
         cycles: find the tensors that each collection frees: only a reference cycle kept them alive. Adds ``tensors``,
             the largest 50, and ``tensor_bytes``, the memory that they release. Costs about 5 µs per tensor and 0.2 µs
             per object of the collected generations, at each collection.
-
     """
 
     name: ClassVar[str] = "garbage"

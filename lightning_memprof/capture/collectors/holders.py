@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from time import perf_counter_ns
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from lightning_memprof.artifacts.naming import holders_name
 from lightning_memprof.artifacts.series import HolderRow, columns_of, encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark, OnStep, SkipWindow
+from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, SkipWindow, StepRecord
 from lightning_memprof.capture.census import Census, large_objects, take_census
 from lightning_memprof.capture.sources.growth import grown_holders
 from lightning_memprof.capture.sources.memory import ResidentSize, memory_stats, without_statistics
@@ -19,12 +20,7 @@ from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.capture.base import RunContext, StepRecord
     from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["Holders"]
 
 # Reading RSS takes 4 µs, an allocator's statistics about 100 µs.
 _HOST_NS: Final = 10_000_000
@@ -53,7 +49,6 @@ class Holders(Collector):
 
     Args:
         seconds: limit of a search.
-
     """
 
     name: ClassVar[str] = "holders"

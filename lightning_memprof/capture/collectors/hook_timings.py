@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     # Returns the action name for a call of this object's method, or None if the call is not reported.
     ActionOf = Callable[[Any], str | None]
 
-__all__ = ["ActionLog", "HookTimings", "timed_fetches", "timed_parts"]
-
 _CAPACITY: Final = 4096
 _STEP: Final = "step"
 # The action of the collectors' work at a mark.
@@ -85,7 +83,6 @@ class ActionLog:
 
     Args:
         offset_ns: of the run, see :class:`RunContext`; None reads it now.
-
     """
 
     def __init__(self, offset_ns: int | None = None) -> None:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from lightning_memprof.capture.base import Collector, OnMark
+from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.capture.sources.memory import ResidentSize
 from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.capture.torch_internals import _current_graph_task_id
-from lightning_memprof.schedule import Point
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from lightning_memprof.capture.base import RunContext
-    from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["ModuleRss"]
+from lightning_memprof.schedule import Mark, Point, Window
 
 
 class ModuleRss(Collector):

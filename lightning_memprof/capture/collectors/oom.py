@@ -13,15 +13,16 @@ import logging
 import re
 import threading
 import time
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 
 from lightning_memprof.artifacts.naming import oom_name, oom_snapshot_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnException, OnMark
+from lightning_memprof.capture.base import Collector, OnException, OnMark, Progress, RunContext
 from lightning_memprof.capture.collectors.allocator_history import memory_history, write_snapshot
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.sources.memory import NATIVE, allocator_backend, memory_stats
@@ -36,16 +37,7 @@ from lightning_memprof.capture.sources.oom_state import (
     running_frames,
 )
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.schedule import Point
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    from lightning_memprof.capture.base import Progress, RunContext
-    from lightning_memprof.schedule import Window
-
-__all__ = ["OOMAutopsy", "OomWatch", "memory_error", "where"]
+from lightning_memprof.schedule import Point, Window
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +139,6 @@ class OOMAutopsy(Collector):
 
     Raises:
         ConfigError: a value is not usable.
-
     """
 
     name: ClassVar[str] = "oom"
@@ -192,7 +183,6 @@ class OomWatch:
 
     Args:
         run: the run.
-
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -209,7 +199,6 @@ class OomWatch:
             asked_bytes: size of the failed allocation, rounded by the allocator.
             limit_bytes: memory of the device, or the limit of ``set_per_process_memory_fraction``.
             free_bytes: free memory of the driver, for all processes.
-
         """
         began = time.perf_counter_ns()
         self._count += 1
@@ -235,7 +224,6 @@ class OomWatch:
 
         Returns:
             The event if memory ran out; else None.
-
         """
         try:
             found = memory_error(exception)

@@ -6,11 +6,11 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_memprof.artifacts.naming import TraceName, numbered, series_path, temporary_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.artifacts.trace_rewriting import write_trace
-from lightning_memprof.capture.base import Collector, OnMark, OnStep, SkipWindow
-from lightning_memprof.capture.budget import Export
+from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, SkipWindow
+from lightning_memprof.capture.budget import Export, TraceLevel
 from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.kineto import (
     TraceFile,
@@ -31,16 +31,8 @@ from lightning_memprof.capture.sources.kineto import (
 from lightning_memprof.capture.sources.user_hooks import hook_ranges
 from lightning_memprof.capture.torch_internals import _profiler_enabled
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.schedule import Window
 from lightning_memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.capture.base import RunContext
-    from lightning_memprof.capture.budget import TraceLevel
-    from lightning_memprof.schedule import Window
-
-__all__ = ["DEFAULT_FILENAME", "NvtxRanges", "OperatorTrace"]
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +67,6 @@ class OperatorTrace(Collector):
 
     Raises:
         ConfigError: an activity is unknown.
-
     """
 
     name: ClassVar[str] = "operator_trace"

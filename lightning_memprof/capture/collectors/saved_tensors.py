@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
 from lightning_memprof.artifacts.series import SavedTensorsRow
-from lightning_memprof.capture.base import Collector, OnMark, SkipWindow
+from lightning_memprof.capture.base import Collector, DeviceTimer, OnMark, RunContext, SkipWindow
 from lightning_memprof.capture.sources.compiled import module_paths
 from lightning_memprof.capture.sources.module_calls import module_calls
-from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
+from lightning_memprof.capture.sources.saved_graph import Checkpoint, SavedGraph, SavedStorages, can_read
 from lightning_memprof.capture.sources.tensors import ModelTensors, PersistentBytes, batch_bytes, fold, tensors_in
 from lightning_memprof.capture.torch_internals import (
     DisableTorchFunctionSubclass,
     _current_graph_task_id,
     _get_sequence_nr,
 )
-from lightning_memprof.schedule import Point
+from lightning_memprof.schedule import Mark, Point, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lightning_memprof.artifacts.sink import SeriesWriter
-    from lightning_memprof.capture.base import DeviceTimer, RunContext
-    from lightning_memprof.capture.sources.saved_graph import Checkpoint, SavedStorages
-    from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["NO_BACKWARD", "SavedTensors"]
 
 NO_BACKWARD: Final = (
     "no backward of this step went through Lightning: saved activations of other backwards are not recorded"
@@ -61,7 +54,6 @@ class SavedTensors(Collector):
 
         Raises:
             SkipWindow: the stage has no backward.
-
         """
         if run.stage != "fit":
             raise SkipWindow(f"{run.stage} has no backward")
@@ -93,7 +85,6 @@ class _ForwardLog:
     Args:
         timer: the device's clock; None is the host's.
         failed: called with an error of a hook.
-
     """
 
     def __init__(self, timer: DeviceTimer | None, failed: Callable[[Exception], None]) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -16,18 +17,13 @@ import torch
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.series import encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark, OnStep
+from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext
 from lightning_memprof.capture.loader_workers import worker_pids
 from lightning_memprof.capture.sources.memory import cgroup_memory
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from lightning_memprof.capture.base import RunContext
     from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["SystemStats", "gpu_fault", "gpu_of", "open_gpu"]
 
 Row = dict[str, Any]
 
@@ -124,7 +120,6 @@ class _Sampler:
         gpu: torch's index and the UUID of the GPU; None omits it.
         offset_ns: of the run's times.
         put: called with each sample, in the thread.
-
     """
 
     def __init__(
@@ -147,7 +142,6 @@ class _Sampler:
         Raises:
             RuntimeError: the thread does not end because the driver hangs.
             Exception: a sample raised it.
-
         """
         self._stop.set()
         self._thread.join(_PATIENCE_S)
@@ -192,7 +186,6 @@ class SystemStats(Collector):
 
     Raises:
         ConfigError: the interval is outside that range.
-
     """
 
     name: ClassVar[str] = "system"
@@ -255,7 +248,6 @@ class Gpu:
         nvml: the ``pynvml`` module.
         handle: its handle of the GPU.
         index: torch's index, used in the names of the figures.
-
     """
 
     def __init__(self, nvml: Any, handle: Any, index: int) -> None:
@@ -305,7 +297,6 @@ def open_gpu(index: int, uuid: str | None) -> Iterator[Gpu]:
 
     Raises:
         Exception: an ``NVMLError`` if the driver does not know it.
-
     """
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memprof.artifacts.series import ThroughputRow
-from lightning_memprof.capture.base import Collector, OnMark
-from lightning_memprof.capture.sources.batches import batch_padding, batch_samples
+from lightning_memprof.capture.base import Collector, OnMark, RunContext
+from lightning_memprof.capture.sources.batches import Padding, batch_padding, batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.methods import compiled_methods
 from lightning_memprof.capture.torch_internals import (
@@ -22,16 +22,7 @@ from lightning_memprof.capture.torch_internals import (
     active_fake_mode,
 )
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.schedule import Point
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.capture.base import RunContext
-    from lightning_memprof.capture.sources.batches import Padding
-    from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["FlopCount", "Throughput"]
+from lightning_memprof.schedule import Mark, Point, Window
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +49,6 @@ class Throughput(Collector):
 
     Raises:
         ConfigError: ``samples`` or ``tokens`` is not a function.
-
     """
 
     name: ClassVar[str] = "throughput"
@@ -152,7 +142,6 @@ class _Operations:
 
     Attributes:
         reason: why there is no count, after a step that could have been counted.
-
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -167,7 +156,6 @@ class _Operations:
 
         Raises:
             Exception: one of torch's formulas raised it.
-
         """
         if mark.point is Point.BATCH_START and self._wanted and self._mode is None:
             if _get_current_dispatch_mode_stack():
@@ -188,7 +176,6 @@ class _Operations:
 
         Raises:
             Exception: as :meth:`on_mark`.
-
         """
         self._leave_mode()
         return self._flops
@@ -212,7 +199,6 @@ class FlopCount(TorchDispatchMode):
         flops: operations so far.
         counting: whether operators are counted; otherwise they only pass.
         failure: the first exception of a formula, which ended the counting.
-
     """
 
     def __init__(self) -> None:

@@ -8,14 +8,10 @@ import os
 import sys
 import sysconfig
 import tokenize
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from types import CodeType
-
-__all__ = ["Assignments", "Place", "is_library"]
+from types import CodeType
+from typing import Any, Final
 
 _STANDARD: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -34,7 +30,6 @@ class Place:
         name: the attribute or the variable; None for a definition.
         scope: qualified name of the class or function.
         line: of the definition, the answer where no assignment is found; None without one.
-
     """
 
     file: str | None

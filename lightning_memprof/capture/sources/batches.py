@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["Padding", "batch_padding", "batch_samples"]
 
 # A shorter dimension is one of features or classes.
 _LEAST_LENGTH: Final = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -13,17 +13,12 @@ from torch import nn
 
 from lightning_memprof.capture.sources.compiled import COMPILED, is_compiled
 from lightning_memprof.capture.sources.memory import ResidentSize
-from lightning_memprof.capture.sources.methods import compiled_methods
+from lightning_memprof.capture.sources.methods import MethodCall, compiled_methods
 from lightning_memprof.capture.sources.module_calls import Forwards, ForwardWatch, module_hooks
 from lightning_memprof.capture.sources.saved_hooks import SavedBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lightning_memprof.capture.base import RunContext
-    from lightning_memprof.capture.sources.methods import MethodCall
-
-__all__ = ["CallMemory", "UserHooks", "memory_info", "user_hooks"]
 
 _RSS: Final = ("rss_pre_forward", "rss_post_forward", "rss_diff")
 _NPP: Final = ("npp_pre_forward", "npp_post_forward", "npp_diff")
@@ -39,7 +34,6 @@ class CallMemory:
         memory: read RSS at forwards.
         saved_tensors: count the bytes of saved activations, by saved-tensor hooks.
         user: the user's hooks.
-
     """
 
     def __init__(
@@ -155,7 +149,6 @@ class UserHooks:
         saved_tensors_funcs: pack and unpack for ``torch.autograd.graph.saved_tensors_hooks``.
         save_attributes: attributes of the root that are read at each start and end; afterwards these attributes of
             every module are restored or removed.
-
     """
 
     pre_forward: Sequence[Callable[..., Any]] = ()

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
+from torch import nn
 
 from lightning_memprof.capture.observe import original_of, put
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import nn
-
-__all__ = [
-    "COMPILED",
-    "COMPILED_CALL",
-    "WRAPPED",
-    "compiled_modules",
-    "forget_compiled",
-    "graph_breaks",
-    "is_compiled",
-    "is_redirected",
-    "module_paths",
-    "outside_of_compilers",
-    "plain_path",
-]
 
 COMPILED: Final = "a part of the model is compiled: torch would recompile it when hooks come or go"
 # The attribute of torch.compile's wrapper that has the compiled module, and that of a module's own compile().
@@ -99,7 +82,6 @@ def outside_of_compilers(functions: Sequence[Callable[..., Any]], *places: tuple
     Args:
         functions: the first is the wrapper, which is not compiled itself; nothing that the others call is either.
         places: a class or an instance, and its attribute that is wrapped: unwrapped while torch compiles.
-
     """
     # Nothing is compiled before it is loaded; loading it takes a second.
     if "torch._dynamo.eval_frame" not in sys.modules or "torch._dynamo.callback" not in sys.modules:

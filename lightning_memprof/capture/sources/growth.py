@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter, deque
+from collections.abc import Iterable
 from itertools import islice
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 
 from lightning_memprof.artifacts.series import HolderRow
 from lightning_memprof.capture.census import (
@@ -38,13 +40,6 @@ from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
 from lightning_memprof.units import MIB, format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import nn
-
-__all__ = ["grown_holders", "holders_of"]
 
 _MOST_CONTAINERS: Final = 400
 # A holder below both is not worth a row.
@@ -170,7 +165,6 @@ def grown_holders(
         model: the LightningModule.
         seconds: limit of the search.
         skip: storages of parameters, by address.
-
     """
     device = (now.device_bytes or 0) - (before.device_bytes or 0)
     grown = max(now.rss_bytes - before.rss_bytes, device, 0)
@@ -207,7 +201,6 @@ class _Comparison:
         now: the current moment.
         search: names holders.
         least: bytes that are worth a row.
-
     """
 
     def __init__(self, before: Census, now: Census, search: HolderSearch, least: int) -> None:
@@ -400,7 +393,6 @@ def holders_of(wanted: Any, model: nn.Module | None, seconds: float = 2.0) -> li
         wanted: a tensor or another object; or a type, of which the garbage collector tracks the objects.
         model: the LightningModule.
         seconds: limit of the search.
-
     """
     search = HolderSearch(model, seconds)
     if not issubclass(type(wanted), type):

@@ -6,6 +6,7 @@ import gc
 import re
 import sys
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter_ns
@@ -26,22 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_memprof.capture.sources.assignments import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from torch import nn
-
-__all__ = [
-    "CONTAINERS",
-    "Holder",
-    "HolderSearch",
-    "attributes_of",
-    "bound_of",
-    "entries_of",
-    "is_container",
-    "is_known",
-    "length_of",
-    "type_name",
-]
 
 CONTAINERS: Final = (list, dict, set, deque)
 CYCLE: Final = "reference cycle"
@@ -86,7 +72,6 @@ class Holder:
         bound: largest number of entries of the container, None if it has no limit.
         owner_id: ``id`` of the container that refers to the object, 0 for another object.
         entries: their number.
-
     """
 
     kind: str
@@ -161,7 +146,6 @@ class HolderSearch:
     Args:
         model: its modules are named by their path; None without one.
         seconds: limit of all searches together.
-
     """
 
     def __init__(self, model: nn.Module | None, seconds: float = 2.0) -> None:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.observe import Link
     from lightning_memprof.schedule import Mark
 
-__all__ = ["TraceFile", "WindowTrace", "action_ranges", "module_ranges", "yields_to_others"]
-
 _TAIL_BYTES: Final = 16
 
 
@@ -48,7 +46,6 @@ class WindowTrace:
         profiler: torch's profiler, not prepared yet.
         save: called with this object when a started trace has stopped.
         max_steps: recorded steps after which it is finished; None is the end of the window.
-
     """
 
     def __init__(self, profiler: profile, save: Callable[[WindowTrace], None], max_steps: int | None = None) -> None:
@@ -216,7 +213,6 @@ class TraceFile:
         Raises:
             RuntimeError: it has no trace.
             OSError: the file is truncated: on a full disk torch reports nothing.
-
         """
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
         if results is None or results.trace_start_ns() == 0:

@@ -6,33 +6,15 @@ import ctypes
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from time import thread_time_ns
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psutil
 import torch
 
 from lightning_memprof.units import KIB, MIB
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = [
-    "NATIVE",
-    "NO_ACCELERATOR",
-    "NO_CUDA",
-    "HeapSize",
-    "ResidentSize",
-    "allocator_backend",
-    "cgroup_memory",
-    "mapped_sizes",
-    "memory_stats",
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "peak_rss_bytes",
-    "without_statistics",
-]
 
 NO_ACCELERATOR: Final = "no accelerator"
 NO_CUDA: Final = "CUDA is not available"
@@ -117,7 +99,6 @@ def peak_rss_bytes(at_least: int) -> int:
 
     Args:
         at_least: the RSS that was just read; the kernel updates the peak later than the RSS.
-
     """
     if sys.platform == "linux" and (high_water := _status().partition(b"VmHWM:")[2]):
         return max(at_least, int(high_water.split(b"kB", 1)[0]) * KIB)
@@ -219,7 +200,6 @@ def cgroup_memory(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> tuple
     Args:
         membership: the file that lists the groups of this process; source: cgroups(7).
         mount: where the groups are mounted.
-
     """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()

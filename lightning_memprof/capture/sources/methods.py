@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import GeneratorType, MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from lightning_memprof.capture.observe import Link, original_of, place_of, wrapped
 from lightning_memprof.capture.sources.compiled import is_redirected
 from lightning_memprof.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
-
-    from torch import nn
-
-__all__ = [
-    "IN_COMPILED",
-    "MethodCall",
-    "MethodListener",
-    "compiled_methods",
-    "marked_methods",
-    "memprofilable",
-    "method_calls",
-    "unsupported_method",
-]
 
 _Method = TypeVar("_Method", bound="Callable[..., Any]")
 
@@ -49,7 +35,6 @@ class MethodCall:
         suspends: whether it is a generator or a coroutine, whose body other code interrupts.
         raised: at its end, the name of the exception's class; None if it returned, or a generator was closed.
         note: the listener's own.
-
     """
 
     __slots__ = ("function", "note", "raised", "suspends")
@@ -148,7 +133,6 @@ def memprofilable(method: _Method) -> _Method:
 
     Raises:
         ConfigError: it is an asynchronous generator, a property or a class method.
-
     """
     given: Any = method
     if isinstance(given, (property, classmethod)) or inspect.isasyncgenfunction(given):
@@ -185,7 +169,6 @@ def method_calls(model: nn.Module, name: str, listener: MethodListener) -> Itera
 
     Raises:
         ConfigError: its calls cannot be reported; the reason is that of :func:`unsupported_method`.
-
     """
     if reason := unsupported_method(model, name):
         raise ConfigError(reason)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.compiled import (
     COMPILED_CALL,
     compiled_modules,
@@ -22,13 +23,6 @@ from lightning_memprof.capture.sources.compiled import (
     module_paths,
     outside_of_compilers,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from lightning_memprof.capture.observe import Link
-
-__all__ = ["ForwardWatch", "Forwards", "module_calls", "module_hooks"]
 
 
 @contextmanager
@@ -117,7 +111,6 @@ def module_hooks(
 
     Yields:
         Whether they are called: not if a part of ``root`` is compiled.
-
     """
     if is_compiled(root):
         yield False
@@ -199,7 +192,6 @@ class ForwardWatch:
         rss: returns the RSS in bytes.
         packed: returns the bytes saved for backward so far.
         guard: wraps a function so that it cannot raise into the user's code.
-
     """
 
     def __init__(

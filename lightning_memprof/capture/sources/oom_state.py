@@ -10,35 +10,19 @@ import heapq
 import inspect
 import resource
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import psutil
 import torch
+from torch import nn
 
 from lightning_memprof.capture.sources.holders import HolderSearch
 from lightning_memprof.capture.sources.memory import cgroup_memory, peak_rss_bytes
 from lightning_memprof.capture.sources.tensors import local_storage
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torch import nn
-
-__all__ = [
-    "Frame",
-    "forward_sources",
-    "frames_of",
-    "host_memory",
-    "live_tensors",
-    "module_of",
-    "phase_of",
-    "referenced",
-    "running_frames",
-    "tracked_tensors",
-]
 
 _MAX_FRAMES: Final = 400
 _MAX_TENSORS: Final = 30
@@ -86,7 +70,6 @@ def frames_of(error: BaseException, ended_as: BaseException | None = None) -> li
     Args:
         error: the original exception.
         ended_as: the final exception, raised from it; None if that is the same.
-
     """
     chain = [error] if ended_as is None or ended_as is error else [error, ended_as]
     # The frame that caught the first and raised the last is in both.
@@ -126,7 +109,6 @@ def phase_of(frames: Iterable[Frame]) -> tuple[str | None, str | None]:
 
     Args:
         frames: innermost first.
-
     """
     phase: str | None = None
     for frame in frames:
@@ -152,7 +134,6 @@ def forward_sources(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         ``{"sources": [[file, first line, last line], ...], "modules": {path: [class, index of its source or None]}}``.
-
     """
     sources: dict[CodeType, int] = {}
     modules: dict[str, tuple[str, int | None]] = {}
@@ -208,7 +189,6 @@ def live_tensors(
         Bytes by ``parameter_bytes``, ``gradient_bytes``, ``optimizer_state_bytes``, ``buffer_bytes``, and
         ``other_bytes``: other tensors that an object of the program holds. None includes saved activations and local
         variables: these are tensors of the list whose category is None.
-
     """
     held = dict.fromkeys(
         ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_state_bytes", "other_bytes"), 0

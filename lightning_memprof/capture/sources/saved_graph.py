@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, storage_sizes, storages
 from lightning_memprof.capture.torch_internals import SavedTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-__all__ = ["Checkpoint", "SavedGraph", "SavedStorage", "SavedStorages", "can_read", "saved_by_functions"]
 
 _SAVED: Final = "_raw_saved_"
 _LEAF: Final = "variable"
@@ -52,7 +48,6 @@ class SavedStorages:
         storages: each storage once, by the node that saved it first, in order of time.
         uncounted: saved values of unknown size: packed by another program's hooks, or saved by a node that does not
             show them, such as a scripted module's or a C++ function's.
-
     """
 
     storages: list[SavedStorage] = field(default_factory=list)
@@ -90,7 +85,6 @@ class SavedGraph:
             skip: storages to exclude, by ``untyped_storage()._cdata``: those of parameters and buffers. The storages of
                 each ``nn.Parameter`` in the graph are excluded too: under FSDP2 they differ from the model's. If all of
                 a graph's are in ``skip``, those of later graphs are not read.
-
         """
         if root.grad_fn is None:
             return SavedStorages()
@@ -145,7 +139,6 @@ def saved_by_functions(roots: Iterable[torch.Tensor], since: int) -> Iterator[to
     Args:
         roots: results of a forward.
         since: sequence number of autograd; what earlier nodes saved is not included.
-
     """
     pending = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(pending)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from lightning_memprof.capture.observe import take_out
 from lightning_memprof.capture.sources.tensors import local_bytes, local_storage
@@ -14,14 +16,6 @@ from lightning_memprof.capture.torch_internals import (
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
-
-__all__ = ["SavedBytes", "checked_pack", "checked_unpack"]
 
 
 class _Saved(NamedTuple):
@@ -44,7 +38,6 @@ def checked_unpack(saved: Any) -> Any:
 
     Raises:
         RuntimeError: an in-place operation has changed the tensor since it was saved; raised without hooks too.
-
     """
     if not isinstance(saved, _Saved):
         return saved
@@ -70,7 +63,6 @@ class SavedBytes:
         functions: the user's pack and unpack; None saves the tensors themselves. A tensor that pack returns unchanged
             is checked for in-place operations if unpack is :func:`checked_unpack`.
         on_fault: called with an exception of the user's pack; that tensor is then saved itself.
-
     """
 
     def __init__(
@@ -94,7 +86,6 @@ class SavedBytes:
 
         Raises:
             RuntimeError: the program has disabled saved-tensor hooks here.
-
         """
         self.total = 0
         self._own = {

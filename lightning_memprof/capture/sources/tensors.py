@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from lightning_memprof.capture.sources.compiled import plain_path
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = [
-    "PLAIN_TENSORS",
-    "ModelTensors",
-    "PersistentBytes",
-    "batch_bytes",
-    "dense_parts",
-    "fold",
-    "local_bytes",
-    "local_storage",
-    "optimizer_state_bytes",
-    "storage_sizes",
-    "storages",
-    "tensors_in",
-]
 
 # Types with their own storage, unless they are sparse.
 PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
@@ -167,7 +149,6 @@ def fold(paths: Sequence[str], own: dict[str, int]) -> dict[str, int]:
     Args:
         paths: of all modules, each after its parent, the root ``""`` first.
         own: bytes by path.
-
     """
     sums = dict.fromkeys(paths, 0)
     sums.update(own)

@@ -5,22 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import PurePath
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.torch_internals import _RecordFunctionFast
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping
-
-    from torch import nn
-
-__all__ = ["hook_name", "hook_ranges"]
 
 # Attributes of modules, parameters and torch's module of global hooks: torch has no public access to them.
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks", "_global_forward_hooks", "_global_forward_pre_hooks")

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import torch
 import yaml
+from torch import nn
 
 from lightning_memprof.artifacts.naming import fsdp_log_name, fsdp_stats_name, module_log_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark, SkipWindow, no_training_step
+from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, SkipWindow, no_training_step
 from lightning_memprof.capture.sources.compiled import COMPILED, is_compiled
-from lightning_memprof.capture.tracker.report import Layout
+from lightning_memprof.capture.tracker.report import Layout, TrackerReport
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.schedule import Point
+from lightning_memprof.schedule import Mark, Point, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    import torch
-    from torch import nn
-
-    from lightning_memprof.capture.base import OnStep, RunContext
-    from lightning_memprof.capture.tracker.report import TrackerReport
     from lightning_memprof.capture.tracker.tracker import CategoryTracker
-    from lightning_memprof.schedule import Mark, Window
-
-__all__ = ["FSDPMemory", "ModuleMemory"]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +48,6 @@ class ModuleMemory(Collector):
 
     Raises:
         ConfigError: ``step``, ``depth`` or ``units`` is invalid.
-
     """
 
     name: ClassVar[str] = "module_memory"
@@ -111,7 +102,6 @@ class FSDPMemory(Collector):
     Raises:
         ConfigError: ``depth`` or ``units`` is invalid. When the training starts: ``root_module`` does not exist, or
             ``fully_shard`` was not called on it.
-
     """
 
     name: ClassVar[str] = "fsdp_memory"
@@ -141,7 +131,6 @@ class FSDPMemory(Collector):
 
         Raises:
             ConfigError: it does not exist, or ``fully_shard`` was not called on it.
-
         """
         self._root(run.model)
         return nullcontext(None)
@@ -152,7 +141,6 @@ class FSDPMemory(Collector):
 
         Raises:
             SkipWindow: a part of the model is compiled.
-
         """
         if is_compiled(run.model):
             raise SkipWindow(COMPILED)
@@ -207,7 +195,6 @@ class _Wanted:
         number: of the step among the window's recorded steps, from 0.
         begin: returns the tracker and the root's path.
         files: returns the texts of further files by name, from the mark of the step's end and the report.
-
     """
 
     collector: str

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
+from torch import nn
 
+from lightning_memprof.capture.observe import Guard
 from lightning_memprof.capture.sources.compiled import WRAPPED, is_compiled, module_paths
 from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.capture.torch_internals import ModTracker, tree_leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
-    from lightning_memprof.capture.observe import Guard
-
-__all__ = ["PathTracker"]
 
 # The attributes of the wrappers of FSDP1 and torch.compile that have the wrapped module.
 _WRAPPERS: Final = ("_fsdp_wrapped_module", WRAPPED)
@@ -33,7 +27,6 @@ class PathTracker(ModTracker):
         root: the model; its modules are named by its class and their path, ``Net.layers.0``. Others are ignored. A
             module and the wrapper of FSDP1 or ``torch.compile`` around it have one name, and are one module.
         guard: runs the hooks.
-
     """
 
     def __init__(self, root: nn.Module, guard: Guard) -> None:

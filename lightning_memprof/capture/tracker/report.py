@@ -8,18 +8,14 @@ tables that of the format ``rst`` of the package ``tabulate``. Unlike torch's it
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_memprof.artifacts.series import PeakRow
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import GIB, KIB, MIB
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-__all__ = ["Figures", "Layout", "ModuleFigures", "TrackerReport"]
 
 _UNITS: Final = MappingProxyType({"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB})
 # torch's words to this package's; sharded bytes of a sharded model are its parameters and gradients.
@@ -66,7 +62,6 @@ class ModuleFigures:
         state: torch's word for the moment, ``Pre-Forward`` for instance.
         call: number of the call, from 1.
         figures: by device.
-
     """
 
     name: str
@@ -87,7 +82,6 @@ class Layout:
 
     Raises:
         ConfigError: ``depth`` or ``units`` is invalid.
-
     """
 
     depth: int = 2
@@ -114,7 +108,6 @@ class TrackerReport:
         peak: the step's peak by device, each device at its own time.
         end: bytes at the end of the step.
         modules: every moment of every module, in the order of their first calls.
-
     """
 
     peak: tuple[Figures, ...]

@@ -6,23 +6,18 @@ torch's own removes FSDP's hooks and adds others, in a different order for group
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.torch_internals import FSDPMemTracker, _FSDPModState, _FSDPRefType, _FSDPState
 from lightning_memprof.capture.tracker.tracker import CategoryTracker, Kinds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import ExitStack
-
-    from torch import nn
-
-__all__ = ["ShardedTracker", "sharded_modules"]
 
 
 class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untyped-call]
@@ -30,7 +25,6 @@ class ShardedTracker(CategoryTracker, FSDPMemTracker):  # type: ignore[no-untype
 
     Args:
         root: a module that ``fully_shard`` was called on; its sub-modules are tracked.
-
     """
 
     kinds = Kinds(

@@ -13,10 +13,12 @@ Differences from torch's tracker:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
@@ -45,13 +47,6 @@ from lightning_memprof.capture.torch_internals import (
 )
 from lightning_memprof.capture.tracker.paths import PathTracker
 from lightning_memprof.capture.tracker.report import Figures, ModuleFigures, TrackerReport
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import nn
-
-__all__ = ["CategoryTracker", "Kind", "Kinds", "ModuleTracker"]
 
 _TOTAL: Final = "Total"
 # A parent of every module: torch takes a second call by "Global" alone for the next iteration.
@@ -88,7 +83,6 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
 
     Attributes:
         guard: holds the failure that ended the tracking early.
-
     """
 
     kinds: Kinds
@@ -118,7 +112,6 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
             model: its parameters, buffers and gradients exist already.
             optimizers: their states exist already.
             batch: nested containers of tensors that count as input.
-
         """
         with ExitStack() as undo:
             undo.callback(self._WINFO.clear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
@@ -16,11 +17,7 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import MIB, format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lightning_memprof.capture.base import RunContext, StepRecord
-
-__all__ = ["AllocatorRetries", "Anomaly", "MemoryGrowth", "NearOOM", "SlowStep", "Watch"]
 
 Watch: TypeAlias = "Callable[[StepRecord], str | None]"
 
@@ -43,7 +40,6 @@ class Anomaly(ABC):
 
     Attributes:
         limit: maximum number of windows in a run.
-
     """
 
     name: ClassVar[str]
@@ -70,7 +66,6 @@ class SlowStep(Anomaly):
 
     Raises:
         ConfigError: a value is invalid.
-
     """
 
     name: ClassVar[str] = "slow_step"
@@ -107,7 +102,6 @@ class AllocatorRetries(Anomaly):
 
     Raises:
         ConfigError: a value is invalid.
-
     """
 
     name: ClassVar[str] = "allocator_retries"
@@ -145,7 +139,6 @@ class MemoryGrowth(Anomaly):
 
     Raises:
         ConfigError: a value is invalid.
-
     """
 
     name: ClassVar[str] = "memory_growth"
@@ -204,7 +197,6 @@ class NearOOM(Anomaly):
 
     Raises:
         ConfigError: a value is invalid.
-
     """
 
     name: ClassVar[str] = "near_oom"

@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.artifacts.naming import TRIGGER_PLAN, TRIGGER_REQUEST
@@ -24,18 +26,12 @@ from lightning_memprof.artifacts.trigger import (
     write_request,
 )
 from lightning_memprof.capture.planner import WindowRequest
-from lightning_memprof.capture.triggers.anomalies import Anomaly
+from lightning_memprof.capture.triggers.anomalies import Anomaly, Watch
 from lightning_memprof.capture.watchdog import caught_elsewhere
 from lightning_memprof.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import FrameType
-
     from lightning_memprof.capture.base import RunContext, StepRecord
-    from lightning_memprof.capture.triggers.anomalies import Watch
-
-__all__ = ["TriggerWatch", "Triggers", "Usr2", "check_steps"]
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +54,6 @@ class Triggers:
 
     Raises:
         ConfigError: a value is invalid.
-
     """
 
     file: bool = True
@@ -84,7 +79,6 @@ def check_steps(owner: str, name: str, value: int, least: int) -> int:
 
     Raises:
         ConfigError: it is not an integer from ``least`` to the maximum.
-
     """
     if type(value) is not int or not least <= value <= MOST_STEPS:
         raise ConfigError(f"{owner}({name}={value!r}): must be an integer from {least} to {MOST_STEPS}")
@@ -111,7 +105,6 @@ class TriggerWatch:
 
     Raises:
         ConfigError: an anomaly cannot be watched in this run.
-
     """
 
     def __init__(self, triggers: Triggers, run: RunContext) -> None:
@@ -207,7 +200,6 @@ class _FileRequests:
         run: of this rank.
         warmup: warmup steps of a request that does not specify them.
         active: recorded steps of a request that does not specify them.
-
     """
 
     def __init__(self, run: RunContext, warmup: int, active: int) -> None:
@@ -323,7 +315,6 @@ class Usr2:
 
     Attributes:
         received: whether it arrived; reset it to False after handling it.
-
     """
 
     def __init__(self, arrived: Callable[[], None] = lambda: None) -> None:

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from lightning_memprof.analysis.memory.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
+from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.analysis.snapshot.reader import read_snapshot
 from lightning_memprof.analysis.snapshot.replay import replay
+from lightning_memprof.analysis.snapshot.report import SnapshotReport
 from lightning_memprof.analysis.trace.device import device_timeline
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.report.charts.embed import Chart, chart_resources
+from lightning_memprof.report.charts.embed import Chart
 from lightning_memprof.report.charts.holders import holder_path, holders_chart, site_path
 from lightning_memprof.report.charts.memory import memory_chart
 from lightning_memprof.report.charts.ranks import ranks_chart
@@ -29,16 +33,7 @@ from lightning_memprof.report.charts.trial import trial_chart
 from lightning_memprof.report.sections.memory import peak_allocations
 from lightning_memprof.report.sections.snapshots import snapshot_peak
 from lightning_memprof.report.sections.traces import busy_share
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.snapshot.report import SnapshotReport
-    from lightning_memprof.analysis.trace.model import TraceReport
-    from lightning_memprof.report.view import View
-
-__all__ = ["Chart", "chart_resources", "charts", "file_charts"]
+from lightning_memprof.report.view import View
 
 # A chart over time reads its file again; 64 MiB of gzip take some ten seconds.
 _MAX_BYTES: Final = 64 * 1024 * 1024

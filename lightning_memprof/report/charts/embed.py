@@ -17,8 +17,6 @@ from bokeh.models import Model
 from lightning_memprof.report.printers.values import clean
 from lightning_memprof.units import GIB, KIB, MIB, format_bytes
 
-__all__ = ["Chart", "chart_resources", "made"]
-
 # Longer texts are not stacks; --format json has all of them.
 _MAX_TEXT: Final = 4000
 # Escapes of a JSON string, matched from the left: an escaped backslash does not start an escape.
@@ -35,7 +33,6 @@ class Chart:
         title: plain text, not escaped.
         summary: the caption below the chart. Plain text, not escaped.
         html: the element, with its data as JSON in a script that does not run and that the data cannot end.
-
     """
 
     id: str
@@ -53,17 +50,7 @@ class Extra:
 
 
 def made(chart_id: str, title: str, summary: str, model: Model, *, height: int, extra: Extra | None = None) -> Chart:
-    """Return a chart.
-
-    Args:
-        chart_id: its id.
-        title: what it shows.
-        summary: the same in a sentence.
-        model: bokeh's figure or layout.
-        height: height in pixels, reserved until it is drawn.
-        extra: texts and sizes of a chart of blocks.
-
-    """
+    """Return a chart."""
     extra = extra or Extra()
     data = {"item": json_item(model), "strings": [_short(text) for text in extra.strings]}
     label = html.escape(clean(title))

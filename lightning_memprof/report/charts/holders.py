@@ -6,22 +6,18 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from bokeh.core.properties import value
 from bokeh.models import ColumnDataSource, HoverTool, Range1d
 
+from lightning_memprof.analysis.memory.model import Site
+from lightning_memprof.analysis.snapshot.replay import Holder
 from lightning_memprof.analysis.stacks import is_library, parse_frame
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import bytes_ticks, new_figure
 from lightning_memprof.report.printers.values import clean
 from lightning_memprof.units import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.memory.model import Site
-    from lightning_memprof.analysis.snapshot.replay import Holder
-
-__all__ = ["holder_path", "holders_chart", "site_path"]
 
 # Light fills: dark letters are readable on them, on light and dark pages.
 _FILLS: Final = ("#f3c98b", "#f2b08f", "#eba6a6", "#e4b7da", "#c5bbf2", "#a9c9f5", "#a3d9d0", "#bcd9a3")

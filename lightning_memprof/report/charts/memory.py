@@ -6,12 +6,14 @@ import heapq
 from base64 import b64encode
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from bokeh.layouts import column
 from bokeh.models import BooleanFilter, CDSView, ColumnDataSource, HoverTool
 from bokeh.models.annotations import Span
+from bokeh.plotting import figure
+from numpy.typing import NDArray
 
 from lightning_memprof.analysis.memory.block_lives import KINDS, BlockLives, live_by_kind
 from lightning_memprof.report.charts.embed import Chart, Extra, made
@@ -30,12 +32,6 @@ from lightning_memprof.report.charts.style import (
 from lightning_memprof.report.sections.labels import PEAKS, category
 from lightning_memprof.units import format_bytes, format_count
 
-if TYPE_CHECKING:
-    from bokeh.plotting import figure
-    from numpy.typing import NDArray
-
-__all__ = ["MAX_BLOCKS", "memory_chart", "offsets"]
-
 _ABOVE: Final = 230
 _BELOW: Final = 320
 # Drawing this many takes a second or two; of more blocks the largest are drawn.
@@ -52,14 +48,7 @@ _TIP: Final = (
 
 
 def memory_chart(lives: BlockLives, chart_id: str, where: str) -> Chart | None:
-    """Return a window's memory over time.
-
-    Args:
-        lives: its blocks.
-        chart_id: its id.
-        where: its origin, for the title: ``window 0 of rank 0``.
-
-    """
+    """Return a window's memory over time."""
     if not len(lives):
         return None
     moments, live = live_by_kind(lives)

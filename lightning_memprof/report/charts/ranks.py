@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource
+from bokeh.plotting import figure
+from numpy.typing import NDArray
 
+from lightning_memprof.analysis.ranks.report import RankReport, RankTimes
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
@@ -24,16 +28,6 @@ from lightning_memprof.report.charts.style import (
     whole_numbers,
 )
 from lightning_memprof.units import format_ns
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bokeh.plotting import figure
-    from numpy.typing import NDArray
-
-    from lightning_memprof.analysis.ranks.report import RankReport, RankTimes
-
-__all__ = ["ranks_chart"]
 
 _ABOVE: Final = 260
 _BELOW: Final = 200

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 from bokeh.models import ColumnDataSource
 from bokeh.models.annotations import BoxAnnotation
+from bokeh.plotting import figure
 
-from lightning_memprof.analysis.steps.statistics import device_timing, host_timing
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.analysis.run.model import Rank
+from lightning_memprof.analysis.steps.statistics import Timing, device_timing, host_timing
+from lightning_memprof.artifacts.series import PHASES, PulseRow
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
     MARK,
@@ -26,19 +28,8 @@ from lightning_memprof.report.charts.style import (
     stacked,
     whole_numbers,
 )
+from lightning_memprof.report.view import View
 from lightning_memprof.units import format_bytes, format_count, format_ns
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from bokeh.plotting import figure
-
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.steps.statistics import Timing
-    from lightning_memprof.artifacts.series import PulseRow
-    from lightning_memprof.report.view import View
-
-__all__ = ["live_chart", "run_memory_chart", "steps_chart", "throughput_chart"]
 
 _HEIGHT: Final = 300
 _LOW: Final = 220

@@ -26,24 +26,6 @@ from bokeh.plotting import figure
 
 from lightning_memprof.report.sections.labels import called
 
-__all__ = [
-    "COLOURS",
-    "MARK",
-    "Renderer",
-    "bytes_axis",
-    "bytes_ticks",
-    "colour",
-    "from_zero",
-    "grouped",
-    "hover",
-    "label",
-    "legend",
-    "new_figure",
-    "stacked",
-    "time_unit",
-    "whole_numbers",
-]
-
 _SHADES: Final[Mapping[str, tuple[str, ...]]] = {
     "#e09f3e": ("data_wait", "input", "idle_loading", "data_loading"),
     "#4a8fe7": ("forward", "activation", "compute"),
@@ -177,7 +159,6 @@ def stacked(
 
     Returns:
         The legend.
-
     """
     data = ColumnDataSource(dict(columns))
     colours = [colour(name) for name in names]

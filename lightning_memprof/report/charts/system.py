@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource
+from bokeh.plotting import figure
 
+from lightning_memprof.analysis.run.model import Run
+from lightning_memprof.analysis.steps.system import SystemStretch
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
     Renderer,
@@ -24,16 +28,6 @@ from lightning_memprof.report.charts.style import (
 )
 from lightning_memprof.report.sections.labels import COUNTERS, counter
 from lightning_memprof.units import format_count
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from bokeh.plotting import figure
-
-    from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.steps.system import SystemStretch
-
-__all__ = ["system_chart"]
 
 _HEIGHT: Final = 190
 _POINTS: Final = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from bokeh.models import ColumnDataSource, FactorRange, Range1d
@@ -12,16 +12,12 @@ from bokeh.models.annotations import BoxAnnotation, Label
 from bokeh.plotting import figure
 
 from lightning_memprof.analysis.trace.device import STATES, DeviceTimeline
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import colour, hover, legend, new_figure, stacked, time_unit
 from lightning_memprof.report.printers.values import clean
 from lightning_memprof.report.sections.labels import called, device_parts
 from lightning_memprof.units import format_ns
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.model import TraceReport
-
-__all__ = ["shares_chart", "timeline_chart"]
 
 _MOST: Final = 32
 _ROW: Final = 26

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from bokeh.models import ColumnDataSource, FactorRange, NumeralTickFormatter
 from bokeh.models.annotations import Span
 
+from lightning_memprof.analysis.trial import Trial
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import MARK, Renderer, colour, hover, legend, new_figure
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.trial import Trial
-
-__all__ = ["trial_chart"]
 
 _ROW: Final = 34
 _REST: Final = 110

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import IO, Any, Final
 
 from lightning_memprof.analysis.memory.columns import (
     DeviceMemory,
@@ -25,12 +26,6 @@ from lightning_memprof.analysis.memory.columns import (
 from lightning_memprof.analysis.snapshot.reader import parse_snapshot
 from lightning_memprof.errors import ArtifactError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import IO
-
-__all__ = ["PROTOCOL", "history_of_trace", "viewable", "write_snapshot"]
-
 PROTOCOL: Final = 4
 _MOST_DEVICES: Final = 1024
 _ADDRESS_MASK: Final = (1 << 62) - 1
@@ -41,13 +36,8 @@ Fields = dict[str, Any]
 def viewable(data: Any, source: str) -> Fields:
     """Return a snapshot with all keys that the page reads; existing ones are unchanged.
 
-    Args:
-        data: the dictionary of ``torch.cuda.memory._snapshot()``, or the list of ``torch.cuda.memory_snapshot()``.
-        source: where it is from, the first words of every error.
-
     Raises:
         ArtifactError: it is not a snapshot.
-
     """
     parse_snapshot(data, source)
     top: Fields = {"segments": data} if isinstance(data, list) else dict(data)
@@ -90,7 +80,6 @@ def history_of_trace(path: Path) -> Fields:
 
     Raises:
         ArtifactError: the trace is missing, damaged or truncated, or has no allocations.
-
     """
     trace = read_memory(path)
     if not trace.devices:

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
+from lightning_memprof.analysis.memory.model import Site
+from lightning_memprof.analysis.snapshot.replay import Holder
 from lightning_memprof.analysis.stacks import parse_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from typing import IO
-
-    from lightning_memprof.analysis.memory.model import Site
-    from lightning_memprof.analysis.snapshot.replay import Holder
     from lightning_memprof.analysis.trace.threads import Lane, Lanes
-
-__all__ = ["Speedscope", "holder_stacks", "site_stacks", "write_folded"]
 
 _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
 _UNKNOWN: Final = "(unknown)"

@@ -7,24 +7,20 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_memprof.analysis.findings import Facts, Finding, examine, examine_files
 from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
+from lightning_memprof.analysis.memory.model import DeviceAllocations
 from lightning_memprof.analysis.memory.report import memory_report
+from lightning_memprof.analysis.run.model import Run
+from lightning_memprof.analysis.snapshot.report import SnapshotReport
 from lightning_memprof.analysis.steps.statistics import window_steps
 from lightning_memprof.analysis.trace.key_averages import collect_rows
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.memory.model import DeviceAllocations
-    from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.snapshot.report import SnapshotReport
-    from lightning_memprof.analysis.trace.model import TraceReport
-
-__all__ = ["Table", "run_tables", "snapshot_tables", "trace_tables"]
 
 Row = Mapping[str, Any]
 

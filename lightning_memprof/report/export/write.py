@@ -14,8 +14,6 @@ from lightning_memprof.errors import ConfigError, ReportError
 if TYPE_CHECKING:
     from lightning_memprof.report.export.tables import Table
 
-__all__ = ["require_parquet", "whole_file", "write_csv", "write_parquet"]
-
 _LARGEST: Final = (1 << 63) - 1
 
 
@@ -25,7 +23,6 @@ def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
     Raises:
         ReportError: it cannot be written.
-
     """
     temporary: Path | None = None
     # A file name that is not UTF-8 has surrogates in Python, which cannot be encoded.
@@ -52,7 +49,6 @@ def write_csv(tables: Iterable[Table], directory: Path) -> list[tuple[Path, int]
 
     Returns:
         The files, and their rows.
-
     """
     written = []
     for table in tables:
@@ -70,7 +66,6 @@ def require_parquet() -> None:
 
     Raises:
         ConfigError: pyarrow is not installed.
-
     """
     try:
         import pyarrow.parquet  # noqa: F401
@@ -89,7 +84,6 @@ def write_parquet(tables: Iterable[Table], directory: Path) -> list[tuple[Path, 
 
     Raises:
         ConfigError: pyarrow is not installed.
-
     """
     require_parquet()
     import pyarrow as pa

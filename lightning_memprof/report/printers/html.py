@@ -6,33 +6,28 @@ import datetime as dt
 import html
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from lightning_memprof.report.charts import chart_resources, charts, file_charts
+from lightning_memprof.analysis.estimate import Estimate
+from lightning_memprof.analysis.trial import Trial
+from lightning_memprof.report.charts import charts, file_charts
+from lightning_memprof.report.charts.embed import Chart, chart_resources
 from lightning_memprof.report.charts.steps import live_chart
 from lightning_memprof.report.charts.trial import trial_chart
+from lightning_memprof.report.document import Cell, Column, Document
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.printers.values import cell_text, clean, more_rows, words_text
 from lightning_memprof.report.sections import document_of
 from lightning_memprof.report.sections.estimate import estimate_document
 from lightning_memprof.report.sections.trial import trial_document
+from lightning_memprof.report.view import View
 from lightning_memprof.units import percent
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightning_memprof.analysis.estimate import Estimate
-    from lightning_memprof.analysis.trial import Trial
-    from lightning_memprof.report.charts import Chart
-    from lightning_memprof.report.document import Cell, Column, Document
-    from lightning_memprof.report.view import View
-
-__all__ = ["estimate_to_html", "framed", "render_document", "to_html", "trial_to_html"]
 
 # No host, no plug-in, no frame, no form; only the scripts that carry this page's nonce.
 POLICY: Final = (

@@ -9,46 +9,29 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lightning_memprof.analysis.ledger.memory import snapshot_bytes
-from lightning_memprof.analysis.ledger.model import total
-from lightning_memprof.analysis.memory.report import CATEGORIES
+from lightning_memprof.analysis.batches import Batches
+from lightning_memprof.analysis.compare.comparison import Outcome
+from lightning_memprof.analysis.compare.model import Comparison
+from lightning_memprof.analysis.estimate import Estimate
+from lightning_memprof.analysis.ledger.memory import ByteLedger, snapshot_bytes
+from lightning_memprof.analysis.ledger.model import TimeLedger, total
+from lightning_memprof.analysis.memory.functions import FunctionReport
+from lightning_memprof.analysis.memory.report import CATEGORIES, MemoryReport, RankMemory
 from lightning_memprof.analysis.run.locate import shown_place
-from lightning_memprof.analysis.steps.events import PARTS, event_totals
+from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
+from lightning_memprof.analysis.steps.events import PARTS, StepEvents, event_totals
+from lightning_memprof.analysis.steps.statistics import mean
+from lightning_memprof.analysis.trace.model import TraceReport
+from lightning_memprof.analysis.trial import Trial
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.artifacts.series import PHASES
-from lightning_memprof.report.document import Cell, Phrase
+from lightning_memprof.report.document import Cell, Document, Phrase, Words
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections.memory import peak_allocations
-from lightning_memprof.report.sections.tables import mean
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.batches import Batches
-    from lightning_memprof.analysis.compare.comparison import Outcome
-    from lightning_memprof.analysis.compare.model import Comparison
-    from lightning_memprof.analysis.estimate import Estimate
-    from lightning_memprof.analysis.ledger.memory import ByteLedger
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.memory.functions import FunctionReport
-    from lightning_memprof.analysis.memory.report import MemoryReport, RankMemory
-    from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
-    from lightning_memprof.analysis.steps.events import StepEvents
-    from lightning_memprof.analysis.trace.model import TraceReport
-    from lightning_memprof.analysis.trial import Trial
-    from lightning_memprof.report.document import Document, Words
-    from lightning_memprof.report.view import RankView, View
-
-__all__ = [
-    "batches_to_json",
-    "comparison_to_json",
-    "document_to_json",
-    "encode",
-    "estimate_to_json",
-    "to_json",
-    "trial_to_json",
-]
+from lightning_memprof.report.view import RankView, View
 
 # A window has thousands of allocation sites, nearly all of a few bytes; a trace thousands of kernels, a snapshot
 # thousands of stacks: the rest is one sum.

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import itertools
 import unicodedata
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
+from lightning_memprof.report.document import Cell, Column, Row, Table
 from lightning_memprof.report.printers.values import cell_text, clean, more_rows, words_text
 from lightning_memprof.units import percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lightning_memprof.report.document import Cell, Column, Row, Table
-
-__all__ = ["DIM", "Line", "bar", "cut", "hang", "sparkline", "table_lines", "text_width", "tops", "wrap"]
 
 # A line is its pieces, each with the name of its style.
 Line = tuple[tuple[str, str], ...]

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
-from lightning_memprof.report.document import Facts, Figures, Findings, Lines, Paragraph, Stack, Table
+from lightning_memprof.report.document import (
+    Cell,
+    Column,
+    Document,
+    Facts,
+    Figures,
+    Findings,
+    Lines,
+    Paragraph,
+    Part,
+    Stack,
+    Table,
+    Words,
+)
 from lightning_memprof.report.printers.values import cell_text, clean, more_rows, words_text
 from lightning_memprof.units import percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lightning_memprof.report.document import Cell, Column, Document, Part, Words
-
-__all__ = ["sections_to_markdown", "to_markdown"]
 
 # Markdown or HTML would read these: text from the program is inert.
 _SPECIAL: Final = re.compile(r"([\\`*_{}\[\]<>#!|~&@$])")

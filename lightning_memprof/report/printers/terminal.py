@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Final, TextIO
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TextIO
 
 from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from lightning_memprof.report.document import Document
+from lightning_memprof.report.printers.layout import Line
 from lightning_memprof.report.printers.text import encoded, full_page, sections_page, short_page
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from lightning_memprof.report.document import Document
-    from lightning_memprof.report.printers.layout import Line
-
-__all__ = ["new_console", "print_document", "print_lines", "print_sections", "render", "rich_text"]
 
 WIDTH: Final = 100
 

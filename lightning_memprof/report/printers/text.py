@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 from lightning_memprof.report.document import (
+    Bar,
     Cell,
     Chart,
+    Document,
     Facts,
+    Figure,
     Figures,
     Findings,
     Lines,
     Paragraph,
+    Part,
     Section,
     Stack,
     Table,
+    Words,
 )
+from lightning_memprof.report.document import Line as Row
 from lightning_memprof.report.printers.layout import (
     DIM,
     LEAST_WIDTH,
@@ -32,14 +39,6 @@ from lightning_memprof.report.printers.layout import (
 )
 from lightning_memprof.report.printers.values import NONE, cell_text, clean, words_text
 from lightning_memprof.units import percent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.report.document import Bar, Document, Figure, Part, Words
-    from lightning_memprof.report.document import Line as Row
-
-__all__ = ["LINES", "encoded", "full_page", "plain", "sections_page", "short_page"]
 
 LINES: Final = 40
 """The lines of one screen."""

@@ -9,8 +9,6 @@ from typing import Final
 from lightning_memprof.report.document import Cell, Table, Words
 from lightning_memprof.units import format_bytes, format_ns, percent
 
-__all__ = ["NONE", "amount", "cell_text", "clean", "more_rows", "words_text"]
-
 NONE: Final = "-"
 MAX_TEXT: Final = 600
 _PREFIXES: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from lightning_memprof.analysis.run.rows import text as text_of
 from lightning_memprof.analysis.run.rows import whole
@@ -43,14 +44,8 @@ from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.sections.traces import busy_share, device_stack, traces_section
 from lightning_memprof.report.sections.trial import trial_section
 from lightning_memprof.report.sections.workers import workers_section
+from lightning_memprof.report.view import View
 from lightning_memprof.units import format_count, format_list
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from lightning_memprof.report.view import View
-
-__all__ = ["EMPTY_SECTIONS", "document_of", "files_document", "run_document"]
 
 # A run has these sections only where there is something in them; otherwise this is what there is to say.
 EMPTY_SECTIONS: Final = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
-from lightning_memprof.analysis.estimate import KNOWN
+from lightning_memprof.analysis.estimate import KNOWN, Alternative, Estimate
 from lightning_memprof.report.document import (
     Badge,
     Cell,
@@ -35,13 +36,6 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.sections.labels import bars, category
 from lightning_memprof.units import format_bytes, format_count, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.analysis.estimate import Alternative, Estimate
-
-__all__ = ["estimate_document"]
 
 _LOOKS: Final[dict[str, tuple[Badge, Style]]] = {
     "fits": ("none", "good"),

@@ -5,42 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Final, NamedTuple
+from pathlib import Path, PurePath
+from typing import Final, NamedTuple
 
 from lightning_memprof.analysis.findings import Severity
 from lightning_memprof.analysis.run.locate import shown_place
+from lightning_memprof.analysis.run.model import Run
+from lightning_memprof.analysis.snapshot.report import DeviceReport
+from lightning_memprof.analysis.trace.model import GpuTimes
 from lightning_memprof.report.document import Badge, Bar, Cell, Style
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.snapshot.report import DeviceReport
-    from lightning_memprof.analysis.trace.model import GpuTimes
-
-__all__ = [
-    "BADGES",
-    "BEFORE_RECORDING",
-    "COLOURS",
-    "MORE",
-    "PEAKS",
-    "STATUS_STYLES",
-    "Counter",
-    "Peak",
-    "bars",
-    "called",
-    "category",
-    "compiled_note",
-    "counter",
-    "device_parts",
-    "file_command",
-    "more",
-    "peak_note",
-    "place",
-    "reserved_parts",
-    "span",
-]
 
 # Names that are not here are shown with blanks for underscores.
 LABELS: Final[Mapping[str, str]] = {

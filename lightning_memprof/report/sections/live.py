@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lightning_memprof.analysis.run.following import total_steps
+from lightning_memprof.analysis.findings import Finding
+from lightning_memprof.analysis.ledger.model import TimeLedger
+from lightning_memprof.analysis.run.following import Follower, RankProgress, total_steps
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.document import (
     Cell,
@@ -18,6 +21,7 @@ from lightning_memprof.report.document import (
     Phrase,
     Section,
     Stack,
+    Style,
     Table,
     Words,
     count,
@@ -29,16 +33,6 @@ from lightning_memprof.report.document import (
 from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
 from lightning_memprof.report.sections.overview import step_stack
 from lightning_memprof.report.sections.tables import Field, filled, ratio
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.analysis.findings import Finding
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.run.following import Follower, RankProgress
-    from lightning_memprof.report.document import Style
-
-__all__ = ["SILENT_NS", "Watched", "live_document", "live_line", "passed"]
 
 MAX_RANKS: Final = 8
 MAX_WINDOWS: Final = 4

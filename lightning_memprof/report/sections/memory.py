@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from lightning_memprof.analysis.ledger.memory import grouped_bytes
-from lightning_memprof.analysis.memory.activations import patterns
-from lightning_memprof.analysis.memory.report import TRACKERS
+from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup, ModuleBytes, patterns
+from lightning_memprof.analysis.memory.functions import FunctionReport
+from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
+from lightning_memprof.analysis.memory.report import TRACKERS, RankMemory
+from lightning_memprof.analysis.steps.statistics import mean
 from lightning_memprof.report.document import (
     Cell,
     Chart,
@@ -26,25 +30,8 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.named import summarize
 from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, category, compiled_note, peak_note
-from lightning_memprof.report.sections.tables import Field, filled, mean, ratio
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup, ModuleBytes
-    from lightning_memprof.analysis.memory.functions import FunctionReport
-    from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
-    from lightning_memprof.analysis.memory.report import RankMemory
-    from lightning_memprof.report.view import View
-
-__all__ = [
-    "memory_section",
-    "modules_section",
-    "peak_allocations",
-    "peak_stack",
-    "run_peaks",
-    "sites_section",
-]
+from lightning_memprof.report.sections.tables import Field, filled, ratio
+from lightning_memprof.report.view import View
 
 # More rows are slow to lay out, and their sum is in the footer.
 MAX_SITES: Final = 300

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.analysis.ledger.growth import who_holds
-from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
+from lightning_memprof.analysis.oom.autopsy import Autopsy, Holder, autopsies
 from lightning_memprof.analysis.run.load import load_rank
 from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.artifacts.series import HolderRow
 from lightning_memprof.report.document import Cell, Line, Lines, Part, Section, Table, Words, code, phrase, size, text
 from lightning_memprof.report.sections.labels import called, more
 from lightning_memprof.report.sections.tables import Field, filled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lightning_memprof.analysis.oom.autopsy import Holder
-    from lightning_memprof.report.view import View
-
-__all__ = ["autopsy_section", "holders_section", "oom_section"]
+from lightning_memprof.report.view import View
 
 MAX_EVENTS: Final = 2
 MAX_TENSORS: Final = 5
@@ -84,13 +78,8 @@ def _holder_name(row: tuple[int, HolderRow]) -> Cell:
 def autopsy_section(directory: Path, rank: int) -> Section | None:
     """Return the last out-of-memory event of a rank, with the files that have more; None where there is none.
 
-    Args:
-        directory: the run directory.
-        rank: the rank.
-
     Raises:
         ArtifactError: its files cannot be read.
-
     """
     run = load_rank(directory, rank)
     if not run.ooms:

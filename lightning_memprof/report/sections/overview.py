@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Final, get_args
+from typing import Final, get_args
 
 import msgspec
 
-from lightning_memprof.analysis.findings import Severity
-from lightning_memprof.analysis.ledger.model import HostPart
+from lightning_memprof.analysis.findings import Finding, Severity
+from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger
 from lightning_memprof.report.document import (
     Bar,
     Card,
@@ -35,15 +36,7 @@ from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called
 from lightning_memprof.report.sections.memory import peak_stack
 from lightning_memprof.report.sections.steps import lead_throughput, main_rate
 from lightning_memprof.report.sections.tables import ratio
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from lightning_memprof.analysis.findings import Finding
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.report.view import Overhead, View
-
-__all__ = ["finding_cards", "overview_section", "step_stack"]
+from lightning_memprof.report.view import Overhead, View
 
 # The section of a rule, by the beginning of its name.
 SECTIONS: Final = (
@@ -80,7 +73,6 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
         view: the run.
         file_ids: the id of each listed file's row, by its path.
         known: ids of the other sections.
-
     """
     parts: list[Part] = [Figures(list(_figures(view)))]
     if view.ledger is not None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Mapping
+from typing import Final
 
+from lightning_memprof.analysis.ranks.report import RankReport, RankTimes, Waiting
 from lightning_memprof.report.document import Cell, Chart, Part, Section, Table, Words, duration, phrase, share
 from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES, called
 from lightning_memprof.report.sections.tables import Field, filled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.analysis.ranks.report import RankReport, RankTimes, Waiting
-    from lightning_memprof.report.view import RankView, View
-
-__all__ = ["ranks_section"]
+from lightning_memprof.report.view import RankView, View
 
 # More rows are slow to lay out: of more ranks the slowest are shown.
 MAX_RANKS: Final = 512

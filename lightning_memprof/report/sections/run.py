@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_memprof.analysis.run.locate import shown_place
+from lightning_memprof.analysis.run.model import ArtifactFile
 from lightning_memprof.analysis.run.rows import mapping
 from lightning_memprof.report.document import (
     Cell,
@@ -30,13 +31,8 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.sections.labels import MORE, counter, file_command, place
 from lightning_memprof.report.sections.tables import Field, filled, ratio
+from lightning_memprof.report.view import View
 from lightning_memprof.units import format_count
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.model import ArtifactFile
-    from lightning_memprof.report.view import View
-
-__all__ = ["configuration_section", "file_ids", "files_section", "notes_section", "overhead_section", "system_section"]
 
 # More rows are slow to lay out; the manifests list all files.
 MAX_FILES: Final = 400

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
+from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.report.document import (
     Cell,
     Chart,
@@ -21,13 +23,6 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.sections.labels import BEFORE_RECORDING, PEAKS, bars, called, peak_note, reserved_parts
 from lightning_memprof.report.sections.tables import Field, filled, rest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
-
-__all__ = ["reserved_stack", "snapshot_peak", "snapshots_section"]
 
 # A run may have hundreds of snapshots.
 MAX_SHOWN: Final = 16

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from lightning_memprof.analysis.ledger.model import grouped
+from lightning_memprof.analysis.ledger.model import TimeLedger, grouped
 from lightning_memprof.analysis.steps.events import OWN_WORK, PARTS, action_name, event_totals
-from lightning_memprof.analysis.steps.statistics import DeviceMemory, HostMemory, StepReport
+from lightning_memprof.analysis.steps.statistics import DeviceMemory, HostMemory, StepReport, mean
+from lightning_memprof.analysis.steps.throughput import RankThroughput, Rate
 from lightning_memprof.artifacts.series import PHASES, HangRow
 from lightning_memprof.report.document import (
     Cell,
@@ -29,17 +31,9 @@ from lightning_memprof.report.document import (
     text,
 )
 from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, compiled_note, span
-from lightning_memprof.report.sections.tables import Field, filled, grid, mean, rest
+from lightning_memprof.report.sections.tables import Field, filled, grid, rest
+from lightning_memprof.report.view import View, WindowView
 from lightning_memprof.units import format_count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.steps.throughput import RankThroughput, Rate
-    from lightning_memprof.report.view import View, WindowView
-
-__all__ = ["hangs_section", "lead_throughput", "main_rate", "steps_section"]
 
 # More recorded steps than these are shown as means, one for each window.
 MAX_STEPS: Final = 5

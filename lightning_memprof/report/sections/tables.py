@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 from lightning_memprof.report.document import Cell, Column, Row, Table, Value, Words, text
 from lightning_memprof.report.sections.labels import more
-
-__all__ = ["MAX_ROWS", "Field", "filled", "grid", "mean", "ratio", "rest"]
 
 # A trace has thousands of kernels, a snapshot thousands of stacks: --format json has all.
 MAX_ROWS: Final = 100
@@ -28,7 +26,6 @@ class Field(Generic[T]):
         hint: as in :class:`Column`.
         priority: as in :class:`Column`.
         bar: whether a bar compares each value with the largest one.
-
     """
 
     heading: str
@@ -63,7 +60,6 @@ def filled(empty: Table, rows: Sequence[T], *fields: Field[T], most: int | None 
         rows: the values of the fields.
         fields: the columns.
         most: the largest number of rows, None for all.
-
     """
     if rows:
         columns, cells = grid(rows[:most], *fields)
@@ -75,12 +71,6 @@ def filled(empty: Table, rows: Sequence[T], *fields: Field[T], most: int | None 
 def rest(rows: Sequence[object], shown: int, noun: str) -> list[str]:
     """Return the note that counts what a list does not show, none where it shows all."""
     return [more(len(rows) - shown, noun)] if len(rows) > shown else []
-
-
-def mean(values: Iterable[int | None]) -> int | None:
-    """Return the rounded mean of the known values, None without one."""
-    known = [value for value in values if value is not None]
-    return round(sum(known) / len(known)) if known else None
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
+from lightning_memprof.analysis.ledger.model import TimePart
+from lightning_memprof.analysis.trace.model import GpuTimes, StepTimes, TraceReport
 from lightning_memprof.report.document import (
     Cell,
     Chart,
@@ -22,14 +25,6 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.sections.labels import bars, called, device_parts
 from lightning_memprof.report.sections.tables import MAX_ROWS, Field, filled, ratio, rest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from lightning_memprof.analysis.ledger.model import TimePart
-    from lightning_memprof.analysis.trace.model import GpuTimes, StepTimes, TraceReport
-
-__all__ = ["busy_share", "device_stack", "kernel_names", "traces_section"]
 
 # A run may have hundreds of traces.
 MAX_SHOWN: Final = 16

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
 from lightning_memprof.analysis.steps.workers import Worker, private_memory, workers
 from lightning_memprof.report.document import (
@@ -20,14 +21,8 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.document import Line as Fact
 from lightning_memprof.report.sections.tables import Field, filled
+from lightning_memprof.report.view import View
 from lightning_memprof.units import format_count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.report.view import View
-
-__all__ = ["workers_section"]
 
 # From this share of the limit on, the number of workers matters.
 NEAR: Final = 0.5

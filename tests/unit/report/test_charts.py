@@ -28,8 +28,8 @@ from lightning_memprof.analysis.trace.device import device_timeline
 from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.analysis.trial import Equality, Outcome, Trial
 from lightning_memprof.artifacts.naming import system_name
-from lightning_memprof.report.charts import Chart, chart_resources, charts, file_charts
-from lightning_memprof.report.charts.embed import inert
+from lightning_memprof.report.charts import charts, file_charts
+from lightning_memprof.report.charts.embed import Chart, chart_resources, inert
 from lightning_memprof.report.charts.holders import holders_chart
 from lightning_memprof.report.charts.memory import memory_chart, offsets
 from lightning_memprof.report.charts.system import system_chart
