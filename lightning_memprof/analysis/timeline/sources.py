@@ -9,23 +9,23 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
-from lightning_memprof.analysis.run.rows import integer, text
+from lightning_memprof.analysis.run.rows import integer
 from lightning_memprof.analysis.timeline.clocks import Clocks
 from lightning_memprof.analysis.timeline.events import Source, TimelineEvent
 from lightning_memprof.analysis.trace.text import BASE_TIME, UNREADABLE, open_trace
 from lightning_memprof.artifacts.files import MOST_BYTES, open_plain
 from lightning_memprof.artifacts.naming import regions_name, system_name
+from lightning_memprof.artifacts.rows import DAMAGE, decode_rows
+from lightning_memprof.artifacts.series import GarbageRow, HookRow, RegionRow, SeriesRow, WorkerBatchRow
 from lightning_memprof.errors import ConfigError, ReportError
 
-__all__ = ["Choice", "file_sources", "rank_label", "run_sources"]
-
-Row = dict[str, Any]
+R = TypeVar("R", bound="SeriesRow | dict[str, Any]")
 _Span = tuple[int, int]
 Reader = Callable[[Path], Iterator[TimelineEvent]]
 
@@ -61,7 +61,6 @@ def file_sources(files: Sequence[Path]) -> list[Source]:
 
     Raises:
         ConfigError: a file is named twice.
-
     """
     names = [file.name for file in files]
     labels = [name if names.count(name) == 1 else str(file) for name, file in zip(names, files, strict=True)]
@@ -99,7 +98,6 @@ def run_sources(
 
     Raises:
         ReportError: the run has no such window, rank or step, or no window.
-
     """
     choice = Choice(window=window, ranks=ranks, steps=steps)
     clocks = clocks or Clocks()
@@ -255,68 +253,75 @@ def _base_ns(trace: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path, kind: type[R]) -> Iterator[R]:
     """Yield the readable rows of a series; a damaged line is skipped, and reported by the run's page."""
-    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    decode = msgspec.json.Decoder(kind).decode
     try:
         with open_plain(path, most=MOST_BYTES) as lines:
             for line in lines:
                 try:
                     yield decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    continue
+                except DAMAGE:
+                    yield from decode_rows(line, kind)[0]
     except OSError:
         return
 
 
-def _facts(row: Row, *keys: str) -> dict[str, Any]:
-    return {key: row[key] for key in keys if key in row}
+def _facts(row: SeriesRow, *names: str) -> dict[str, Any]:
+    """Return the known ones of a row's columns."""
+    return {name: value for name in names if (value := getattr(row, name)) is not None}
 
 
 def _hooks(path: Path) -> Iterator[TimelineEvent]:
-    for row in _rows(path):
-        start, duration = integer(row.get("start_ns")), integer(row.get("duration_ns"))
-        action = text(row, "action")
-        if start is None or duration is None or action is None:
+    for row in _rows(path, HookRow):
+        action = row.action
+        if row.start_ns is None or row.duration_ns is None or action is None:
             continue
-        where = _facts(row, "step", "global_step", "recorded")
         if action == "step":
-            name, thread, cat = f"step {row.get('step')}", "steps", "step"
+            name, thread, cat = f"step {row.step}", "steps", "step"
         elif action.endswith(_FETCHES) or action.startswith("[DataLoader]"):
             name, thread, cat = action, "data fetches", "data_fetch"
         else:
             name, thread, cat = action, "hooks", "hook"
         yield TimelineEvent(
-            name=name, start_ns=start, duration_ns=max(0, duration), thread=thread, cat=cat, args=where
-        )  # fmt: skip
+            name=name,
+            start_ns=row.start_ns,
+            duration_ns=max(0, row.duration_ns),
+            thread=thread,
+            cat=cat,
+            args=_facts(row, "step", "global_step", "recorded"),
+        )
 
 
 def _batches(path: Path) -> Iterator[TimelineEvent]:
     """Yield the batches of DataLoader workers, a track for each worker."""
-    for row in _rows(path):
-        start, duration = integer(row.get("start_ns")), integer(row.get("duration_ns"))
-        if start is not None and duration is not None:
-            owner = text(row, "dataset") or "DataLoader"
-            thread = f"worker {row.get('worker')} of {owner}, pid {row.get('pid')}"
+    for row in _rows(path, WorkerBatchRow):
+        if row.start_ns is not None and row.duration_ns is not None:
+            owner = row.dataset or "DataLoader"
             yield TimelineEvent(
-                name=f"{owner} batch", start_ns=start, duration_ns=max(0, duration), thread=thread, cat="data_fetch"
+                name=f"{owner} batch",
+                start_ns=row.start_ns,
+                duration_ns=max(0, row.duration_ns),
+                thread=f"worker {row.worker} of {owner}, pid {row.pid}",
+                cat="data_fetch",
             )
 
 
 def _pauses(path: Path) -> Iterator[TimelineEvent]:
-    for row in _rows(path):
-        start, duration = integer(row.get("time_ns")), integer(row.get("duration_ns"))
-        if start is None or duration is None:
-            continue
-        facts = _facts(row, "generation", "collected", "uncollectable", "tensor_bytes")
-        yield TimelineEvent(
-            name=f"garbage collection, generation {row.get('generation')}", start_ns=start,
-            duration_ns=max(0, duration), thread="garbage collection", cat="gc", args=facts,
-        )  # fmt: skip
+    for row in _rows(path, GarbageRow):
+        if row.time_ns is not None and row.duration_ns is not None:
+            yield TimelineEvent(
+                name=f"garbage collection, generation {row.generation}",
+                start_ns=row.time_ns,
+                duration_ns=max(0, row.duration_ns),
+                thread="garbage collection",
+                cat="gc",
+                args=_facts(row, "generation", "collected", "uncollectable", "tensor_bytes"),
+            )
 
 
 def _counters(process: str, path: Path) -> Iterator[TimelineEvent]:
-    for row in _rows(path):
+    for row in _rows(path, dict):
         if (time := integer(row.get("time_ns"))) is not None:
             for key, value in row.items():
                 if key not in _PLACE and _is_figure(value):
@@ -324,9 +329,9 @@ def _counters(process: str, path: Path) -> Iterator[TimelineEvent]:
 
 
 def _allocator(path: Path) -> Iterator[TimelineEvent]:
-    for row in _rows(path):
+    for row in _rows(path, dict):
         if (time := integer(row.get("time_ns"))) is not None:
-            device = text(row, "device") or "device"
+            device = row.get("device") or "device"
             for key in _CURVES:
                 if _is_figure(row.get(key)):
                     name = key.replace(".all.current", "").replace(".all.peak", "_peak")
@@ -342,45 +347,46 @@ def _is_figure(value: object) -> bool:
 
 
 def _marks(path: Path) -> Iterator[TimelineEvent]:
-    for row in _rows(path):
-        time, point = integer(row.get("time_ns")), text(row, "point")
-        if time is not None and point is not None:
+    for row in _rows(path, SeriesRow):
+        if row.time_ns is not None and row.point is not None:
             where = _facts(row, "step", "global_step", "recorded")
-            yield TimelineEvent(ph="i", name=point, start_ns=time, thread="marks", cat="mark", args=where)
+            yield TimelineEvent(ph="i", name=row.point, start_ns=row.time_ns, thread="marks", cat="mark", args=where)
 
 
 def _named(path: Path) -> Iterator[TimelineEvent]:
     """Yield named snapshots as instants and named regions as slices; a region without an end is an instant."""
-    open_regions: dict[str, list[Row]] = {}
-    for row in _rows(path):
-        time, name, point = integer(row.get("time_ns")), text(row, "name"), text(row, "point")
+    open_regions: dict[str, list[tuple[int, RegionRow]]] = {}
+    for row in _rows(path, RegionRow):
+        time, name = row.time_ns, row.name
         if time is None or name is None:
             continue
-        if point == "start":
-            open_regions.setdefault(name, []).append(row)
-        elif point == "end" and open_regions.get(name):
-            start = open_regions[name].pop()
+        if row.point == "start":
+            open_regions.setdefault(name, []).append((time, row))
+        elif row.point == "end" and open_regions.get(name):
+            start, before = open_regions[name].pop()
             yield TimelineEvent(
-                name=name, start_ns=start["time_ns"], duration_ns=max(0, time - start["time_ns"]), thread="regions",
-                cat="region", args=_change(start, row),
-            )  # fmt: skip
+                name=name,
+                start_ns=start,
+                duration_ns=max(0, time - start),
+                thread="regions",
+                cat="region",
+                args=_change(before, row),
+            )
         else:
-            yield _instant(row)
-    for rows in open_regions.values():
-        yield from map(_instant, rows)
+            yield _instant(name, time, row)
+    for name, rows in open_regions.items():
+        yield from (_instant(name, time, row) for time, row in rows)
 
 
-def _instant(row: Row) -> TimelineEvent:
+def _instant(name: str, time_ns: int, row: RegionRow) -> TimelineEvent:
     facts = _facts(row, "step", "global_step", "rss_bytes")
-    return TimelineEvent(
-        ph="i", name=row["name"], start_ns=row["time_ns"], thread="snapshots", cat="snapshot", args=facts
-    )  # fmt: skip
+    return TimelineEvent(ph="i", name=name, start_ns=time_ns, thread="snapshots", cat="snapshot", args=facts)
 
 
-def _change(start: Row, end: Row) -> dict[str, Any]:
-    before, after = integer(start.get("rss_bytes")), integer(end.get("rss_bytes"))
-    change = {} if before is None or after is None else {"rss_change_bytes": after - before}
-    return {"step": start.get("step"), **change}
+def _change(start: RegionRow, end: RegionRow) -> dict[str, Any]:
+    if start.rss_bytes is None or end.rss_bytes is None:
+        return {"step": start.step}
+    return {"step": start.step, "rss_change_bytes": end.rss_bytes - start.rss_bytes}
 
 
 def _finding_sources(
