@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
-from lightning_memprof.analysis.compare.model import GROUPS
+from lightning_memprof.analysis.compare.comparison import Outcome
+from lightning_memprof.analysis.compare.model import GROUPS, Comparison, Difference, Measure, NamedChange
 from lightning_memprof.analysis.compare.significance import CONFIDENCE
 from lightning_memprof.report.document import (
     Cell,
@@ -22,15 +24,8 @@ from lightning_memprof.report.document import (
     share,
     text,
 )
+from lightning_memprof.report.sections.labels import PEAKS, called
 from lightning_memprof.report.sections.tables import Field, filled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from lightning_memprof.analysis.compare.comparison import Outcome
-    from lightning_memprof.analysis.compare.model import Comparison, Difference, Measure, NamedChange
-
-__all__ = ["comparison_document", "conclusion"]
 
 SAME: Final = "no difference above noise"
 WHY: Final = (
@@ -53,6 +48,7 @@ MAX_NOTES: Final = 6
 FIRST: Final = ("step_ns", "gpu_window_ns", "peak_allocated_bytes", "peak_requested_bytes", "peak_rss_bytes")
 MAX_IN_SENTENCE: Final = 3
 _MOST_CONFIDENCE: Final = 0.999
+_NAMED: Final = {"peak_rss_bytes": PEAKS["rss"].label, "parameter_bytes": "parameters", "samples_per_s": "throughput"}
 
 
 def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Document:
@@ -97,13 +93,19 @@ def conclusion(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Word
         values += times
     words = []
     for difference in found[:MAX_IN_SENTENCE]:
-        words.append("step time {} ({} -> {})" if difference is step else f"{difference.name} {{}}")
+        words.append("step time {} ({} -> {})" if difference is step else f"{_quantity(difference.name)} {{}}")
         values += [_change(difference), *(times if difference is step else ())]
     if len(found) > MAX_IN_SENTENCE:
         words.append(f"{len(found) - MAX_IN_SENTENCE} more quantities")
     for group, changes in _by_group(comparison).items():
         words.append(f"{len(changes)} {group if len(changes) > 1 else group.removesuffix('s')}")
     return phrase(f"{head}: {', '.join(words)}", *values)
+
+
+def _quantity(name: str) -> str:
+    """Return a quantity's name in words."""
+    named = _NAMED.get(name) or called(name.removesuffix("_ns").removesuffix("_bytes"))
+    return named.replace("gpu ", "GPU ", 1)
 
 
 def _by_group(comparison: Comparison) -> dict[str, list[NamedChange]]:

@@ -105,14 +105,14 @@ def test_names_that_appeared_disappeared_and_changed_are_there(comparison: Compa
 
 def test_the_verdict_names_time_and_peak_first(comparison: Comparison) -> None:
     assert words_text(conclusion(comparison)) == (
-        "B differs from A: step time +100% (20.0 ms -> 40.0 ms), peak_allocated_bytes x20, 3 modules, 1 finding"
+        "B differs from A: step time +100% (20.0 ms -> 40.0 ms), peak allocated x20, 3 modules, 1 finding"
     )
 
 
 def test_the_verdict_has_the_result_of_the_limits_and_a_step_time_within_noise() -> None:
     a, b = sides()
     same = compare(a, replace(b, measures={**b.measures, "step_ns": replace(a.measures["step_ns"], value=20.4e6)}))
-    words = "B differs from A, step time within noise (20.0 ms -> 20.4 ms): peak_allocated_bytes x20"
+    words = "B differs from A, step time within noise (20.0 ms -> 20.4 ms): peak allocated x20"
     for limits, status in (
         (("step_ns>1%", "peak_allocated_bytes>5%"), "fail"),
         (("step_ns>1%", "other_ns>50%"), "inconclusive"),
