@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import fcntl
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -239,16 +240,28 @@ def write_baseline(path: Path, test: str, trainings: Sequence[Figures]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            # The file itself is replaced: its lock would be that of the old one.
-            fcntl.flock(directory, fcntl.LOCK_EX)
+        # The file itself is replaced: its lock would be that of the old one.
+        with _locked(path.parent):
             tests = {**(_read(path).tests if path.exists() else {}), test: list(trainings)}
             content = msgspec.json.encode(_Baseline(tests=dict(sorted(tests.items()))))
             temporary = own_temporary(path)
             temporary.write_bytes(msgspec.json.format(content, indent=1) + b"\n")
             temporary.replace(path)
-        finally:
-            os.close(directory)
     except OSError as error:
         raise ConfigError(f"baseline {path} cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Lock a directory against other processes; Windows has no such lock."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)

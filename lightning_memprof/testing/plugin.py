@@ -5,31 +5,28 @@ pytest imports this module in every session: it loads neither torch nor Lightnin
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
-from lightning_memprof.capture.base import Collector, OnMark, OnStep
-
 if TYPE_CHECKING:
     from lightning_memprof.analysis.compare.significance import PairedChange
-    from lightning_memprof.capture.base import RunContext
     from lightning_memprof.capture.observe import Link
-    from lightning_memprof.schedule import Window
     from lightning_memprof.testing.budgets import Budget
     from lightning_memprof.testing.figures import Figures
 
-__all__ = ["Memprof", "WaitsForFiles"]
+__all__ = ["Memprof"]
 
 _MARK: Final = "memprof"
 _MARK_HELP: Final = (
@@ -56,21 +53,6 @@ class _MarkedTest:
 
 
 _MARKED: Final = pytest.StashKey[_MarkedTest]()
-
-
-class WaitsForFiles(Collector):
-    """Waits after each step until the files of its window are written: behind two of them a window has no trace."""
-
-    name: ClassVar[str] = "waits_for_files"
-
-    def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002 overriding
-        """Windows add nothing."""
-        return nullcontext(None)
-
-    @contextmanager
-    def follow(self, run: RunContext) -> Iterator[OnStep | None]:
-        """Wait after each step."""
-        yield lambda _: run.sink.drain()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -115,7 +97,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Check the trainings of a test that has passed otherwise."""
     result = yield
-    if (recording := item.stash.get(_MARKED, None)) is not None:
+    if (recording := item.stash.get(_MARKED, None)) is not None and not _is_other_rank():
         from lightning_memprof.errors import MemprofError
 
         try:
@@ -134,7 +116,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
         if (recording := item.stash.get(_MARKED, None)) is not None:
             del item.stash[_MARKED]
             with recording.undo:
-                if item.config.getoption("memprof_report") is not None:
+                if item.config.getoption("memprof_report") is not None and not _is_other_rank():
                     _write_pages(recording.directory)
 
 
@@ -226,6 +208,11 @@ def _fail(message: str) -> NoReturn:
     pytest.fail(f"memprof: {message}", pytrace=False)
 
 
+def _is_other_rank() -> bool:
+    """Return whether Lightning has started this session for another rank, whose files are with those of rank 0."""
+    return os.environ.get("LOCAL_RANK", "0") != "0"
+
+
 def _key(item: pytest.Item) -> str:
     """Return the name of a test in a baseline: it does not change with the directory that pytest starts in."""
     return f"{item.path.name}::{item.nodeid.partition('::')[2]}"
@@ -240,7 +227,7 @@ def _directory(item: pytest.Item) -> Path:
     if name != item.nodeid.replace("::", "-").replace("/", "-") or len(name) > _LONGEST_NAME:
         name = f"{name[:_LONGEST_NAME]}-{sha256(item.nodeid.encode()).hexdigest()[:8]}"
     directory = item.config.invocation_params.dir / kept / name
-    if _runs(directory):
+    if _runs(directory) and not _is_other_rank():
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
@@ -259,6 +246,7 @@ def _attached(recording: _MarkedTest) -> Iterator[None]:
     from lightning_memprof.integration.callback import AttachedCallback
     from lightning_memprof.integration.settings import OutputOptions
     from lightning_memprof.schedule import Schedule
+    from lightning_memprof.testing.collectors import WaitsForFiles
 
     def callbacks() -> list[AttachedCallback]:
         recording.trainers += 1

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,8 +62,11 @@ class Project:
         self._environment = environment | {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         pytester.makepyfile(project=PROJECT.format(support=str(SUPPORT)), session=SESSION)
 
-    def run(self, tests: str, *options: str) -> pytest.RunResult:
+    def write(self, tests: str) -> None:
         self._pytester.makepyfile(test_it=f"from project import *\n{tests}")
+
+    def run(self, tests: str, *options: str) -> pytest.RunResult:
+        self.write(tests)
         arguments = ["session.py", *PLUGIN, "--show-capture=no", *options]
         done = self._warm.run(arguments, self.path, self._environment, 120)
         print(done.stdout, done.stderr)
@@ -293,6 +297,34 @@ def test_training(tmp_path, name):
         assert len(pages) == 2
         assert {page.parent.parent.parent for page in pages} == {project.path / "kept"}
         assert "Perceptron" in pages[0].read_text()
+
+
+def test_ranks_that_lightning_starts_as_sessions_of_their_own_are_those_of_one_training(project, pytester):
+    project.write(
+        """
+@pytest.mark.memprof(peak="600 KiB", collectives=3, baseline="baseline.json")
+def test_ranks(tmp_path):
+    fit(tmp_path, strategy="ddp", devices=2)
+"""
+    )
+    pytester.makeconftest(
+        """
+        import os, pathlib
+
+        def pytest_sessionfinish(exitstatus):
+            pathlib.Path(f"exit-{os.environ.get('LOCAL_RANK', '0')}").write_text(str(int(exitstatus)))
+        """
+    )
+    other = project.path / "exit-1"
+    for options in ((), ("--memprof-report", "kept")):
+        other.unlink(missing_ok=True)
+        project.run_cold(*PLUGIN, "--memprof-update", *options).assert_outcomes(passed=1)
+        deadline = time.monotonic() + 60
+        while not (other.exists() and other.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert other.read_text() == "0"
+    (run,) = project.path.glob("kept/*/memprofiler")
+    assert {path.name for path in run.glob("manifest*")} == {f"manifest.rank0000{rank}.jsonl" for rank in (0, 1)}
 
 
 def test_the_recipe_for_github_with_a_worker_of_xdist(project, pytester):
