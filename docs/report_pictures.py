@@ -2,7 +2,8 @@
 
 First the report of the demo, then the sections that it does not have: ``RANKS.html ranks`` of a run of
 ``tests/support/straggling_ranks.py`` as two processes with ``slow=1``, and ``SNAPSHOT.html snapshots`` of the file that
-``tests/support/trained_snapshot.py`` writes, and ``estimate.html memory`` that ``lightning-memprof estimate`` writes.
+``tests/support/trained_snapshot.py`` writes, and ``estimate.html memory`` that ``lightning-memprof estimate`` writes,
+and ``trial.html remedies`` of ``lightning-memprof try``.
 With section names after the report, only those sections are taken. Record in a neutral directory: the pictures show
 paths and the host name.
 """
@@ -29,10 +30,10 @@ DARK = frozenset({"memory"})
 def main(report: str, *only: str) -> None:
     """Write ``report-SECTION.png`` for all sections, or for those named, and ``report.png`` of the top of the page.
 
-    Those of ``estimate.html`` are ``estimate-SECTION.png``.
+    Those of ``estimate.html`` are ``estimate-SECTION.png``, and so with ``trial.html``.
     """
     address = Path(report).absolute().as_uri()
-    prefix = "estimate" if Path(report).stem == "estimate" else "report"
+    prefix = Path(report).stem if Path(report).stem in {"estimate", "trial"} else "report"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=os.environ.get("CHROMIUM", "/usr/bin/chromium"), args=list(FLAGS)

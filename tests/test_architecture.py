@@ -21,8 +21,11 @@ FOLDER_MODULES = 15
 KEYWORD_FIELDS = 3
 MIRRORED_LINES = 60
 ONE_IMPORTER_MODULES = 40
-# The entry point imports the callback when a Trainer asks for it.
-LAZY_IMPORTS = {("integration/registration.py", "integration/callback.py")}
+# The entry points import the callback, or a trial, when the environment asks for it.
+LAZY_IMPORTS = {
+    ("integration/registration.py", "integration/callback.py"),
+    ("trial/attach.py", "trial/program.py"),
+}
 # Modules with a single importer, each with the reason why it is not part of it.
 ONE_IMPORTER = {
     "analysis/oom/causes.py": "causes and remedies of a failed allocation; the autopsy has the evidence",

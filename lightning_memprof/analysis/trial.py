@@ -28,6 +28,7 @@ __all__ = [
     "signed",
     "small_share",
     "tried_words",
+    "why_unknown",
 ]
 
 # A smaller difference of the peak is the allocator's, or the machine's.
@@ -47,6 +48,8 @@ class Measured(msgspec.Struct, kw_only=True):
         device_bytes: peak memory of tensors on the device in the measured steps; None on a CPU.
         samples: in a batch; None where it is not known.
         ranks: processes that train on this machine; the figures are those of one.
+        code: the change, as lines to paste.
+        is_in_group: whether it can be stopped with all that it started.
         problem: why the training was not measured.
 
     """
@@ -60,6 +63,8 @@ class Measured(msgspec.Struct, kw_only=True):
     device_bytes: int | None = None
     samples: int | None = None
     ranks: int = 1
+    code: list[str] = []
+    is_in_group: bool = False
     problem: str = ""
 
     @property
@@ -136,6 +141,11 @@ class Outcome:
         return self.is_kept and self.time is not None and self.time.high < 0
 
     @property
+    def gain(self) -> float:
+        """The change of the step time: less is better."""
+        return 0.0 if self.time is None else self.time.change
+
+    @property
     def saves_memory(self) -> bool:
         """Whether it lowers the peak, and leaves the training the same."""
         return self.is_kept and self.is_smaller
@@ -177,10 +187,11 @@ class Trial:
 
     @property
     def best(self) -> Outcome | None:
-        """The outcome with the shortest step; otherwise the one with the lowest peak; None where nothing was gained."""
+        """The outcome that gains most; otherwise the one with the lowest peak; None where nothing was gained."""
         faster = [found for found in self.tried if found.is_faster]
         if faster:
-            return min(faster, key=lambda found: found.step_ns or 0.0)
+            # Not the shortest step: the rounds of the winners together were later.
+            return min(faster, key=lambda found: found.gain)
         smaller = [found for found in self.tried if found.saves_memory]
         return min(smaller, key=lambda found: found.peak or 0.0, default=None)
 
@@ -199,7 +210,9 @@ def equality(
 
     """
     difference = (_mean_difference if is_mean else _difference)(bare.losses, changed.losses)
-    if not _same(bare, again):
+    # Without losses nothing says how far the parameters may differ.
+    is_unknown = not bare.losses and not changed.losses and tolerance > 0 and not _same(bare, changed)
+    if is_unknown or not _same(bare, again):
         return Equality(name="not comparable", difference=difference, tolerance=tolerance, is_mean=is_mean)
     if _same(bare, changed):
         return Equality(name="bit-equal", difference=0.0 if bare.losses else None, tolerance=tolerance)
@@ -287,8 +300,13 @@ def equality_words(found: Outcome) -> str:
     if equal.name == "changes the training":
         return f"changes the training: {apart or 'losses or parameters differ'}"
     if equal.name == "not comparable":
-        return "not comparable: the unchanged program does not repeat itself"
+        return f"not comparable: {why_unknown(equal)}"
     return equal.name
+
+
+def why_unknown(equal: Equality) -> str:
+    """Return why it is not known whether a training is the same."""
+    return "no loss is known" if equal.difference is None else "the unchanged program does not repeat itself"
 
 
 def small_share(value: float) -> str:

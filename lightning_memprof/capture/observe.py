@@ -19,7 +19,18 @@ from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubcla
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Guard", "Link", "gc_callback", "kept_interrupts", "original_of", "place_of", "put", "take_out", "wrapped"]
+__all__ = [
+    "Guard",
+    "Link",
+    "gc_callback",
+    "kept_interrupts",
+    "original_of",
+    "place_of",
+    "put",
+    "replaced",
+    "take_out",
+    "wrapped",
+]
 
 _LINK: Final = "_memprof_link"
 
@@ -61,10 +72,7 @@ def wrapped(place: Any, name: str, wrap: Callable[[Link], Callable[..., Any]]) -
         wrap: returns the replacement, a function that calls ``link.call``.
 
     """
-    link = Link(place, name)
-    wrapper = wrap(link)
-    vars(wrapper)[_LINK] = link
-    put(place, name, wrapper)
+    link, wrapper = _put_wrapper(place, name, wrap)
     try:
         yield
     finally:
@@ -80,6 +88,20 @@ def wrapped(place: Any, name: str, wrap: Callable[[Link], Callable[..., Any]]) -
             delattr(place, name)
         else:
             del vars(place)[name]
+
+
+def replaced(place: Any, name: str, wrap: Callable[[Link], Callable[..., Any]]) -> None:
+    """Put the function ``wrap(link)`` in place of a method until the process ends, where no wrapper is yet."""
+    if _link_of(getattr(place, name)) is None:
+        _put_wrapper(place, name, wrap)
+
+
+def _put_wrapper(place: Any, name: str, wrap: Callable[[Link], Callable[..., Any]]) -> tuple[Link, Callable[..., Any]]:
+    link = Link(place, name)
+    wrapper = wrap(link)
+    vars(wrapper)[_LINK] = link
+    put(place, name, wrapper)
+    return link, wrapper
 
 
 def place_of(instance: Any, name: str) -> Any:

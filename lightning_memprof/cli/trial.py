@@ -148,7 +148,7 @@ def _list(options: Namespace) -> int:
     with opened([options.list]) as view:
         found = advice(view.findings)
     outcomes = [
-        Outcome(remedy=of.remedy.label, rule=of.rule, code=(of.remedy.code,), promised=of.promised) for of in found
+        Outcome(remedy=of.remedy.label, rule=of.rule, code=of.remedy.code, promised=of.promised) for of in found
     ]
     document = listing(options.list, outcomes, [of.remedy.tolerance for of in found])
     write_document(document, options.format, partial(document_to_json, document), is_full=True)

@@ -13,8 +13,9 @@ from lightning_memprof.analysis.batches import Batches, TriedBatch, largest_fitt
 from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.capture.sources.memory import cgroup_memory
 from lightning_memprof.errors import ConfigError, MemprofError
+from lightning_memprof.trial.process import run_task
 from lightning_memprof.trial.remedies import parse_remedy
-from lightning_memprof.trial.runner import Wanted, run_task
+from lightning_memprof.trial.runner import Wanted
 from lightning_memprof.trial.task import Task
 
 _STEPS: Final = 5

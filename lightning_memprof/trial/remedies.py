@@ -6,9 +6,11 @@ import gc
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.trial.remedy import RefusedError, Remedy
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REMEDIES",
-    "RefusedError",
-    "Remedy",
     "advised",
     "batch_samples",
     "parse_remedy",
@@ -32,101 +32,12 @@ _LOW_PRECISION: Final = 0.05
 # Of the mean of 25 losses: dropout that draws other numbers changes it by less.
 _OTHER_NUMBERS: Final = 0.05
 _MOST_VALUE: Final = 1024
-
-
-class RefusedError(Exception):
-    """The remedy cannot be applied to this training; the message is the reason."""
-
-
-class Remedy:
-    """A change of a training that can be tried.
-
-    Attributes:
-        name: on the command line.
-        example: a value for messages; empty where the remedy takes none.
-        change: the code to paste, with ``{value}``.
-        advice: a pattern of the next steps of findings that mean this remedy; its group is the value. Empty for none.
-        tolerance: the largest difference of a step's loss that it may cause, as a share of the mean loss.
-        is_random: whether the training draws other random numbers: then the tolerance is of the mean loss.
-
-    Args:
-        value: the text after ``=``; empty without one.
-
-    Raises:
-        ConfigError: the value is invalid.
-
-    """
-
-    name: ClassVar[str]
-    change: ClassVar[str]
-    example: ClassVar[str] = ""
-    advice: ClassVar[str] = ""
-    tolerance: ClassVar[float] = 0.0
-    is_random: ClassVar[bool] = False
-
-    def __init__(self, value: str = "") -> None:
-        self.value = value
-        if bool(value) != bool(self.example) or not self.is_valid(value):
-            wanted = f"{self.name}={self.example}" if self.example else self.name
-            raise ConfigError(f"--remedy {self.label}: must be as in {wanted}")
-
-    @property
-    def label(self) -> str:
-        """The remedy on the command line."""
-        return f"{self.name}={self.value}" if self.value else self.name
-
-    @property
-    def code(self) -> str:
-        """The change, as a line to paste."""
-        return self.change.format(value=self.value)
-
-    @property
-    def batches(self) -> int:
-        """How many batches replace one of the unchanged program."""
-        return 1
-
-    def is_valid(self, value: str) -> bool:  # noqa: ARG002 any, where a subclass has no rule
-        """Whether a value can be used."""
-        return True
-
-    def environment(self) -> Mapping[str, str]:
-        """Return environment variables of the program's process."""
-        return {}
-
-    def make_comparable(self) -> None:
-        """Let a compared run draw the random numbers of the unchanged program, where that costs time."""
-
-    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:
-        """Change the Trainer before ``fit``.
-
-        Raises:
-            RefusedError: the remedy does not apply.
-
-        """
-
-    def on_model(self, model: LightningModule) -> None:
-        """Change the model when it has all its modules, before it is on its device.
-
-        Raises:
-            RefusedError: the remedy does not apply.
-
-        """
-
-    def on_loader(self, loader: DataLoader[Any]) -> None:
-        """Change a training DataLoader before its first batch.
-
-        Raises:
-            RefusedError: the remedy does not apply.
-
-        """
-
-    def on_start(self, trainer: Trainer, model: LightningModule) -> None:
-        """Change what exists when the first step begins, such as optimizers.
-
-        Raises:
-            RefusedError: the remedy does not apply.
-
-        """
+# Batches from one to the next that a rare callback sees: as rarely as Lightning logs.
+_RARELY: Final = 50
+_BATCH_HOOKS: Final = (
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
 
 
 class _Number(Remedy):
@@ -138,13 +49,16 @@ class _Number(Remedy):
 
 class _Workers(_Number):
     name = "workers"
-    change = "DataLoader(..., num_workers={value}, persistent_workers=True)"
+    change = "DataLoader(..., num_workers={value}{names})"
+    names = ", persistent_workers=True"
     advice = r"num_workers=(\d+)"
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
         had = loader.num_workers
         loader.num_workers = int(self.value)
-        if not had:
+        if had:
+            self.names = ""
+        else:
             loader.prefetch_factor = 2
             _set_persistent(loader)
 
@@ -153,6 +67,7 @@ class _PersistentWorkers(Remedy):
     name = "persistent_workers"
     change = "DataLoader(..., persistent_workers=True)"
     advice = r"DataLoader\(persistent_workers=True\)"
+    is_per_epoch = True
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
         _require_workers(loader)
@@ -183,12 +98,22 @@ class _PinMemory(Remedy):
 
 
 class _OptimizerFlag(Remedy):
+    names = "AdamW"
+    family = "optimizer"
+    tolerance = _ROUNDING
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        flag = self.name.partition("_")[0]
+        return tuple(f"torch.optim.{name}(..., {flag}=True)" for name in self.names.split())
+
     def on_start(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         flag = self.name.partition("_")[0]
         found = [optimizer for optimizer in trainer.optimizers if flag in optimizer.defaults]
         if not found:
             names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
             raise RefusedError(f"{names or 'the training'} has no {flag} implementation")
+        self.names = " ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in found))
         for optimizer in found:
             for group in optimizer.param_groups:
                 group.update({"foreach": False, "fused": False, flag: True})
@@ -196,16 +121,12 @@ class _OptimizerFlag(Remedy):
 
 class _FusedOptimizer(_OptimizerFlag):
     name = "fused_optimizer"
-    change = "torch.optim.AdamW(..., fused=True)  # Adam, AdamW, SGD, Adagrad"
     advice = r"fused=True"
-    tolerance = _ROUNDING
 
 
 class _ForeachOptimizer(_OptimizerFlag):
     name = "foreach_optimizer"
-    change = "torch.optim.AdamW(..., foreach=True)  # any optimizer with this argument"
     advice = r"foreach=True"
-    tolerance = _ROUNDING
 
 
 class _Threads(_Number):
@@ -214,9 +135,10 @@ class _Threads(_Number):
     advice = r"set_num_threads\((\d+)\)"
     tolerance = _ROUNDING
 
-    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+    def on_start(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         import torch
 
+        # Lightning sets its own number where it starts the ranks.
         torch.set_num_threads(int(self.value))
 
 
@@ -252,7 +174,7 @@ class _MatmulPrecision(Remedy):
     def is_valid(self, value: str) -> bool:
         return value in {"high", "medium"}
 
-    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
+    def on_start(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         import torch
 
         torch.set_float32_matmul_precision(self.value)
@@ -260,7 +182,11 @@ class _MatmulPrecision(Remedy):
 
 class _Compile(Remedy):
     name = "compile"
-    change = "child.forward = torch.compile(child.forward)  # for each child of the module"
+    change = (
+        "# at the end of the LightningModule's __init__, or of configure_model\n"
+        "for child in [{names}]: child.forward = torch.compile(child.forward)"
+    )
+    names = "*self.children()"
     advice = r"\btorch\.compile\("
     tolerance = _ROUNDING
 
@@ -275,6 +201,7 @@ class _Compile(Remedy):
         children = [child for child in _called(model) if any(True for _ in child.parameters())]
         if not children:
             raise RefusedError("the module has no children with parameters")
+        self.names = ", ".join(_expressions(model, children))
         for child in children:
             # Module.compile() does not compile torch's own containers, such as Sequential.
             child.forward = torch.compile(child.forward)
@@ -282,12 +209,18 @@ class _Compile(Remedy):
 
 class _Checkpointing(Remedy):
     name = "checkpointing"
-    change = "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # for each repeated block"
+    change = (
+        "# at the end of the LightningModule's __init__, or of configure_model\n"
+        "from functools import partial; from torch.utils.checkpoint import checkpoint\n"
+        "for block in [{names}]: block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
+    )
+    names = "*self.blocks"
     advice = r"checkpoint\.checkpoint\("
 
     def on_model(self, model: LightningModule) -> None:
-        from lightning_memprof.estimation.changes import checkpoint_blocks
+        from lightning_memprof.estimation.changes import checkpoint_blocks, repeated_blocks
 
+        self.names = ", ".join(_expressions(model, repeated_blocks(model)))
         if not checkpoint_blocks(model):
             raise RefusedError("the model has no repeated blocks")
 
@@ -344,8 +277,8 @@ class _NoAnomalyDetection(Remedy):
 class _WithoutCallback(Remedy):
     name = "without_callback"
     example = "MyCallback"
-    change = "# do the work of {value} every N batches, or once per epoch"
-    advice = r"Do the work of (\w+)\.\w+ every N batches"
+    change = "Trainer(callbacks=[...])  # without {value}"
+    family = "callback"
 
     def is_valid(self, value: str) -> bool:
         return value.isidentifier()
@@ -356,6 +289,43 @@ class _WithoutCallback(Remedy):
         if len(kept) == len(callbacks):
             raise RefusedError(f"the Trainer has no callback of a class {self.value}")
         callbacks[:] = kept
+
+
+class _RareCallback(Remedy):
+    name = "rare_callback"
+    example = "MyCallback"
+    advice = r"Do the work of (\w+)\.\w+ every N batches"
+    family = "callback"
+
+    def __init__(self, value: str = "") -> None:
+        super().__init__(value)
+        self._hooks = [("trainer", f"{value}.on_train_batch_end")]
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        return tuple(
+            f"if {place}.fit_loop.batch_idx % {_RARELY}: return  # first in {hook}" for place, hook in self._hooks
+        )
+
+    def is_valid(self, value: str) -> bool:
+        return value.isidentifier()
+
+    def on_fit(self, trainer: Trainer, model: LightningModule) -> None:
+        from lightning.pytorch import Callback, LightningModule
+
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        owners = [(owner, Callback, "trainer") for owner in callbacks] + [(model, LightningModule, "self.trainer")]
+        found = [
+            (owner, hook, place)
+            for owner, base, place in owners
+            for hook in _BATCH_HOOKS
+            if type(owner).__name__ == self.value and getattr(type(owner), hook) is not getattr(base, hook)
+        ]
+        if not found:
+            raise RefusedError(f"neither a callback nor the module is a {self.value} with hooks in each batch")
+        self._hooks = [(place, f"{self.value}.{hook}") for _, hook, place in found]
+        for owner, hook, _ in found:
+            vars(owner)[hook] = partial(_rarely, trainer, owner, hook)
 
 
 class _LogEvery(_Number):
@@ -378,10 +348,13 @@ class _FreezeGarbage(Remedy):
         gc.freeze()
 
 
-class _StaticGraph(Remedy):
-    name = "static_graph"
-    change = "Trainer(..., strategy=DDPStrategy(static_graph=True, gradient_as_bucket_view=True))"
-    advice = r"static_graph=True"
+class _DDPOption(Remedy):
+    options: ClassVar[Mapping[str, bool]]
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return (f"Trainer(..., strategy=DDPStrategy({options}))",)
 
     def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         from lightning.pytorch.strategies import DDPStrategy
@@ -389,8 +362,23 @@ class _StaticGraph(Remedy):
         strategy = trainer.strategy
         if not isinstance(strategy, DDPStrategy):
             raise RefusedError(f"the strategy is {type(strategy).__name__}, not DDPStrategy")
-        wanted = {"static_graph": True, "gradient_as_bucket_view": True, "find_unused_parameters": False}
-        strategy._ddp_kwargs.update(wanted)  # noqa: SLF001 it has no setter
+        strategy._ddp_kwargs.update(self.options)  # noqa: SLF001 it has no setter
+
+
+class _StaticGraph(_DDPOption):
+    name = "static_graph"
+    options: ClassVar = {"static_graph": True, "find_unused_parameters": False}
+    advice = r"static_graph=True"
+
+
+class _NoUnusedSearch(_DDPOption):
+    name = "no_unused_search"
+    options: ClassVar = {"find_unused_parameters": False}
+
+
+class _BucketView(_DDPOption):
+    name = "bucket_view"
+    options: ClassVar = {"gradient_as_bucket_view": True}
 
 
 class _ExpandableSegments(Remedy):
@@ -411,7 +399,8 @@ class _ExpandableSegments(Remedy):
 REMEDIES: Final[tuple[type[Remedy], ...]] = (
     _Workers, _PersistentWorkers, _Prefetch, _PinMemory, _FusedOptimizer, _ForeachOptimizer, _Threads, _Precision,
     _MatmulPrecision, _Compile, _Checkpointing, _Accumulate, _ChannelsLast, _NoAnomalyDetection,
-    _WithoutCallback, _LogEvery, _FreezeGarbage, _StaticGraph, _ExpandableSegments,
+    _WithoutCallback, _RareCallback, _LogEvery, _FreezeGarbage, _StaticGraph, _NoUnusedSearch,
+    _BucketView, _ExpandableSegments,
 )  # fmt: skip
 
 
@@ -443,6 +432,11 @@ def advised(next_steps: Sequence[str]) -> list[Remedy]:
     return list(found.values())
 
 
+def _rarely(trainer: Trainer, owner: Any, hook: str, *given: Any) -> None:
+    if trainer.fit_loop.batch_idx % _RARELY == 0:
+        getattr(type(owner), hook)(owner, *given)
+
+
 def _called(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children, and those of containers without a forward."""
     for child in module.children():
@@ -450,6 +444,24 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
         else:
             yield child
+
+
+def _expressions(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield modules as Python in a method of the model, those of a whole container at once."""
+    wanted = set(modules)
+    for path, parent in model.named_modules():
+        place = "self" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".") if part)
+        inside = [(name, child) for name, child in parent.named_children() if child in wanted]
+        if (
+            inside
+            and type(parent).__name__ in {"ModuleList", "Sequential"}
+            and len(inside) == len([*parent.children()])
+        ):
+            yield f"*{place}"
+        elif type(parent).__name__ == "ModuleDict":
+            yield from (f"{place}[{name!r}]" for name, _ in inside)
+        else:
+            yield from (f"{place}[{name}]" if name.isdecimal() else f"{place}.{name}" for name, _ in inside)
 
 
 def batch_samples(loader: DataLoader[Any]) -> int | None:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import statistics
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-import msgspec
 import psutil
 
 from lightning_memprof.analysis.findings import Finding
 from lightning_memprof.analysis.trial import Measured, Outcome, Trial, equality, outcome
 from lightning_memprof.errors import ConfigError, MemprofError
-from lightning_memprof.trial.remedies import Remedy, advised, parse_remedy
-from lightning_memprof.trial.task import VARIABLE, Task, result_path
-from lightning_memprof.units import format_bytes
+from lightning_memprof.trial.process import CAN_STOP, run_in_turns, run_task, started
+from lightning_memprof.trial.remedies import advised, parse_remedy
+from lightning_memprof.trial.remedy import Remedy
+from lightning_memprof.trial.task import Task
 
-__all__ = ["Advice", "Process", "Wanted", "advice", "run_in_turns", "run_task", "started", "try_program"]
+__all__ = ["Advice", "Wanted", "advice", "try_program", "winners"]
 
 FEWEST_ROUNDS: Final = 3
 # Compared steps; a difference grows with each.
@@ -36,18 +30,10 @@ _FEWEST: Final = 10
 _MOST: Final = 300
 # Of the measured steps of a run: enough for the noise of a machine to even out.
 _RUN_NS: Final = 4_000_000_000
-_MOST_LINE: Final = 300
-_LOG: Final = "output.txt"
 # A machine has slow phases of ten seconds and more, which all then share.
 _TURN_NS: Final = 500_000_000
 _FEWEST_IN_TURN: Final = 2
 _SPARE: Final = 1.3
-# Not on macOS before Python 3.13.
-_WAITS: Final = hasattr(os, "waitid")
-_POLL_S: Final = 0.001
-# Reading shared pages takes about a millisecond.
-_LOOK_S: Final = 0.05
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +92,7 @@ class _Candidate:
 
     def empty(self) -> Outcome:
         """Return the outcome before anything is known."""
-        code = tuple(remedy.code for remedy in self.remedies)
+        code = tuple(line for remedy in self.remedies for line in remedy.code)
         return Outcome(remedy=self.label, rule=self.rule, code=code, promised=self.promised)
 
 
@@ -234,9 +220,11 @@ class _Runs:
         turns = [max(round(_TURN_NS / run.step_ns), _FEWEST_IN_TURN) for run in runs] if _fit_at_once(runs) else []
         found: dict[str, list[Measured]] = {candidate.label: [] for candidate in order}
         for number in range(self._wanted.rounds):
-            if turns:
-                measured = self._run(order, steps, turns)
-            else:
+            measured = self._run(order, steps, turns) if turns else []
+            if any(run.problem for run in measured):
+                # Each has run alone: two may want the same port or file.
+                turns, measured = [], []
+            if not measured:
                 backwards = slice(None, None, -1 if number % 2 else 1)
                 measured = [self._run([candidate], steps)[0] for candidate in order[backwards]][backwards]
             for candidate, run in zip(order, measured, strict=True):
@@ -263,160 +251,11 @@ class _Runs:
             return run_in_turns(processes)
 
 
-class Process:
-    """One run of the program, in a process group of its own.
-
-    Args:
-        program: its command line.
-        task: the steps; its directory is made.
-        time_limit_s: the longest wait for the end of a turn.
-        environment: further environment variables.
-
-    """
-
-    def __init__(self, program: Sequence[str], task: Task, time_limit_s: float, environment: Mapping[str, str]) -> None:
-        self.is_stopped = False
-        self._place = Path(task.directory)
-        self._limit_s = time_limit_s
-        self._limit_bytes = task.host_limit_bytes
-        self._ended_for = ""
-        self._place.mkdir(parents=True, exist_ok=True)
-        own = {
-            VARIABLE: msgspec.json.encode(task).decode(),
-            "WANDB_DIR": str(self._place),
-            "MLFLOW_TRACKING_URI": str(self._place),
-            # It would write where the user's experiments are.
-            "WANDB_MODE": "offline",
-            "LIGHTNING_MEMPROF": "1" if task.is_recorded else "",
-        }
-        with (self._place / _LOG).open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_memprof.trial.program", *program],
-                env={**os.environ, **own, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def until_turn_ends(self) -> None:
-        """Wait until the process has stopped itself or ended; end it at its limits."""
-        deadline = time.monotonic() + self._limit_s
-        next_look = 0.0
-        while self._process.poll() is None:
-            # waitid reports each stop once, and leaves an end to poll.
-            if _WAITS and os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG) is not None:
-                self.is_stopped = True
-                return
-            now = time.monotonic()
-            if now > deadline:
-                limit = f"{self._limit_s:g} s"
-                self._end(f"did not reach its last step within {limit}: change --steps or --time-limit")
-            elif self._limit_bytes and now > next_look:
-                next_look = now + _LOOK_S
-                if _used_bytes(self._process.pid) > self._limit_bytes:
-                    self._end(f"needs more than {format_bytes(self._limit_bytes)}")
-            time.sleep(_POLL_S)
-
-    def _end(self, reason: str) -> None:
-        self._ended_for = reason
-        self.close()
-
-    def resume(self) -> None:
-        """Let a stopped process run its next turn."""
-        self.is_stopped = False
-        os.killpg(self._process.pid, signal.SIGCONT)
-
-    def result(self) -> Measured:
-        """Return the measurement of an ended process, or its problem."""
-        if self._ended_for:
-            return Measured(problem=self._ended_for)
-        try:
-            return msgspec.json.decode(result_path(self._place, 0).read_bytes(), type=Measured)
-        except (OSError, msgspec.DecodeError):
-            return Measured(problem=_failure(self._process.wait(), self._place / _LOG))
-
-    def close(self) -> None:
-        """End the process with all that it started: workers and other ranks outlive it."""
-        self.is_stopped = False
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-@contextmanager
-def started(
-    program: Sequence[str], task: Task, time_limit_s: float, environment: Mapping[str, str]
-) -> Iterator[Process]:
-    """Start a process that ends with the context; the arguments are those of :class:`Process`."""
-    process: Process | None = None
-    try:
-        with _uninterrupted():
-            process = Process(program, task, time_limit_s, environment)
-        yield process
-    finally:
-        if process is not None:
-            process.close()
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Raise Ctrl-C and SIGTERM after the context: amid a start, the process would be lost and continue."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in _ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for arrival in arrived:
-            signal.raise_signal(arrival)
-
-
-def run_task(program: Sequence[str], task: Task, time_limit_s: float) -> Measured:
-    """Run the program once; only the files in the task's directory remain."""
-    with started(program, task, time_limit_s, {}) as process:
-        return run_in_turns([process])[0]
-
-
-def run_in_turns(processes: Sequence[Process]) -> list[Measured]:
-    """Let one process run while the others are stopped, until all have ended; return their measurements."""
-    for process in processes:
-        process.until_turn_ends()
-    while any(process.is_stopped for process in processes):
-        for process in processes:
-            if process.is_stopped:
-                process.resume()
-                process.until_turn_ends()
-    return [process.result() for process in processes]
-
-
-def _used_bytes(pid: int) -> int:
-    """Return the memory of a process and of all that it started; pages that they share count once."""
-    found = 0
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(pid)
-        for process in (parent, *parent.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                memory = process.memory_full_info()
-                found += getattr(memory, "pss", memory.uss)
-    return found
-
-
 def _fit_at_once(runs: Sequence[Measured]) -> bool:
     """Return whether the host's memory holds all at the same time; a device's is not shared."""
     needed = sum(run.peak_bytes * run.ranks for run in runs) * _SPARE
-    return _WAITS and all(run.device_bytes is None for run in runs) and needed < psutil.virtual_memory().available
-
-
-def _failure(code: int, log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    last = lines[-1].strip()[:_MOST_LINE] if lines else "it printed nothing"
-    ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"{ended}: {last}"
+    can_alternate = CAN_STOP and all(run.device_bytes is None and run.is_in_group for run in runs)
+    return can_alternate and needed < psutil.virtual_memory().available
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,17 +288,28 @@ def _outcome(candidate: _Candidate, measured: Mapping[str, Sequence[Measured]], 
         return replace(candidate.empty(), problem=checked.problem)
     is_mean = any(remedy.is_random for remedy in candidate.remedies)
     equal = equality(checks.bare, checks.again, checked, candidate.tolerance, is_mean=is_mean)
-    return outcome(candidate.empty(), measured[""], measured[candidate.label], equal)
+    tried = replace(candidate.empty(), code=tuple(checked.code))
+    return outcome(tried, measured[""], measured[candidate.label], equal)
+
+
+def winners(remedies: Sequence[Remedy], outcomes: Sequence[Outcome]) -> tuple[Remedy, ...]:
+    """Return the remedies that made steps shorter; of those that replace each other, the best."""
+    won: dict[str, Remedy] = {}
+    pairs = [(found.gain, remedy) for remedy, found in zip(remedies, outcomes, strict=True) if found.is_faster]
+    for _, remedy in sorted(pairs, key=lambda pair: pair[0]):
+        won.setdefault(remedy.family or remedy.name, remedy)
+    return tuple(won.values())
 
 
 def _together(
     runs: _Runs, candidates: Sequence[_Candidate], outcomes: Sequence[Outcome], steps: int, rounds: int
 ) -> Outcome | None:
     """Measure the remedies that won, at once: their gains do not add."""
-    won = [candidate for candidate, found in zip(candidates, outcomes, strict=True) if found.is_faster]
-    if len({remedy.name for candidate in won for remedy in candidate.remedies}) < max(2, len(won)):
+    remedies = [remedy for candidate in candidates for remedy in candidate.remedies]
+    won = winners(remedies, outcomes)
+    if len(won) < 2:
         return None
-    both = _Candidate(remedies=tuple(remedy for candidate in won for remedy in candidate.remedies))
+    both = _Candidate(remedies=won)
     runs.plan(3 + 2 * rounds)
     checks = runs.checks([both])
     measured = runs.in_turns([both], steps, checks) if not checks.changed[both.label].problem else {"": []}

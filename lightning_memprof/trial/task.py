@@ -1,17 +1,22 @@
-"""What a process of a trial is asked to do, and the names under which it answers."""
+"""What a process of a trial is asked to do, and how it answers."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
-__all__ = ["VARIABLE", "Task", "result_path"]
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.trial import Measured
 
-VARIABLE: Final = "LIGHTNING_MEMPROF_TRIAL"
-"""The environment variable with the task; ranks that Lightning starts inherit it."""
+__all__ = ["SEED", "Task", "end", "problem_of", "result_path"]
+
+SEED: Final = 20_251
+_MOST_LINE: Final = 300
 
 
 class Task(msgspec.Struct, kw_only=True, frozen=True):
@@ -44,7 +49,29 @@ class Task(msgspec.Struct, kw_only=True, frozen=True):
     is_recorded: bool = False
 
 
-def result_path(directory: str | Path, rank: int | None = None) -> Path:
-    """Return the file that a rank writes; None is this process's."""
-    number = int(os.environ.get("LOCAL_RANK", "0")) if rank is None else rank
-    return Path(directory) / f"measured-{number}.json"
+def result_path(directory: str | Path, rank: int | str) -> Path:
+    """Return the file that rank 0 writes, or a rank with a problem."""
+    return Path(directory) / f"measured-{rank}.json"
+
+
+def end(task: Task, measured: Measured) -> NoReturn:
+    """Write the result, and end the process without the program's own code or Python's cleanup."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    while rank and not measured.problem:
+        # Rank 0 may still receive from it, and its end ends all.
+        signal.pause()
+    path = result_path(task.directory, rank)
+    partial = Path(f"{path}.partial")
+    partial.write_bytes(msgspec.json.encode(measured))
+    partial.replace(path)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if measured.problem else 0)
+
+
+def problem_of(error: Exception) -> str:
+    """Return an exception as one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Of a spawned rank the message is a whole traceback.
+    line = "" if not lines else lines[-1] if any(line.startswith("Traceback (") for line in lines) else lines[0]
+    return f"{type(error).__name__}: {line}"[:_MOST_LINE].removesuffix(": ")

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
-from lightning_memprof.trial.runner import run_in_turns, started
+from lightning_memprof.trial.process import run_in_turns, started
 from lightning_memprof.trial.task import Task
 
 if TYPE_CHECKING:

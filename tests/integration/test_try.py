@@ -20,7 +20,8 @@ import pytest
 from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.cli.main import main
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.trial.runner import Wanted, run_in_turns, run_task, started, try_program
+from lightning_memprof.trial.process import run_in_turns, run_task, started
+from lightning_memprof.trial.runner import Wanted, try_program
 from lightning_memprof.trial.task import Task
 from lightning_memprof.units import MIB
 
@@ -61,7 +62,7 @@ def test_a_remedy_is_measured_compared_and_shown_and_nothing_of_the_users_is_wri
 
 
 def test_a_recorded_run_advises_the_remedies_to_try(program, capsys):
-    assert main(["try", "--rounds", "3", "--steps", "4", "--format", "json", program]) == 0
+    assert main(["try", "--rounds", "3", "--steps", "4", "--format", "json", program, "waits"]) == 0
     found = json.loads(capsys.readouterr().out)
     workers = next(tried for tried in found["outcomes"] if tried["remedy"].startswith("workers="))
     assert workers["promised"][0] <= workers["promised"][1]
@@ -173,9 +174,9 @@ def test_programs_that_alternate_never_run_at_the_same_time(program, tmp_path):
     ("fault", "words"),
     [
         ("none", "the program ended without Trainer.fit of lightning.pytorch"),
-        ("raise", "ended with exit code 1: RuntimeError: the data are gone"),
+        ("raise", "RuntimeError: the data are gone"),
         ("kill", "ended by SIGKILL: "),
-        ("input", "ended with exit code 1: EOFError: EOF when reading a line"),
+        ("input", "EOFError: EOF when reading a line"),
     ],
 )
 def test_a_program_that_cannot_be_measured_is_one_clear_line(program, tmp_path, fault, words):
@@ -193,18 +194,21 @@ def test_a_program_that_hangs_is_ended_at_its_limit(program, tmp_path):
 
 
 def test_a_training_with_nan_losses_a_scalar_parameter_and_a_profiler_of_ours_is_tried(program, tmp_path, capsys):
-    assert main(["try", "--rounds", "3", "--steps", "4", "--format", "json", program, "own"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {tried["equality"]["name"] for tried in found["outcomes"] if not tried["problem"]} == {"bit-equal"}
-    assert any(tried["remedy"].startswith("workers=") for tried in found["outcomes"])
+    options = ["--remedy", "workers=2", "--rounds", "3", "--steps", "4", "--format", "json"]
+    assert main(["try", *options, program, "own"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["outcomes"]
+    assert (found["problem"], found["equality"]["name"]) == ("", "bit-equal")
     assert compared(program, tmp_path, "bare", fault="own").losses[3] is None
+    recorded = run_task([program, "own"], Task(directory=str(tmp_path / "run"), steps=8, is_recorded=True), 120.0)
+    assert recorded.problem == ""
+    assert list((tmp_path / "run").rglob("manifest*"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_stopped_program_ends_with_a_killed_command(program, tmp_path, environment):
     code = f"""
         import time
-        from lightning_memprof.trial.runner import Process
+        from lightning_memprof.trial.process import Process
         from lightning_memprof.trial.task import Task
 
         task = Task(directory={str(tmp_path / "run")!r}, steps=9, turn=4)
@@ -282,7 +286,7 @@ def test_a_missing_program_is_named(capsys, tmp_path, monkeypatch):
 @pytest.fixture
 def recorded(program: str, environment: dict[str, str]) -> Path:
     """The directory of a recorded run of the program."""
-    command = [sys.executable, "-m", "lightning_memprof", "run", program]
+    command = [sys.executable, "-m", "lightning_memprof", "run", program, "waits"]
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert Path("after.txt").exists()
     return next(Path("logs").rglob("memprofiler"))

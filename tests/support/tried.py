@@ -26,7 +26,8 @@ class Augmented(Dataset[torch.Tensor]):
         return 24
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.002)
+        # Far more than the step, also on a machine with no free core.
+        time.sleep(0.02 if "waits" in sys.argv else 0.002)
         return torch.full((8,), float(index)) * random.random() + torch.rand(8)
 
 

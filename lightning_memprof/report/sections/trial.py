@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.trial import equality_words, promise_words, signed, small_share, tried_words
+from lightning_memprof.analysis.trial import (
+    equality_words,
+    promise_words,
+    signed,
+    small_share,
+    tried_words,
+    why_unknown,
+)
 from lightning_memprof.report.document import (
     Cell,
     Chart,
@@ -60,7 +67,11 @@ def trial_document(trial: Trial) -> Document:
         badge="none",
         verdict=_verdict(trial),
         why="" if best is None or best.equality is None else _sentence(best.equality, trial.compared),
-        next="" if best is None else "; ".join(best.code),
+        next=""
+        if best is None
+        else "; ".join(best.code)
+        if len(best.code) < 3
+        else "Paste the lines of the change below.",
         sections=list(_sections(trial)),
         commands=[Command("lightning-memprof", f"run {trial.program}")],
     )
@@ -258,7 +269,7 @@ def _row(found: Outcome) -> list[Cell]:
 def _sentence(equal: Equality, steps: int) -> str:
     """Return how equal the training is, as a sentence."""
     if equal.name == "not comparable":
-        return "Whether the training is the same is not known: the unchanged program does not repeat itself."
+        return f"Whether the training is the same is not known: {why_unknown(equal)}."
     if equal.name == "bit-equal":
         return f"The losses of {steps} steps and the parameters after them are bit-equal."
     apart = "" if equal.difference is None else f" by up to {small_share(equal.difference)} of the mean loss"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memprof.analysis.compare.significance import PairedChange
-from lightning_memprof.analysis.trial import Equality, Measured, Outcome, Trial, equality, outcome
+from lightning_memprof.analysis.trial import Equality, Measured, Outcome, Trial, equality, outcome, why_unknown
 
 SAME = Equality(name="bit-equal", difference=0.0)
 LOSSES = st.lists(st.floats(min_value=0.001, max_value=1e6), min_size=1, max_size=30)
@@ -78,7 +80,11 @@ def test_a_loss_that_is_not_a_number_in_both_is_equal():
 def test_without_losses_the_parameters_decide():
     none = run([])
     assert equality(none, none, run([]), 0.0).name == "bit-equal"
-    assert equality(none, none, run([], "b"), 0.5).name == "changes the training"
+    assert equality(none, none, run([], "b"), 0.0).name == "changes the training"
+    # Manual optimization returns no loss: nothing says how far apart rounding has led.
+    unknown = equality(none, none, run([], "b"), 0.5)
+    assert (unknown.name, unknown.difference) == ("not comparable", None)
+    assert why_unknown(unknown) == "no loss is known"
 
 
 @given(LOSSES, st.floats(min_value=0.0, max_value=0.5))
@@ -121,7 +127,15 @@ def test_a_failed_run_is_a_problem_of_the_remedy():
     assert (found.problem, found.is_faster, found.saves_memory) == ("killed", False, False)
 
 
-def test_the_best_remedy_has_the_shortest_step_and_leaves_the_training_the_same():
+def test_the_best_remedy_gains_most_whenever_it_was_measured():
+    # The machine was faster when the winners were measured together.
+    later = replace(tried("a+b", -0.2), step_ns=0.5e9)
+    found = trial(tried("a", -0.3), tried("b", -0.1), together=later).best
+    assert found is not None
+    assert found.remedy == "a"
+
+
+def test_the_best_remedy_leaves_the_training_the_same():
     other = Equality(name="changes the training", difference=0.3)
     found = trial(tried("a", -0.1), tried("b", -0.3, other), tried("c", -0.2), together=tried("a+c", -0.15))
     assert found.best is not None

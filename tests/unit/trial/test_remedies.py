@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.trial.remedies import REMEDIES, RefusedError, advised, parse_remedy
+from lightning_memprof.trial.remedies import REMEDIES, advised, parse_remedy
+from lightning_memprof.trial.remedy import RefusedError
 from training import Noise, Perceptron, trainer
 
 FINDINGS = Path(__file__).parents[3] / "lightning_memprof" / "analysis" / "findings"
@@ -58,7 +60,7 @@ def test_an_unknown_remedy_names_the_known_ones():
         ("Use all cores: torch.set_num_threads(8), or OMP_NUM_THREADS=8.", ["threads=8"]),
         ("Use more threads: torch.set_num_threads(...).", []),
         ("Update all parameters in one kernel: torch.optim.Adam(..., fused=True).", ["fused_optimizer"]),
-        ("Do the work of Slow.on_train_batch_end every N batches, in a thread.", ["without_callback=Slow"]),
+        ("Do the work of Slow.on_train_batch_end every N batches, in a thread.", ["rare_callback=Slow"]),
         ("Log less often: Trainer(log_every_n_steps=50), self.log(name).", ["log_every=50"]),
         ('Train in mixed precision: Trainer(precision="bf16-mixed").', ["precision=bf16-mixed"]),
         ("Find the slow function.", []),
@@ -78,7 +80,7 @@ def test_most_remedies_are_advised_by_a_finding():
     texts = "".join(path.read_text(encoding="utf-8") for path in FINDINGS.glob("*.py"))
     words = {"workers": "num_workers={", "prefetch": "prefetch_factor={", "threads": "set_num_threads({"}
     words |= {"precision": "precision", "matmul_precision": "set_float32_matmul_precision", "compile": "torch.compile("}
-    words |= {"without_callback": "Do the work of {name} every N batches", "log_every": "log_every_n_steps=50"}
+    words |= {"rare_callback": "Do the work of {name} every N batches", "log_every": "log_every_n_steps=50"}
     plain = {kind.name: kind.advice.replace("\\", "") for kind in REMEDIES}
     missing = {name for name, pattern in plain.items() if words.get(name, pattern) not in texts}
     assert missing == set()
@@ -165,6 +167,8 @@ def test_precision_replaces_the_default_plugin_only(tmp_path):
         ("static_graph", "SingleDeviceStrategy, not DDPStrategy"),
         ("expandable_segments", "not on a CUDA device"),
         ("without_callback=Other", "no callback of a class Other"),
+        ("rare_callback=ModelSummary", "neither a callback nor the module is a ModelSummary with hooks in each batch"),
+        ("no_unused_search", "not DDPStrategy"),
     ],
 )
 def test_a_remedy_that_does_not_apply_is_refused_with_its_reason(text, reason, tmp_path):
@@ -201,8 +205,63 @@ def test_compiling_finds_the_modules_in_containers():
 
     module = Blocks()
     parse_remedy("compile").on_model(module)
-    compiled = [name for name, child in module.named_modules() if "forward" in vars(child)]
-    assert compiled == ["net", "blocks.0", "blocks.1"]
+    assert changed_modules(module) == ["net", "blocks.0", "blocks.1"]
+
+
+def changed_modules(model: nn.Module) -> list[str]:
+    return [path for path, child in model.named_modules() if "forward" in vars(child)]
+
+
+def test_the_code_to_paste_names_the_modules_of_the_training():
+    class Stacked(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(3)]))
+            self.heads = nn.ModuleDict({"a": nn.Linear(8, 1)})
+
+    for name, names in (("compile", "self.net, self.heads['a']"), ("checkpointing", "*self.net[0]")):
+        module, pasted, remedy = Stacked(), Stacked(), parse_remedy(name)
+        remedy.on_model(module)
+        *_, code = remedy.code
+        assert f"in [{names}]: " in code
+        exec("\n".join(remedy.code), {"torch": torch}, {"self": pasted})  # noqa: S102 what a user pastes
+        assert changed_modules(module) == changed_modules(pasted) != []
+
+
+def test_the_code_to_paste_names_the_optimizers_of_the_training(tmp_path):
+    run, module = trainer(tmp_path), Perceptron()
+    run.strategy._optimizers = [torch.optim.SGD(module.parameters(), 0.1), torch.optim.Adam(module.parameters())]
+    remedy = parse_remedy("fused_optimizer")
+    remedy.on_start(run, module)
+    assert remedy.code == ("torch.optim.SGD(..., fused=True)", "torch.optim.Adam(..., fused=True)")
+
+
+def test_a_rare_callback_and_a_module_with_such_hooks_run_in_one_of_50_batches(tmp_path):
+    class Counting(Callback):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            self.seen.append(batch_idx)
+
+    class Watching(Perceptron):
+        calls = 0
+
+        def on_after_backward(self) -> None:
+            self.calls += 1
+
+    counting, module = Counting(), Watching()
+    run = trainer(tmp_path, counting, max_steps=104)
+    remedies = [parse_remedy("rare_callback=Counting"), parse_remedy("rare_callback=Watching")]
+    for remedy in remedies:
+        remedy.on_fit(run, module)
+    run.fit(module, DataLoader(Noise(104), batch_size=1))
+    assert counting.seen == [0, 50, 100]
+    assert module.calls == 3
+    assert [remedy.code for remedy in remedies] == [
+        ("if trainer.fit_loop.batch_idx % 50: return  # first in Counting.on_train_batch_end",),
+        ("if self.trainer.fit_loop.batch_idx % 50: return  # first in Watching.on_after_backward",),
+    ]
 
 
 def test_channels_last_changes_the_layout_of_convolutions():
