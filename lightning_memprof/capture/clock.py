@@ -58,12 +58,12 @@ class LoggedTimes:
     @property
     def actions(self) -> tuple[list[int], list[int]]:
         """Self time in nanoseconds by slot, whose sum is the step's duration, and number of entries by slot."""
-        return self._computed()[:2]
+        return (self.computed or self._computed())[:2]
 
     @property
     def phases_ns(self) -> list[int]:
         """Self time by phase; the sum is the step's duration."""
-        return self._computed()[2]
+        return (self.computed or self._computed())[2]
 
     @staticmethod
     def compute(steps: Iterable[StepTimes]) -> None:

@@ -269,6 +269,7 @@ def position_source(trainer: Trainer, stage: str, schedule: Callable[[int], Acti
     last_epoch: int | None = None
     total = trainer.fit_loop.epoch_loop.batch_progress.total if stage == "fit" else None
     epochs = trainer.fit_loop.epoch_progress.current
+    optimizer_steps = _optimizer_steps(trainer)
 
     def position(counted: int) -> Position:
         nonlocal seen, count, last_epoch
@@ -277,6 +278,17 @@ def position_source(trainer: Trainer, stage: str, schedule: Callable[[int], Acti
         last_epoch = epoch
         step = seen if total is None else total.ready - counted
         seen += 1
-        return Position(step, trainer.global_step, epoch, step if listed else count)
+        return Position(step, optimizer_steps(), epoch, step if listed else count)
 
     return position
+
+
+def _optimizer_steps(trainer: Trainer) -> Callable[[], int]:
+    """Return a function for ``trainer.global_step``, which is eight calls of properties in every step."""
+    try:
+        module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
+        automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
+        manual = loop.manual_optimization.optim_step_progress.total
+    except AttributeError:  # the program's own loop
+        return lambda: trainer.global_step
+    return lambda: (automatic if module.automatic_optimization else manual).completed

@@ -520,3 +520,38 @@ def test_ctrl_c_during_a_garbage_collection_ends_the_training(tmp_path: Path, ru
     end = manifest(only_run(tmp_path))[-1]
     assert end["exception"].startswith("KeyboardInterrupt")
     assert end["steps"] < 8
+
+
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_the_optimizer_steps_of_the_pulse_are_those_of_the_trainer_also_after_a_resumed_fit(
+    tmp_path: Path, is_automatic: bool
+) -> None:
+    class Counting(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = is_automatic
+            self.counts: list[int] = []
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.counts.append(self.trainer.global_step)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            if not is_automatic:
+                self.manual_backward(loss)
+                for _ in range(batch_idx % 3):
+                    self.optimizers().step()
+            return loss
+
+    model, checkpoint = Counting(), tmp_path / "first.ckpt"
+    options: dict[str, Any] = {"accumulate_grad_batches": 2} if is_automatic else {}
+    for directory, resumed in ((tmp_path / "first", None), (tmp_path / "second", checkpoint)):
+        callback = MemProfilerCallback(collectors=[Pulse()], output=OutputOptions(summary=False, on_error="raise"))
+        made = trainer(directory, callback, max_epochs=1 if resumed is None else 2, **options)
+        model.counts.clear()
+        made.fit(model, loader(6), ckpt_path=resumed)
+        rows = read_pulse(only_run(directory) / "pulse.rank00000.csv")
+        assert [row["global_step"] for row in rows] == model.counts
+        assert len(set(model.counts)) > 2
+        made.save_checkpoint(checkpoint)
+    assert min(model.counts) > 2
