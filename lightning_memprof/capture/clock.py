@@ -214,20 +214,13 @@ class StepClock:
         """Return what enters the slot: a code for :attr:`log`, or with a device a function."""
         return slot if self._timer is None else partial(self.enter, slot)
 
+    def entering_within(self, action: str) -> Handler:
+        """Return what enters an action in the phase of the current one, in the same way."""
+        return self._within_code(action) if self._timer is None else partial(self.enter_within, action)
+
     def leaving(self) -> Handler:
         """Return what leaves the current action, in the same way."""
         return _LEAVE if self._timer is None else self.leave
-
-    def calling(self, handler: Handler) -> Callable[[], None]:
-        """Return either as a function."""
-        if not isinstance(handler, int):
-            return handler
-        log, code = self.log, handler
-
-        def call() -> None:
-            log((code, perf_counter_ns()))
-
-        return call
 
     def interrupt(self, action: str, start_ns: int) -> None:
         """Count the time since ``start_ns`` for an action that interrupted the current one, in its phase."""

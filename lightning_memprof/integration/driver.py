@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from time import perf_counter_ns
 from typing import Any, Final
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -13,6 +13,10 @@ from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Position
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point
+
+Handler = Callable[[], None] | int
+Handlers = dict[str, Handler]
+Log = Callable[[tuple[int, int]], None]
 
 _DATA_WAIT: Final = PHASES.index("data_wait")
 _FORWARD: Final = PHASES.index("forward")
@@ -36,8 +40,6 @@ _MODULE_HOOKS: Final = (
     "on_validation_end", "on_save_checkpoint",
 )  # fmt: skip
 _PREFIX: Final = {"validate": "validation", "test": "test", "predict": "predict"}
-
-Handlers = dict[str, "Callable[[], None] | int"]
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class StepDriver:
     def handlers(self) -> tuple[Handlers, Handlers]:
         """Return the handlers of the start and of the stop of an action, by its name."""
         actions, clock = self._actions, self._session.clock
-        starts: Handlers = {name: partial(clock.enter_within, name) for name in actions.within}
+        starts: Handlers = {name: clock.entering_within(name) for name in actions.within}
         for phase, names in (
             (_CALLBACKS, actions.callbacks),
             (_OPTIMIZER, actions.optimizer),
@@ -183,7 +185,8 @@ class StepDriver:
             starts |= {name: clock.entering(clock.slot(name, phase)) for name in names}
         stops: Handlers = dict.fromkeys(starts, clock.leaving())
         for name in actions.transfers:
-            starts[name], stops[name] = partial(self._transfer_start, name), self._transfer_stop
+            starts[name] = self._within_step(clock.entering_within(name))
+            stops[name] = self._within_step(clock.leaving())
         before, after = self._points()
         for name in actions.unusual:
             before.setdefault(name, self._session.unusual)
@@ -202,19 +205,18 @@ class StepDriver:
         if actions.validation is not None:
             starts[actions.validation] = self._session.validation_batch
         if actions.before_backward is not None and actions.after_backward is not None:
-            backward = clock.calling(clock.entering(clock.slot("backward", _BACKWARD)))
-            stops[actions.before_backward] = _both(marking(Point.BEFORE_BACKWARD), backward)
-            starts[actions.after_backward] = _both(clock.calling(clock.leaving()), marking(Point.AFTER_BACKWARD))
+            backward = clock.entering(clock.slot("backward", _BACKWARD))
+            stops[actions.before_backward] = _both(clock.log, marking(Point.BEFORE_BACKWARD), backward)
+            starts[actions.after_backward] = _both(clock.log, clock.leaving(), marking(Point.AFTER_BACKWARD))
         if actions.before_optimizer_step is not None:
             starts[actions.before_optimizer_step] = marking(Point.BEFORE_OPTIMIZER_STEP)
         return starts, stops
 
     def _joined(self, first: Handlers, second: Handlers) -> Handlers:
         """Return the handlers of both, where an action has two as one."""
-        call = self._session.clock.calling
+        log = self._session.clock.log
         return first | {
-            name: _both(call(first[name]), call(handler)) if name in first else handler
-            for name, handler in second.items()
+            name: _both(log, first[name], handler) if name in first else handler for name, handler in second.items()
         }
 
     def _fetch(self) -> None:
@@ -222,14 +224,15 @@ class StepDriver:
             self._between_steps = False
             self._session.begin_step(self._position(0))
 
-    def _transfer_start(self, name: str) -> None:
-        # Between two steps it is the transfer of a validation inside fit.
-        if not self._between_steps:
-            self._session.clock.enter_within(name)
+    def _within_step(self, handler: Handler) -> Callable[[], None]:
+        """Return a handler that does nothing between two steps, as for the transfers of a validation inside fit."""
+        call = calling(self._session.clock.log, handler)
 
-    def _transfer_stop(self) -> None:
-        if not self._between_steps:
-            self._session.clock.leave()
+        def handle() -> None:
+            if not self._between_steps:
+                call()
+
+        return handle
 
     def _batch_start(self) -> None:
         if self._between_steps:
@@ -245,10 +248,25 @@ class StepDriver:
         self._between_steps = True
 
 
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def handle() -> None:
-        first()
-        second()
+def calling(log: Log, handler: Handler) -> Callable[[], None]:
+    """Return a handler as a function; one that is a number goes into the log."""
+    return handler if callable(handler) else lambda: log((handler, perf_counter_ns()))
+
+
+def _both(log: Log, first: Handler, second: Handler) -> Callable[[], None]:
+    """Return two handlers as one; each call costs up to 1 µs in every step."""
+    if callable(first) and not callable(second):
+
+        def handle() -> None:
+            first()
+            log((second, perf_counter_ns()))
+
+    else:
+        before, after = calling(log, first), calling(log, second)
+
+        def handle() -> None:
+            before()
+            after()
 
     return handle
 

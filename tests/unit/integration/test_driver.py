@@ -11,7 +11,7 @@ import pytest
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Position
 from lightning_memprof.capture.session import Session
-from lightning_memprof.integration.driver import StageActions, StepDriver, position_source
+from lightning_memprof.integration.driver import StageActions, StepDriver, calling, position_source
 from lightning_memprof.schedule import Action, Point, Schedule
 from lightning_memprof.testing import FakeCollector
 from sessions import POINTS, context, session
@@ -35,8 +35,8 @@ class Trainer:
     def __init__(self, made: Session, actions: StageActions = FIT) -> None:
         self.asked: list[int] = []
         starts, stops = StepDriver(made, actions, self.position).handlers()
-        self.starts = {name: made.clock.calling(handler) for name, handler in starts.items()}
-        self.stops = {name: made.clock.calling(handler) for name, handler in stops.items()}
+        self.starts = {name: calling(made.clock.log, handler) for name, handler in starts.items()}
+        self.stops = {name: calling(made.clock.log, handler) for name, handler in stops.items()}
 
     def position(self, counted: int) -> Position:
         self.asked.append(counted)
