@@ -177,7 +177,8 @@ def test_a_steps_time_lies_in_the_part_that_took_it(tmp_path: Path, model: type[
     for step in steps:
         slept(step, *EVERY_STEP)
         assert step.callbacks_ns["Napping"] >= NAPS["callbacks"] * MS
-        assert set(step.callbacks_ns) == {"Napping", "MemProfilerCallback"}
+        # Of our hooks Lightning calls those at the end of the epoch.
+        assert set(step.callbacks_ns) == {"Napping"} | ({"MemProfilerCallback"} if step.step == 5 else set())
     assert methods == (Precision.optimizer_step, CSVLogger.save, SlowSGD.step, _EvaluationLoop.run)
 
 

@@ -1,4 +1,4 @@
-"""One row for every step of the whole run and the totals of its actions; with the clock about 40 µs per step."""
+"""One row for every step of the whole run and the totals of its actions."""
 
 from __future__ import annotations
 
