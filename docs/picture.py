@@ -1,6 +1,8 @@
-"""Draw the summary of a recorded run as the picture in the README: ``python docs/picture.py RUN``.
+"""Draw the page of a recorded run as a picture: ``python docs/picture.py RUN [NAME]``.
 
-Run it in the directory where the run was recorded: the commands show paths relative to it.
+Without a name it is the summary in the README; ``holders``, ``workers`` and ``hangs`` are those of the guides, of their
+programs, with the section of this name. Run it in the directory where the run was recorded: the commands show paths
+relative to it.
 """
 
 from __future__ import annotations
@@ -15,27 +17,35 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from lightning_memprof.report.opened import opened
-from lightning_memprof.report.printers.terminal import render
+from lightning_memprof.report.printers.terminal import print_lines, render
+from lightning_memprof.report.printers.text import sections_page
 from lightning_memprof.report.sections import document_of
 
-TARGET = Path(__file__).parent / "images" / "summary.svg"
+TARGET = Path(__file__).parent / "images"
 WIDTH = 100
 
 
-def main(run: str) -> None:
+def main(run: str, name: str = "summary") -> None:
     """Write the picture."""
     file = io.StringIO()
     page = Console(width=WIDTH, force_terminal=True, color_system="truecolor", file=file)
     with opened([run]) as view:
-        render(document_of(view), page)
+        document = document_of(view)
+        render(document, page)
+        if name != "summary":
+            print_lines(sections_page, document.only([name]), page)
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     # An empty line at the end: the picture's edge cuts the descenders of the last line.
     console.print(Text.from_ansi(file.getvalue() + "\n"))
-    svg = console.export_svg(title="trainer.fit(model)", theme=MONOKAI, unique_id="memprof")
+    svg = console.export_svg(
+        title="trainer.fit(model)" if name == "summary" else f"lightning-memprof show RUN --section {name}",
+        theme=MONOKAI,
+        unique_id="memprof",
+    )
     # Rich links fonts from the network; a picture in a repository must not.
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-    TARGET.write_text(svg.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas"), encoding="utf-8")
+    (TARGET / f"{name}.svg").write_text(svg.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas"), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

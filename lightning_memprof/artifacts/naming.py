@@ -15,12 +15,14 @@ __all__ = [
     "SnapshotName",
     "TraceName",
     "actions_name",
+    "collectives_name",
     "curves_path",
     "fsdp_log_name",
     "fsdp_stats_name",
     "functions_name",
     "hang_stacks_name",
     "hangs_name",
+    "heartbeat_name",
     "holders_name",
     "manifest_name",
     "memory_stats_name",
@@ -109,6 +111,16 @@ def hangs_name(rank: int) -> str:
 def hang_stacks_name(rank: int) -> str:
     """Name of the Python stacks of all threads in those steps, inside the run directory."""
     return f"stacks.rank{rank:05d}.txt"
+
+
+def collectives_name(rank: int) -> str:
+    """Name of a rank's last collectives in those steps, inside the run directory."""
+    return f"collectives.rank{rank:05d}.jsonl"
+
+
+def heartbeat_name(rank: int) -> str:
+    """Name of the place of a running rank some seconds ago, inside the run directory."""
+    return f"heartbeat.rank{rank:05d}.jsonl"
 
 
 def regions_name(rank: int) -> str:

@@ -23,6 +23,7 @@ __all__ = [
     "ActionMemoryRow",
     "ActionTotalRow",
     "AllocatorRow",
+    "CollectiveRow",
     "DeadTensorRow",
     "FunctionRow",
     "GarbageRow",
@@ -325,10 +326,13 @@ class RegionRow(SeriesRow, gc=False, omit_defaults=False):
 
 
 class HangRow(SeriesRow, gc=False):
-    """A step that has not ended after ``limit_ns``; ``waited_ns`` since its start.
+    """Where a rank is; ``waited_ns`` since the start of its step.
 
-    ``kind`` is ``hang``, or ``end`` when the step has ended after all. ``function`` is the innermost function of the
-    training thread, ``place`` the innermost line of the program below the Trainer, None if there is none.
+    ``kind`` is ``hang`` for a step that has not ended after ``limit_ns``, ``asked`` if another rank has such a step,
+    ``end`` when the step has ended after all, ``exception`` with its ``error``, ``other`` for the last heartbeat and
+    the ``state`` of the process of another rank on the same machine, ``peer``, and ``heartbeat``. ``function`` is the
+    innermost function of the training thread, ``place`` the innermost line of the program below the Trainer, None if
+    there is none.
     """
 
     series = "hangs"
@@ -340,6 +344,23 @@ class HangRow(SeriesRow, gc=False):
     function: str | None = None
     place: str | None = None
     source: str | None = None
+    error: str | None = None
+    peer: Int64 | None = None
+    state: str | None = None
+    pid: Int64 | None = None
+    host: str | None = None
+
+
+class CollectiveRow(SeriesRow, gc=False):
+    """One of the last collectives of a rank, the ``number``-th of its ``group``; ``waiting`` or ``completed``."""
+
+    series = "collectives"
+
+    group: str | None = None
+    number: Int64 | None = None
+    operation: str | None = None
+    tensors: str | None = None
+    state: str | None = None
 
 
 class HolderRow(SeriesRow, gc=False):

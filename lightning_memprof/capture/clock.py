@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, UNTRACKED
+from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, PROFILER, UNTRACKED
 from lightning_memprof.capture.observe import gc_callback
 
 if TYPE_CHECKING:
@@ -170,11 +170,16 @@ class StepClock:
         self._device_phase = _OTHER
         self._moments: list[tuple[int, Any, int]] = []
 
-    @property
-    def phase(self) -> str:
-        """The innermost current phase."""
+    def phase(self, *, raised: bool = False) -> str:
+        """Return the innermost current phase, or the one before an exception left the current actions."""
+        codes = self._log[::2]
+        while raised and codes and codes[-1] == _LEAVE:
+            codes.pop()
+            # Marks and GC pauses may come while the actions are left.
+            if codes and (codes[-1] <= _WITHIN or (codes[-1] >= 0 and self.actions[codes[-1]][0] == PROFILER)):
+                codes.pop()
         stack = [_OTHER]
-        for code in self._log[::2]:
+        for code in codes:
             if code == _LEAVE:
                 del stack[max(len(stack) - 1, 1) :]
             elif code != _LEAVE_OUT:

@@ -48,9 +48,6 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
-    from torch.utils.backend_registration import (
-        _setup_privateuseone_for_python_backend as _setup_privateuseone_for_python_backend,
-    )
 
     # torch's stubs do not have these, or only a part of them.
     DispatchKey: Any
@@ -155,7 +152,6 @@ _NO_TRACKER: Final = "ModuleMemory and FSDPMemory are not available"
 _NO_SAVED: Final = "SavedTensors is not available"
 _NO_ESTIMATE: Final = "lightning-memprof estimate is not available"
 _ONE_DEVICE: Final = "lightning-memprof estimate knows one device only"
-_NO_DISPATCH: Final = "Throughput(flops=True), ModuleMemory and FSDPMemory are disabled and reported"
 
 INTERNALS: Final = (
     Internal(
@@ -221,6 +217,14 @@ INTERNALS: Final = (
         used_for="ranges of modules, actions and hooks at 0.2 µs each",
         without="torch.profiler.record_function is used, which takes longer",
         fallback=torch.profiler.record_function,
+    ),
+    Internal(
+        owner="torch._C._distributed_c10d",
+        names="_dump_fr_trace_json _dump_nccl_trace_json",
+        used_for="the last collectives of a rank in a step that does not end",
+        without="the page does not compare the collectives of ranks that hang",
+        fallback=bytes,
+        cuda=True,
     ),
     Internal(
         owner="torch.autograd",
@@ -312,7 +316,7 @@ INTERNALS: Final = (
         owner="torch.utils._python_dispatch",
         names="TorchDispatchMode _get_current_dispatch_mode_stack _pop_mode _push_mode",
         used_for="see every operator, and leave the program's own dispatch modes in place",
-        without=_NO_DISPATCH,
+        without="Throughput(flops=True), ModuleMemory and FSDPMemory are disabled and reported",
     ),
     Internal(
         owner="torch.utils._pytree",

@@ -72,7 +72,7 @@ class _Watcher:
         self._ledger: TimeLedger | None = None
         self._findings: tuple[Finding, ...] = ()
         self._examined_steps = 0
-        self._examined_windows = 0
+        self._examined_windows = self._examined_reports = 0
 
     def update(self) -> Watched:
         """Read new rows, and compute the findings again where there are enough of them."""
@@ -83,8 +83,9 @@ class _Watcher:
         windows = sum(window.closed for window in lead.windows.values())
         is_longer = lead.steps > GROWTH * self._examined_steps
         has_ended = self.follower.has_ended and lead.steps != self._examined_steps
-        if is_longer or windows > self._examined_windows or has_ended:
-            self._examined_steps, self._examined_windows = lead.steps, windows
+        reports = sum(rank.reports for rank in self.follower.ranks.values())
+        if is_longer or windows > self._examined_windows or has_ended or reports > self._examined_reports:
+            self._examined_steps, self._examined_windows, self._examined_reports = lead.steps, windows, reports
             self._examine()
         return Watched(
             name=self._name,

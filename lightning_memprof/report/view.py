@@ -11,6 +11,7 @@ from lightning_memprof.analysis.findings import Facts, Finding, Verdict, conclud
 from lightning_memprof.analysis.ledger.growth import left_by_windows
 from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
+from lightning_memprof.analysis.ranks.hangs import first_exception
 from lightning_memprof.analysis.run.locate import (
     find_run,
     is_run_directory,
@@ -174,7 +175,7 @@ def run_view(
     ranks = _rank_views(facts)
     view = View(
         status="did not start" if all(map(_did_not_start, run.ranks)) else run.status,
-        exception=next((rank.exception for rank in run.ranks if rank.exception), None),
+        exception=first_exception(run.ranks),
         facts=run.lead.facts.fields,
         training=run.lead.training.fields if run.lead.training else None,
         verdict=conclude(findings),

@@ -46,6 +46,21 @@ def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path) 
     assert len(table.rows) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("strategy", "faults"),
+    [("ddp", "missed,shaped,exception,stopped,uneven"), ("fsdp2", "sleep,reordered,loader")],
+)
+def test_the_page_names_the_fault_of_one_of_two_ranks_and_nothing_in_a_healthy_training(
+    strategy: str, faults: str
+) -> None:
+    program = SUPPORT.parent / "programs" / "hangs.py"
+    options = ["--strategies", strategy, "--faults", faults, "--healthy", "1"]
+    done = subprocess.run([sys.executable, str(program), *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
 @pytest.mark.parametrize(("code", "end"), [(-9, "signal 9 (SIGKILL)"), (3, "exit code 3")])
 def test_a_worker_that_died_is_the_verdict_with_its_signal_or_exit_code(tmp_path: Path, code: int, end: str) -> None:
     document = page(tmp_path, "dying_worker.py", code)

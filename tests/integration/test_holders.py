@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import leaking
 from leaking import LEAKS, SIZE, Images, InCallback, InCpp, Leaking
@@ -23,7 +24,7 @@ from lightning_memprof.artifacts.trigger import Request, write_request
 from lightning_memprof.collectors import Holders, Pulse
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import run_view
-from training import loader, only_run, trainer
+from training import Noise, loader, only_run, trainer
 
 SOURCE = Path(leaking.__file__).read_text(encoding="utf-8").splitlines()
 STEPS = 12
@@ -49,11 +50,26 @@ class Asks(pl.Callback):
             self.memprof.trigger(STEPS, leaks=True)
 
 
-def searched(directory: Path, model: pl.LightningModule, *callbacks: pl.Callback, **options: Any) -> list[Any]:
+class Cached(Noise):
+    """Keeps what it has read: by index, or in the order in which it was read."""
+
+    def __init__(self, *, by_index: bool) -> None:
+        super().__init__(STEPS + 8)
+        self.cache: dict[Any, torch.Tensor] = {}
+        self.by_index = by_index
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.cache[index if self.by_index else f"{index}"] = torch.zeros(SIZE)
+        return super().__getitem__(index)
+
+
+def searched(
+    directory: Path, model: pl.LightningModule, *callbacks: pl.Callback, data: Any = None, **options: Any
+) -> list[Any]:
     """Train with a window that asks who holds what grows; return the rows."""
     memprof = MemProfilerCallback(StageSchedules(fit=None), [Pulse(), Holders(seconds=60)], output=OUTPUT)
     training = trainer(directory, *callbacks, Asks(memprof), memprof, max_steps=STEPS + 6, **options)
-    training.fit(model, loader(STEPS + 8))
+    training.fit(model, data or loader(STEPS + 8))
     (file,) = directory.rglob("holders.rank00000.jsonl")
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
@@ -82,6 +98,14 @@ def test_arrays_that_a_callback_keeps_are_found_without_any_tensor(tmp_path: Pat
     row = searched(tmp_path, Leaking(), InCallback())[0]
     assert (row["kind"], row["place"], row["line"]) == ("callback", "InCallback.weights[...]", line_of("numpy"))
     assert (row["content"], row["added"]) == ("ndarray[512,512] float32", STEPS)
+
+
+@pytest.mark.parametrize(("by_index", "kind"), [(True, "sample cache"), (False, "data set")])
+def test_a_cache_of_samples_by_index_is_told_from_other_growth_of_a_data_set(
+    tmp_path: Path, by_index: bool, kind: str
+) -> None:
+    row = searched(tmp_path, Leaking(), data=DataLoader(Cached(by_index=by_index), batch_size=None))[0]
+    assert (row["kind"], row["place"]) == (kind, "Cached.cache[...]")
 
 
 def test_memory_that_no_python_object_holds_is_named_with_its_size(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from lightning_memprof.analysis.findings.modules import (
 )
 from lightning_memprof.analysis.findings.traces import Remedy, open_trace, remedies, remedy, shorter_name
 from lightning_memprof.analysis.ledger.peaks import Peaks, device_peaks
+from lightning_memprof.analysis.ranks.hangs import first_exception
 from lightning_memprof.analysis.run.locate import shown_path, shown_place
 from lightning_memprof.analysis.trace.intervals import length, union
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
@@ -73,7 +74,7 @@ def nothing_found(facts: Facts) -> Finding:
     run = facts.run
     rank = next((rank for rank in (run.lead, *run.ranks) if rank.rank in facts.statistics), run.lead)
     statistics = facts.statistics.get(rank.rank)
-    failed = next((rank.exception for rank in run.ranks if rank.exception), None)
+    failed = first_exception(run.ranks)
     early = f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else ""
     again = "Train for" if facts.is_fit else "Run"
     if statistics is None:

@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from msgspec import structs
+
 from lightning_memprof.analysis.findings.measures import sample_method
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.ledger.growth import (
@@ -58,10 +60,10 @@ DETACH: Final = "Store loss.item() or loss.detach(), not the loss, and clear lis
 LINE: Final = "ExtendedPyTorchProfiler(with_stack=True) records its line."
 NATIVE: Final = "Look for a library that keeps buffers: python -m memray run --native, then memray flamegraph --leaks."
 OUTSIDE: Final = {
-    "remainder": ("outside Python objects", "native code keeps it.", NATIVE),
+    "remainder": (" outside Python objects", "native code keeps it.", NATIVE),
     "free memory": (
-        "in freed memory",
-        "the C allocator keeps freed memory.",
+        ": the C allocator keeps freed memory",
+        "the program has freed it.",
         "Pad batches to a few lengths, or set MALLOC_ARENA_MAX=2 before the training.",
     ),
 }
@@ -107,7 +109,7 @@ def memory_growth(facts: Facts) -> list[Finding]:
     if not found:
         return []
     growth, rank, title, source = max(found, key=lambda entry: entry[0].added_bytes)
-    holders = Holders(who_holds(rank.read(HolderRow).rows), growth)
+    holders = Holders(_bounded(who_holds(rank.read(HolderRow).rows), rank), growth)
     if holders.ends:
         return []
     holder = holders.main
@@ -130,7 +132,7 @@ def memory_growth(facts: Facts) -> list[Finding]:
             else _severity(rank, growth, source, is_explained=cause is not None),
             sentence=(
                 f"{title} grows by {format_bytes(growth.bytes_per_step)} per step{facts.on_rank(rank)}"
-                f"{f' {cause.where}' if cause else ''}."
+                f"{cause.where if cause else ''}."
             ),
             why=(
                 f"The {source} rose steadily by {format_bytes(growth.added_bytes)} ({percent(share)}) in "
@@ -152,6 +154,17 @@ def memory_growth(facts: Facts) -> list[Finding]:
             weight=share,
             recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "growth"),
         )
+    ]
+
+
+def _bounded(rows: Iterable[HolderRow], rank: Rank) -> list[HolderRow]:
+    """Return the holders; a dictionary of a data set by index is full after an epoch."""
+    training = rank.training
+    loader = training.dataloaders[0] if training is not None and training.dataloaders else None
+    samples = (training.num_batches or 0) * (loader.batch_size or 1) if training is not None and loader else 0
+    return [
+        structs.replace(row, bound=samples) if row.kind == "sample cache" and (row.count or 0) <= samples else row
+        for row in rows
     ]
 
 
@@ -182,7 +195,7 @@ def _severity(rank: Rank, growth: Growth, source: str, *, is_explained: bool) ->
 
 
 class _Cause(NamedTuple):
-    """The cause of a growth: place, evidence and remedy; ``action`` is the Trainer's."""
+    """The cause of a growth: end of the sentence, evidence and remedy; ``action`` is the Trainer's."""
 
     where: str
     why: str
@@ -205,13 +218,13 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
         made = site.line or f"the output of {site.module or site.operator}"
         record = "" if site.line else f" {LINE}"
         advice = f"Find what keeps {made} after its step: detach it, and clear its list or dict.{record}"
-        return _Cause(f"in tensors of {site.line or site.module or site.operator}", survivor.shown, advice)
+        return _Cause(f" in tensors of {site.line or site.module or site.operator}", survivor.shown, advice)
     memory = _memory(facts, rank)
     saved = memory.activations if memory is not None else None
     if saved is not None and GRAPH[0] * saved.total_bytes <= growth.bytes_per_step <= GRAPH[1] * saved.total_bytes:
         size = format_bytes(saved.total_bytes)
         why = f"A step saves {size} of activations: a stored loss or output holds its graph."
-        return _Cause("with the saved activations of each step", why, RETAINED)
+        return _Cause(" with the saved activations of each step", why, RETAINED)
     return None
 
 
@@ -225,7 +238,7 @@ def _held(holder: HolderRow) -> _Cause:
     advice = f"Clear or bound {place}{assigned}"
     if "Tensor" in (holder.content or ""):
         advice += "; store .detach() or .item() where the tensor is not needed"
-    return _Cause(f"in {place}{line}", why, f"{advice}.")
+    return _Cause(f" in {place}{line}", why, f"{advice}.")
 
 
 def _outside(holders: Holders) -> _Cause | None:
@@ -263,11 +276,11 @@ def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> _Cause | None:
     if not action.endswith(FETCH):
         name = action_name(action)
         advice = f"Look for data that {name} stores in each batch: store a number instead, or clear its list or dict."
-        return _Cause(f"in {name}", measured, advice, action)
+        return _Cause(f" in {name}", measured, advice, action)
     name = dataset_name(rank) or "the data set"
     method = sample_method(rank.training.dataloaders if rank.training else ())
     advice = f"Do not keep samples in {name}.{method}, or bound its cache: functools.lru_cache(maxsize=...)."
-    return _Cause(f"in the fetch from {name}", measured, advice, action)
+    return _Cause(f" in the fetch from {name}", measured, advice, action)
 
 
 def _fitting(

@@ -237,7 +237,8 @@ def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
     step_ns = ledger.step_ns - ledger.ns("data_wait")
     if cost is None or not loaders or not loaders[0].num_workers or step_ns <= 0:
         return None
-    number, cores, method = loaders[0].num_workers, rank.facts.cpu_count, sample_method(loaders)
+    number, cores = loaders[0].num_workers, rank.facts.cpu_count
+    method = "collate_fn" if cost.collate_ns > cost.fetch_ns / 2 else sample_method(loaders)
     here = sum(other.facts.host == rank.facts.host for other in facts.run.ranks)
     wanted = cost.workers_for(step_ns)
     times = f"a worker needs {format_ns(cost.fetch_ns)} per batch, a step {format_ns(step_ns)} without the wait"

@@ -146,8 +146,8 @@ def _caches(rank: Rank, name: str | None) -> tuple[str, str]:
     method = sample_method(rank.training.dataloaders if rank.training else ())
     sample = f"{name}.{method}" if name else "the data set"
     return (
-        f"Keep nothing in {sample}: each worker has its own copy. Cache on disk or in a shared tensor.",
-        "Bound the cache: functools.lru_cache(maxsize=...).",
+        f"Find what {sample} or a function it calls keeps (attribute, global, lru_cache(maxsize=None)), and bound it.",
+        "Each worker has its own copy: cache on disk or in a shared tensor.",
     )
 
 

@@ -61,6 +61,7 @@ MIN_BATCHES: Final = 8
 # Shares of a slope: what explains it, and its main holder. Freed pieces between the blocks of a leak are part of RSS.
 HELD: Final = 0.5
 MAIN: Final = 1 / 3
+MIN_MAIN: Final = 0.3
 FREE: Final = "free memory"
 OUTSIDE: Final = frozenset({"remainder", FREE})
 ENDING: Final = frozenset({"mapped file", "first touch"})
@@ -117,10 +118,13 @@ def _rises(values: Sequence[float]) -> bool:
 def who_holds(rows: Sequence[HolderRow]) -> list[HolderRow]:
     """Return the result of the last search for holders, the largest first; empty where none found anything.
 
-    A later search has the growth of a longer time, and misses what the program has released since.
+    A later search has the growth of a longer time, and misses what the program has released since: where the C
+    allocator keeps that, as after ``on_train_epoch_end`` has cleared a list, the search before counts.
     """
-    last = rows[-1].step if rows else None
-    return [row for row in rows if row.step == last and row.kind != "nothing"]
+    searches = [list(found) for _, found in itertools.groupby(rows, key=lambda row: row.step)]
+    if len(searches) > 1 and {row.kind for row in searches[-1]} == {FREE} and any(row.place for row in searches[-2]):
+        searches.pop()
+    return [row for row in searches[-1] if row.kind != "nothing"] if searches else []
 
 
 @dataclass(frozen=True)
@@ -132,9 +136,12 @@ class Holders:
 
     @property
     def main(self) -> HolderRow | None:
-        """The holder of at least a third of the slope, the largest."""
+        """The holder of at least a third of the slope without freed memory, the largest; a leak fragments the heap."""
         named = (row for row in self.rows if row.place and row.kind not in ENDING)
-        return next((row for row in named if self._explain([row], MAIN)), None)
+        free = sum(row.added_bytes or 0 for row in self.rows if row.kind == FREE)
+        grown = max((row.grown_bytes or 0 for row in self.rows), default=0)
+        share = MAIN * max(1 - free / grown, MIN_MAIN) if grown else MAIN
+        return next((row for row in named if self._explain([row], share)), None)
 
     @property
     def ends(self) -> bool:

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from lightning_memprof.analysis.run.load import in_full
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import EndRow, ErrorRow, RunFacts, TrainingFacts, WindowRow, decode_fact
-from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name, pulse_name
-from lightning_memprof.artifacts.series import PHASES, parse_pulse_row
+from lightning_memprof.artifacts.naming import (
+    hangs_name,
+    heartbeat_name,
+    manifest_name,
+    parse_manifest_name,
+    pulse_name,
+)
+from lightning_memprof.artifacts.rows import decode_rows
+from lightning_memprof.artifacts.series import PHASES, HangRow, parse_pulse_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,7 +103,8 @@ class RankProgress:
     """One rank so far. ``facts``, ``training`` and ``end`` are rows of its manifest, None before they are written.
 
     ``recent`` are the last of its ``counted`` steps; ``durations_ns`` and ``rss_bytes`` cover the whole run, and
-    ``device_peak_bytes`` is the peak of the device's memory.
+    ``device_peak_bytes`` is the peak of the device's memory. ``beat`` is its place some seconds ago, ``reports`` the
+    number of its rows about steps that do not end.
     """
 
     rank: int
@@ -110,6 +118,8 @@ class RankProgress:
     device_peak_bytes: int | None = None
     windows: dict[int, WindowProgress] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+    beat: HangRow | None = None
+    reports: int = 0
 
     @property
     def steps(self) -> int:
@@ -175,18 +185,22 @@ class Follower:
         self.ranks: dict[int, RankProgress] = {}
         self.found = 0
         """The number of ranks with a manifest; of thousands only the first are followed."""
-        self._tails: dict[int, tuple[Tail, Tail]] = {}
+        self._tails: dict[int, tuple[Tail, Tail, Tail]] = {}
 
     def look(self) -> None:
         """Read the rows that were appended since the last look."""
         self._find_ranks()
-        for rank, (manifest, pulse) in self._tails.items():
+        for rank, (manifest, pulse, hangs) in self._tails.items():
             so_far = self.ranks[rank]
             for row in _readable(manifest.lines(), decode_fact):
                 if row is not None:
                     so_far.take_fact(row)
             for step in _readable(pulse.lines(), lambda line: parse_pulse_row(line.decode("ascii"))):
                 so_far.take_step(step)
+            so_far.reports += len(hangs.lines())
+            with suppress(OSError):
+                beats, _ = decode_rows((self.directory / heartbeat_name(rank)).read_bytes(), HangRow)
+                so_far.beat = beats[0] if beats else None
 
     @property
     def lead(self) -> RankProgress:
@@ -224,8 +238,10 @@ class Follower:
         for rank in in_full(ranks):
             if rank not in self.ranks:
                 self.ranks[rank] = RankProgress(rank)
-                places = (self.directory / manifest_name(rank), self.directory / pulse_name(rank))
-                self._tails[rank] = (Tail(places[0]), Tail(places[1]))
+                manifest, pulse, hangs = (
+                    Tail(self.directory / name(rank)) for name in (manifest_name, pulse_name, hangs_name)
+                )
+                self._tails[rank] = (manifest, pulse, hangs)
 
 
 def total_steps(rank: RankProgress) -> int | None:

@@ -102,10 +102,14 @@ def private_memory(rank: Rank) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """What one batch costs a worker: ``fetch_ns`` without waits for a core, of which ``cpu_ns`` are on a core."""
+    """What one batch costs a worker.
+
+    ``fetch_ns`` without waits for a core, of which ``cpu_ns`` are on a core, and ``collate_ns`` in ``collate_fn``.
+    """
 
     fetch_ns: float
     cpu_ns: float
+    collate_ns: float = 0.0
 
     @property
     def is_cpu_bound(self) -> bool:
@@ -135,7 +139,8 @@ def loading(rank: Rank) -> Loading | None:
         return sum((getattr(after, column) or 0) - (getattr(before, column) or 0) for before, after in spans) / batches
 
     cpu, fetch = per_batch("fetch_cpu_ns"), per_batch("fetch_ns")
-    return Loading(fetch_ns=max(fetch - per_batch("core_wait_ns"), cpu), cpu_ns=cpu)
+    waited = per_batch("core_wait_ns")
+    return Loading(fetch_ns=max(fetch - waited, cpu), cpu_ns=cpu, collate_ns=per_batch("collate_ns"))
 
 
 def _spans(rank: Rank) -> Iterator[tuple[ProcessRow, ProcessRow]]:

@@ -1,33 +1,46 @@
-"""Steps that do not end, and the Python stacks of all threads in them."""
+"""Steps that do not end: the place of each rank in them, the stacks of its threads, and its last collectives."""
 
 from __future__ import annotations
 
+import json
 import linecache
+import os
+import socket
 import statistics
 import sys
 import threading
 import traceback
 from collections import deque
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
-from lightning_memprof.artifacts.naming import hang_stacks_name, hangs_name
-from lightning_memprof.artifacts.series import HangRow, columns_of, encode_rows
+import torch
+
+from lightning_memprof.artifacts.naming import (
+    collectives_name,
+    hang_stacks_name,
+    hangs_name,
+    heartbeat_name,
+)
+from lightning_memprof.artifacts.rows import decode_rows
+from lightning_memprof.artifacts.series import CollectiveRow, HangRow, columns_of, encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector
+from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.sources.assignments import is_library
+from lightning_memprof.capture.torch_internals import _dump_fr_trace_json, _dump_nccl_trace_json
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from types import FrameType
 
-    from lightning_memprof.capture.base import OnMark, OnStep, Position, RunContext, StepRecord
-    from lightning_memprof.capture.clock import StepClock
+    from lightning_memprof.artifacts.series import SeriesRow
+    from lightning_memprof.capture.base import OnException, OnMark, OnStep, RunContext, StepRecord
     from lightning_memprof.schedule import Window
 
 __all__ = ["Hangs", "step_limit"]
@@ -42,15 +55,24 @@ _TIMES: Final = 10
 _TIMES_UNUSUAL: Final = 3
 _RECENT: Final = 65
 _CHECKS: Final = 4
-_LONGEST_SLEEP: Final = 15.0
+_LONGEST_SLEEP: Final = 5.0
+# More ranks write their heartbeats less often: the file system is shared.
+_MANY_RANKS: Final = 256
+# Ranks of one machine have close numbers; a job of thousands must not read all heartbeats.
+_NEAR: Final = 15
+_BEAT_BYTES: Final = 512
+# The time of this empty file asks all ranks for their place.
+_MARKER: Final = "hang_reported"
+_LAST_COLLECTIVES: Final = 100
 _TRAINERS: Final = ("lightning", "pytorch_lightning")
 _OURS: Final = "lightning_memprof"
 
 
 class Hangs(Collector):
-    """Writes the Python stacks of all threads when a step does not end; only writes, and continues to watch.
+    """Writes the place of each rank when a step does not end or one rank raises; only writes, and continues to watch.
 
-    A thread compares the time since the start of the step with a limit, four times per limit. By default the limit is
+    The place is the line, the Python stacks of all threads, and the last collectives of torch's flight recorder. A
+    thread compares the time since the start of the step with a limit, four times per limit. By default the limit is
     10 times the median step and at least 60 s; 10 minutes in the first 3 steps. A step with a validation, a checkpoint
     or the end of an epoch has 10 times as long, and at least 3 times the longest such step before it. C code that
     holds the interpreter's lock delays the stacks until it releases it.
@@ -82,14 +104,19 @@ class Hangs(Collector):
 
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
-        """Watch the steps of the run."""
+        """Watch the steps of the run; about 0.2 µs each."""
         watch = _Watch(run, None if self._seconds is None else round(self._seconds * _SECOND_NS))
         watch.start()
         try:
             yield watch.step
         finally:
             watch.stop()
-            watch.list_files()
+            watch.reports.list_files()
+
+    @contextmanager
+    def guard(self, run: RunContext) -> Iterator[OnException | None]:
+        """Write where a rank raises, before its process group is destroyed and the other ranks fail too."""
+        yield _Reports(run).exception if run.world_size > 1 else None
 
 
 def step_limit(durations: Sequence[int], longest_unusual: int, chosen: int | None, *, is_usual: bool) -> int:
@@ -119,6 +146,7 @@ class _Watch:
     """
 
     def __init__(self, run: RunContext, limit_ns: int | None) -> None:
+        self.reports = _Reports(run)
         self._run = run
         self._limit_ns = limit_ns
         self._training = threading.get_ident()
@@ -127,14 +155,14 @@ class _Watch:
         # By their start, as of the clock: the step that was reported, and the last one that ended. Until the next one
         # starts the clock, it has that of the last.
         self._reported_ns = 0
+        self._reported = ""
         self._ended_ns = 0
+        self._step = 0
         # A report is complete before its step can end.
         self._reporting = threading.Lock()
         self._done = threading.Event()
+        self._longest_sleep = _LONGEST_SLEEP * max(1.0, run.world_size / _MANY_RANKS)
         self._thread = threading.Thread(target=self._watch, name="memprof-hangs", daemon=True)
-        directory = run.sink.place.directory
-        self._rows = directory / hangs_name(run.rank)
-        self._stacks = directory / hang_stacks_name(run.rank)
 
     def start(self) -> None:
         """Start the thread."""
@@ -144,12 +172,7 @@ class _Watch:
         """End the thread."""
         self._done.set()
         self._thread.join()
-
-    def list_files(self) -> None:
-        """List the files in the manifest."""
-        if self._rows.exists():
-            self._run.sink.list_artifact(ArtifactSpec(path=self._rows, type="series", collector=Hangs.name))
-            self._run.sink.list_artifact(ArtifactSpec(path=self._stacks, type="blob", collector=Hangs.name))
+        self.reports.remove_heartbeat()
 
     def step(self, record: StepRecord) -> None:
         """Add a finished step; about 0.2 µs."""
@@ -158,10 +181,11 @@ class _Watch:
         else:
             self._longest_unusual = max(self._longest_unusual, record.duration_ns)
         self._ended_ns = record.start_ns - self._run.unix_offset_ns
+        self._step = record.step
         if self._reported_ns:
             with self._reporting:
                 self._reported_ns = 0
-                self._write(HangRow(kind="end", step=record.step, waited_ns=record.duration_ns))
+                self.reports.write(HangRow(kind="end", step=record.step, waited_ns=record.duration_ns))
 
     def _limit(self) -> int:
         # Other than iterating, copying a deque is one step for other threads.
@@ -170,56 +194,201 @@ class _Watch:
         return step_limit(durations, self._longest_unusual, self._limit_ns, is_usual=is_usual)
 
     def _watch(self) -> None:
-        while not self._done.wait(min(self._limit() / _SECOND_NS / _CHECKS, _LONGEST_SLEEP)):
-            try:
+        try:
+            self._check()
+            while not self._done.wait(min(self._limit() / _SECOND_NS / _CHECKS, self._longest_sleep)):
                 self._check()
-            except Exception as error:  # noqa: BLE001 a full disk, or a step that ends meanwhile, must not end the thread
-                self._run.faults.report(Hangs.name, "mark", None, error)
-                return
+        except Exception as error:  # noqa: BLE001 a full disk, or a step that ends meanwhile, must not end the training
+            self._run.faults.report(Hangs.name, "mark", None, error)
 
     def _check(self) -> None:
-        progress = self._run.progress
-        position, clock = progress.position, progress.clock
-        if position is None or clock is None:
-            return
-        start, limit = clock.start_ns, self._limit()
-        waited = perf_counter_ns() - start
-        if waited <= limit or start == self._reported_ns:
+        # A full disk or a missing directory costs the heartbeat only.
+        with suppress(OSError):
+            self.reports.beat(self._place())
+        # Writing and asking take time: the place is that of the report.
+        asked, limit, row = self.reports.asked(), self._limit(), self._place()
+        # The clock of a step that has ended is that of the last one until the next one starts.
+        start = 0 if row.waited_ns is None else self._clock_start()
+        is_late = bool(start) and (row.waited_ns or 0) > limit
+        kind = "hang" if is_late else "asked" if asked else ""
+        if not kind or (start and start == self._reported_ns and kind == self._reported):
             return
         with self._reporting:
-            self._reported_ns = start
+            self._reported_ns, self._reported = start, kind
             # Set before it is compared: a step that ends from here on waits for the report.
-            if start == self._ended_ns or start != clock.start_ns:
+            if start and (start == self._ended_ns or start != self._clock_start()):
                 self._reported_ns = 0
                 return
-            self._report(position, clock, waited, limit)
+            row.kind, row.limit_ns = kind, limit
+            self.reports.stand(row, self._training)
 
-    def _report(self, position: Position, clock: StepClock, waited: int, limit: int) -> None:
+    def _clock_start(self) -> int:
+        clock = self._run.progress.clock
+        return 0 if clock is None else clock.start_ns
+
+    def _place(self) -> HangRow:
+        """Return the step and the phase at this moment; between steps the step that comes next."""
+        progress = self._run.progress
+        position, clock, now = progress.position, progress.clock, perf_counter_ns()
+        row = HangRow(kind="heartbeat", time_ns=now + self._run.unix_offset_ns)
+        if position is None or clock is None or clock.start_ns == self._ended_ns:
+            row.step, row.phase = self._step + bool(self._ended_ns), "between_steps"
+        else:
+            row.step, row.global_step, row.phase = position.step, position.global_step, clock.phase()
+            row.waited_ns = now - clock.start_ns
+        return row
+
+
+class _Reports:
+    """The files of a rank: its heartbeat, and its reports.
+
+    Args:
+        run: the run.
+
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._directory = run.sink.place.directory
+        self._rows, self._stacks, self._collectives, self._beats = (
+            self._directory / name(run.rank)
+            for name in (hangs_name, hang_stacks_name, collectives_name, heartbeat_name)
+        )
+        self._marker = self._directory / _MARKER
+        self._marked_ns = self._marker_ns()
+        self._host = _host()
+
+    def list_files(self) -> None:
+        """List the files in the manifest."""
+        for path in (self._rows, self._collectives, self._stacks):
+            if path.exists():
+                kind: Literal["blob", "series"] = "blob" if path == self._stacks else "series"
+                self._run.sink.list_artifact(ArtifactSpec(path=path, type=kind, collector=Hangs.name))
+
+    def beat(self, row: HangRow) -> None:
+        """Overwrite the heartbeat in place, about 30 µs: other ranks read it if this process is stopped or killed."""
+        row.pid, row.host = os.getpid(), self._host
+        line = encode_rows([columns_of(row)]).strip().ljust(_BEAT_BYTES - 1) + "\n"
+        file = os.open(self._beats, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+
+    def remove_heartbeat(self) -> None:
+        """Remove the heartbeat of a rank that ends."""
+        with suppress(OSError):
+            self._beats.unlink()
+
+    def asked(self) -> bool:
+        """Return whether another rank has reported since the last call."""
+        before, self._marked_ns = self._marked_ns, self._marker_ns()
+        return self._marked_ns > before
+
+    def exception(self, error: BaseException) -> bool:
+        """Write where an exception was raised; ended by Ctrl-C or a signal a rank has not failed."""
+        if isinstance(error, Exception):
+            progress = self._run.progress
+            position, clock = progress.position, progress.clock
+            frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+            row = HangRow(kind="exception", time_ns=perf_counter_ns() + self._run.unix_offset_ns, error=describe(error))
+            if position is not None and clock is not None:
+                row.step, row.global_step, row.phase = position.step, position.global_step, clock.phase(raised=True)
+                row.waited_ns = perf_counter_ns() - clock.start_ns
+            with self._run.faults.caught(Hangs.name, "mark"):
+                self._write_place(row, frames)
+        return False
+
+    def stand(self, row: HangRow, training: int) -> None:
+        """Write where the threads of this rank are."""
         frames = sys._current_frames()  # noqa: SLF001 the documented way to the stacks of all threads
         del frames[threading.get_ident()]
-        training = frames[self._training]
-        place, source = _place(training)
+        limit = "" if row.kind == "asked" else f" (limit {format_ns(row.limit_ns or 0)})"
         with self._stacks.open("a", encoding="utf-8") as file:
-            file.write(f"Step {position.step} has not ended after {format_ns(waited)} (limit {format_ns(limit)}).\n")
-            file.writelines(_stacks(frames, self._training))
-        self._write(
-            HangRow(
-                kind="hang",
-                step=position.step,
-                global_step=position.global_step,
-                time_ns=clock.start_ns + waited + self._run.unix_offset_ns,
-                phase=clock.phase,
-                waited_ns=waited,
-                limit_ns=limit,
-                function=_function(training),
-                place=place,
-                source=source,
-            )
-        )
+            file.write(f"Step {row.step} has not ended after {format_ns(row.waited_ns or 0)}{limit}.\n")
+            file.writelines(_stacks(frames, training))
+        self._write_place(row, list(traceback.walk_stack(frames[training])))
 
-    def _write(self, row: HangRow) -> None:
+    def write(self, *rows: HangRow) -> None:
+        """Add rows to the reports."""
         with self._rows.open("a", encoding="utf-8") as file:
-            file.write(encode_rows([columns_of(row)]))
+            file.write(encode_rows(columns_of(row) for row in rows))
+
+    def _write_place(self, row: HangRow, frames: Sequence[tuple[FrameType, int]]) -> None:
+        """Write the row with the innermost function and line of ``frames``, and what else is known at this moment."""
+        if frames:
+            row.function, (row.place, row.source) = _function(frames[0][0]), _place(frames)
+        row.pid, row.host = os.getpid(), self._host
+        self.write(row)
+        if self._run.world_size > 1:
+            if row.kind != "asked":
+                self._marker.touch()
+                self._marked_ns = self._marker_ns()
+            self.write(*self._others(row.time_ns or 0))
+            if rows := list(_collectives()):
+                self._collectives.write_text(encode_rows(map(columns_of, rows)), encoding="utf-8")
+
+    def _marker_ns(self) -> int:
+        try:
+            return self._marker.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _others(self, now_ns: int) -> Iterator[HangRow]:
+        """Yield the last heartbeat of the other ranks of this machine, and the state of their processes."""
+        run = self._run
+        for rank in range(max(run.rank - _NEAR, 0), min(run.rank + _NEAR + 1, run.world_size)):
+            beats: list[HangRow] = []
+            with suppress(OSError):
+                beats, _ = decode_rows((self._directory / heartbeat_name(rank)).read_bytes(), HangRow)
+            if rank != run.rank and beats and beats[0].host == self._host:
+                row = beats[0]
+                row.kind, row.peer, row.state = "other", rank, _state(row.pid or 0)
+                row.waited_ns = now_ns - (row.time_ns or now_ns)
+                yield row
+
+
+def _host() -> str:
+    """Return the machine and its namespace of process ids: ranks in other containers have other processes."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    return f"{socket.gethostname()} {os.getpid()}"
+
+
+def _state(pid: int) -> str:
+    """Return whether a process is ``running``, ``stopped`` by a signal, or ``gone``; source: proc(5)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return "gone"
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "running")
+
+
+def _collectives() -> Iterator[SeriesRow]:
+    """Yield the last collectives of each process group, as torch's flight recorder has them."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    dumps = [json.loads(text) for dump in (_dump_fr_trace_json, _dump_nccl_trace_json) if (text := dump())]
+    for dump in dumps:
+        groups: dict[str, deque[CollectiveRow]] = {}
+        for entry in dump["entries"]:
+            if entry["is_p2p"]:
+                continue
+            tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+            group = entry["process_group"][0]
+            is_done = entry["retired"] or entry["state"] == "completed"
+            groups.setdefault(group, deque(maxlen=_LAST_COLLECTIVES)).append(
+                CollectiveRow(
+                    time_ns=entry["time_created_ns"],
+                    group=group,
+                    number=entry["collective_seq_id"],
+                    operation=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+                    tensors=", ".join(f"{kind}{sizes}" for kind, sizes in tensors),
+                    state="completed" if is_done else "waiting",
+                )
+            )
+        for rows in groups.values():
+            yield from rows
 
 
 def _function(frame: FrameType) -> str:
@@ -228,24 +397,18 @@ def _function(frame: FrameType) -> str:
     return f"{frame.f_globals.get('__name__', '?')}.{name}"
 
 
-def _place(innermost: FrameType) -> tuple[str | None, str | None]:
+def _place(frames: Iterable[tuple[FrameType, int]]) -> tuple[str | None, str | None]:
     """Return the innermost line of the program, with its function, and its source; None where the Trainer runs it."""
-    frame: FrameType | None = innermost
-    found: FrameType | None = None
-    while frame is not None:
+    found: tuple[str, str | None] | None = None
+    for frame, line in frames:
         code = frame.f_code
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if found is not None and package in _TRAINERS:
-            source = linecache.getline(found.f_code.co_filename, found.f_lineno).strip()
-            return f"{Path(found.f_code.co_filename).name}:{found.f_lineno} in {found.f_code.co_name}", source or None
-        if (
-            found is None
-            and package != _OURS
-            and not code.co_filename.startswith("<")
-            and not is_library(code.co_filename)
-        ):
-            found = frame
-        frame = frame.f_back
+            return found
+        is_program = package != _OURS and not code.co_filename.startswith("<") and not is_library(code.co_filename)
+        if found is None and is_program:
+            source = linecache.getline(code.co_filename, line).strip()
+            found = f"{Path(code.co_filename).name}:{line} in {code.co_name}", source or None
     return None, None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -38,13 +39,13 @@ from lightning_memprof.schedule import Point
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.process import BaseProcess
-    from pathlib import Path
 
     from lightning_memprof.capture.base import RunContext, StepRecord
     from lightning_memprof.schedule import Mark, Window
 
 __all__ = ["ActionMemory", "HostMemory", "ProcessLog"]
 
+_SIZES: Final = Path("/proc/self/smaps_rollup")
 # Workers that fill a cache do so in the first seconds; later a sample every 10 s shows a leak.
 _FIRST_S: Final = (1, 2, 4, 8)
 _EVERY_S: Final = 10
@@ -121,6 +122,8 @@ class HostMemory(Collector):
             run.progress.validation_batch = None
             if log.close():
                 run.sink.list_artifact(ArtifactSpec(path=path, type="series", collector=self.name))
+            if log.is_unreadable:
+                run.note_unavailable(self.name, "DataLoader workers: /proc/PID/smaps_rollup cannot be read here")
 
 
 def _save(run: RunContext, window: Window, actions: ActionMemory) -> None:
@@ -236,6 +239,11 @@ class ProcessLog:
         self._sizes: list[tuple[int, int | None]] = []
         self._heap = HeapSize()
         self._validations = 0
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether there were workers, on a system without their sizes, as all but Linux."""
+        return bool(self._taken) and not _SIZES.exists()
 
     def validation_batch(self) -> None:
         """Read memory at a batch of a validation inside fit; of many batches at every second, fourth, ... one."""

@@ -67,7 +67,7 @@ def where(progress: Progress) -> dict[str, Any]:
         "step": step,
         "global_step": global_step,
         "epoch": epoch,
-        "phase": progress.clock.phase if has_step and progress.clock is not None else None,
+        "phase": progress.clock.phase() if has_step and progress.clock is not None else None,
         "point": progress.point.value if has_step and progress.point is not None else None,
         "window": progress.window,
     }

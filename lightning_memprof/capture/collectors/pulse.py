@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["ActionTotals", "Pulse", "PulseWriter", "device_columns"]
 
 _CHUNK_ROWS: Final = 64
-_CHUNK_NS: Final = 10_000_000_000
+# What a killed run loses; a write takes about 50 µs.
+_CHUNK_NS: Final = 2_000_000_000
 # After a training step the caches are cold, and reading memory costs as much as the rest of the pulse.
 _MEMORY_NS: Final = 10_000_000
 _CALLBACKS: Final = PHASES.index("callbacks")

@@ -270,6 +270,8 @@ class _Comparison:
             added = entries - known.get(id(container), 0)
             row = HolderRow(content=label, count=entries, added=added, added_bytes=round(size))
             row.bound = bound_of(container)
+            if holder.kind == "data set" and _has_indices(container):
+                row.kind = "sample cache"
             self._add(holder, place, row)
 
     def _tensors(self) -> None:
@@ -380,6 +382,10 @@ class _Comparison:
                 if not self._knows(holder.place):
                     self._add(holder, holder.place, row)
             objects.clear()
+
+
+def _has_indices(container: Any) -> bool:
+    return type(container) is dict and all(type(key) is int for key in list(container)[:_ENTRIES])
 
 
 def _is_within(place: str, other: str) -> bool:

@@ -44,6 +44,7 @@ _KINDS: Final = (
     ("Metric", "metric state"),
     ("Logger", "logger"),
     ("Callback", "callback"),
+    ("Dataset", "data set"),
 )
 _HOOKS: Final = {
     "_forward_hooks": "forward hook",

@@ -135,11 +135,17 @@ def _state(watched: Watched, lead: RankProgress) -> str:
         ends = (rank.end for rank in watched.follower.ranks.values() if rank.end)
         exception = next((end.exception for end in ends), None)
         return f"ended: {exception}" if exception else "finished"
-    if lead.last_ns is None:
+    beat = lead.beat
+    age = watched.now_ns - ((beat and beat.time_ns) or 0)
+    if lead.last_ns is None and beat is None:
         return "before its first step"
-    silent = max(0, watched.now_ns - lead.last_ns)
-    words = f"last step {passed(silent)} ago"
-    return f"{words}: it waits, or was killed" if silent > max(SILENT_NS, SILENT_STEPS * _median(lead)) else words
+    silent = max(0, watched.now_ns - lead.last_ns) if lead.last_ns else 0
+    words = f"last step {passed(silent)} ago" if lead.last_ns else "in its first step"
+    if silent <= max(SILENT_NS, SILENT_STEPS * _median(lead)) and lead.last_ns:
+        return words
+    if beat is None or age > SILENT_NS:
+        return f"{words}: it {'waits' if beat is None else 'is stopped'}, or was killed"
+    return f"{words}: in {called(beat.phase or '?')} of step {beat.step} for {passed(age + (beat.waited_ns or 0))}"
 
 
 def passed(ns: float) -> str:
@@ -202,6 +208,7 @@ def _ranks(follower: Follower) -> Section:
         Field("rank", "index", lambda rank: rank.rank),
         Field("status", "text", lambda rank: "ended" if rank.end is not None else "running"),
         Field("steps", "count", _steps_done),
+        Field("in", "text", lambda rank: None if rank.beat is None else called(rank.beat.phase or "?")),
         Field("median step", "ns", lambda rank: _median(rank) if rank.recent else None),
         Field(called("data_wait"), "share", _data_wait),
         Field("RSS", "bytes", lambda rank: rank.recent[-1]["rss_bytes"] if rank.recent else None),

@@ -82,14 +82,20 @@ def steps_section(view: View) -> Section:
     return Section("steps", "Steps", lead, parts)
 
 
+REPORTS: Final = {"hang": "exceeds its limit", "asked": "another rank reported", "exception": "raised"}
+
+
 def hangs_section(view: View) -> Section | None:
-    """Return the steps that exceeded their limit, on all ranks; None without one."""
+    """Return where each rank was in steps that exceeded their limit, or raised; None without one."""
     rows = [(rank.rank, row) for rank in view.run.ranks if rank.in_full for row in rank.read(HangRow).rows]
     ended = {(rank, row.step): row.waited_ns for rank, row in rows if row.kind == "end"}
+    # Of a step the last report: a rank that was asked may exceed its own limit later.
+    last = {(rank, row.step): (rank, row) for rank, row in rows if row.kind in REPORTS}
     parts = filled(
-        Table("hangs", "Steps that exceeded their limit", is_sortable=False),
-        [row for row in rows if row[1].kind == "hang"],
-        Field("rank", "index", lambda row: row[0], priority=1),
+        Table("hangs", "Place of each rank", is_sortable=False),
+        list(last.values()),
+        Field("rank", "index", lambda row: row[0]),
+        Field("report", "text", lambda row: REPORTS[row[1].kind or ""]),
         Field("step", "index", lambda row: row[1].step),
         Field("phase", "text", lambda row: called(row[1].phase or "?")),
         Field("limit", "ns", lambda row: row[1].limit_ns),
@@ -97,8 +103,9 @@ def hangs_section(view: View) -> Section | None:
         Field("line", "code", lambda row: row[1].place),
         Field("source", "code", lambda row: row[1].source, priority=1),
         Field("function", "code", lambda row: row[1].function),
+        Field("error", "text", lambda row: row[1].error, priority=1),
     )
-    return Section("hangs", "Where it hangs", "", list(parts)) if rows else None
+    return Section("hangs", "Where it hangs", "", list(parts)) if last else None
 
 
 def _by_phase(view: View) -> Iterator[Table]:

@@ -205,9 +205,16 @@ def test_an_action_without_a_phase_of_its_own_counts_for_the_one_around_it() -> 
     clock.leave()
     enter(clock, FORWARD)
     clock.enter_within("hook")
-    assert clock.phase == "forward"
+    assert clock.phase() == "forward"
     clock.leave()
     clock.leave()
+    assert (clock.phase(), clock.phase(raised=True)) == ("other", "forward")
+    enter(clock, FORWARD)
+    clock.leave()
+    clock.interrupt("gc_pause", 0)
+    clock.enter(clock.slot("[MemProfiler]", OTHER))
+    clock.leave()
+    assert (clock.phase(), clock.phase(raised=True)) == ("other", "forward")
     assert {("hook", "other"), ("hook", "forward")} <= actions_of(clock, record_of(clock)).keys()
 
 
@@ -372,7 +379,7 @@ def test_times_that_are_read_later_are_those_of_their_step() -> None:
         clock.leave()
         clock.leave()
         records.append(record_of(clock))
-    assert clock.phase == "other"
+    assert clock.phase() == "other"
     entered = [{name for name, phase in actions_of(clock, record)} for record in reversed(records)]
     assert entered == [{UNTRACKED, "backward", "hook"}, {UNTRACKED, "forward", "hook"}]
     assert all(sum(record.phases_ns) == record.duration_ns for record in records)

@@ -10,6 +10,7 @@ import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.cli.main import main
+from lightning_memprof.cli.watch import _Watcher
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.report.sections import live
 
@@ -96,3 +97,42 @@ def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
         main(["--debug", "watch", "s3://bucket/run"])
     with pytest.raises(ArtifactError, match="no run is in it"):
         main(["--debug", "watch", str(tmp_path)])
+
+
+def test_a_run_that_stands_still_has_its_place_and_its_hang(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_run(tmp_path, FakeRun())
+    unended(directory)
+    last = int((directory / "pulse.rank00000.csv").read_text().splitlines()[-1].split(",")[4])
+    now = last + 2 * live.SILENT_NS
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    beat = {"kind": "heartbeat", "step": 30, "phase": "data_wait", "waited_ns": 55 * 10**9, "time_ns": now - 5 * 10**9}
+    (directory / "heartbeat.rank00000.jsonl").write_text(json.dumps(beat).ljust(511) + "\n")
+    hang = {"kind": "hang", "step": 30, "phase": "data_wait", "waited_ns": 61 * 10**9, "place": "train.py:7 in read"}
+    (directory / "hangs.rank00000.jsonl").write_text(json.dumps(hang) + "\n")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    page = capsys.readouterr().out
+    assert "in data wait of step 30 for 60 s" in page
+    assert "Step 30 does not end: stuck in data wait at train.py:7 in read." in " ".join(page.split())
+
+
+def test_findings_are_computed_again_when_a_rank_reports(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun())
+    unended(directory)
+    watcher = _Watcher(directory)
+    assert "hang" not in {finding.rule for finding in watcher.update().findings}
+    hang = {"kind": "hang", "step": 30, "phase": "forward", "waited_ns": 61 * 10**9, "place": "train.py:7 in read"}
+    (directory / "hangs.rank00000.jsonl").write_text(json.dumps(hang) + "\n")
+    assert "hang" in {finding.rule for finding in watcher.update().findings}
+
+
+def test_a_heartbeat_that_ended_says_that_the_process_is_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_run(tmp_path, FakeRun())
+    unended(directory)
+    beat = {"kind": "heartbeat", "step": 30, "phase": "forward", "waited_ns": 5, "time_ns": 10**9}
+    (directory / "heartbeat.rank00000.jsonl").write_text(json.dumps(beat) + "\n")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert "it is stopped, or was killed" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, examine, examine_files
+from lightning_memprof.analysis.findings.measures import worker_advice
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.schedule import Window
@@ -123,3 +125,20 @@ def test_a_wait_in_every_tenth_step_is_told_with_its_length(tmp_path: Path) -> N
     fake = FakeRun(steps=100, phases=shards, training=NO_WORKERS, loading=("Shards.fetch",))
     finding = found(tmp_path, fake)["input_bound"]
     assert ": every 10th step waits 400 ms for Shards (num_workers=0)." in finding.sentence
+
+
+@pytest.mark.parametrize(("collate_ms", "method"), [(20, "__getitem__"), (280, "collate_fn")])
+def test_the_slow_part_of_workers_is_named_by_their_counters(tmp_path: Path, collate_ms: int, method: str) -> None:
+    loader = {"num_workers": 2, "dataset": "Images", "persistent_workers": True}
+    fake = FakeRun(phases=lambda *_: {**HEALTHY, "data_wait": 60 * MS}, training={"dataloaders": [loader]})
+    directory = make_run(tmp_path, fake)
+    rows = [
+        {"kind": "worker", "pid": 7, "worker": 0, "step": n, "time_ns": n * 10**9, "batches": 10 * n,
+         "fetch_ns": 4000 * MS * n, "fetch_cpu_ns": 3990 * MS * n, "collate_ns": 10 * collate_ms * MS * n}
+        for n in (1, 3)
+    ]  # fmt: skip
+    (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = Facts.of(load_run(directory))
+    advice = worker_advice(facts, facts.run.lead, facts.ledgers[0])
+    assert advice is not None
+    assert advice.startswith(f"Make {method} faster: a worker needs 400 ms per batch")

@@ -216,7 +216,7 @@ def test_freed_memory_that_the_allocator_keeps_is_a_note(tmp_path: Path) -> None
     finding = held(tmp_path, {"kind": "free memory", "added_bytes": 300 * MIB})
     assert finding is not None
     assert finding.severity is Severity.INFO
-    assert finding.sentence.endswith("in freed memory.")
+    assert finding.sentence.endswith(": the C allocator keeps freed memory.")
 
 
 def test_memory_that_no_python_object_refers_to_is_named(tmp_path: Path) -> None:
@@ -231,6 +231,34 @@ def test_only_the_last_search_counts(tmp_path: Path) -> None:
     finding = held(tmp_path, {**HISTORY, "step": 60}, {"kind": "nothing"})
     assert finding is not None
     assert finding.sentence == "Host memory grows by 4.00 MiB per step."
+
+
+@pytest.mark.parametrize(("batches", "is_accused"), [(200, False), (20, True)])
+def test_a_cache_by_index_is_full_after_an_epoch(tmp_path: Path, batches: int, is_accused: bool) -> None:
+    training = {"num_batches": batches, "dataloaders": [{"num_workers": 0, "batch_size": 4}]}
+    cache = {**HISTORY, "kind": "sample cache", "place": "Images.cache[...]"}
+    finding = held(tmp_path, cache, fake=replace(GROWING, training=training))
+    assert (finding is not None) is is_accused
+
+
+FREED = {"kind": "free memory", "added_bytes": 300 * MIB}
+
+
+def test_a_list_that_is_cleared_before_the_last_search_keeps_its_name(tmp_path: Path) -> None:
+    finding = held(tmp_path, {**HISTORY, "step": 90}, FREED)
+    assert finding is not None
+    assert finding.sentence == "Host memory grows by 4.00 MiB per step in Net.history (a/train.py:14)."
+    assert finding.severity > Severity.INFO
+
+
+@pytest.mark.parametrize(("size", "is_named"), [(96 * MIB, True), (12 * MIB, False)])
+def test_a_leak_that_fragments_the_heap_is_named_and_a_small_list_is_not(
+    tmp_path: Path, size: int, is_named: bool
+) -> None:
+    finding = held(tmp_path, {**HISTORY, "added_bytes": size}, FREED)
+    assert finding is not None
+    assert ("in Net.history" in finding.sentence) is is_named
+    assert (finding.severity > Severity.INFO) is is_named
 
 
 SHORT = replace(GROWING, steps=40, rss_bytes=lambda step: GIB + 4 * MIB * (step // 20))

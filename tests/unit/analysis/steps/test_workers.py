@@ -54,7 +54,7 @@ def test_the_times_of_workers_have_a_closed_form(tmp_path: Path) -> None:
         assert (found.batches, found.fetch_ns, found.collate_ns) == (75, 40 * MS, MS)
         assert (found.cpu_share, found.blocked_share, found.queue_share) == pytest.approx((0.25, 0.75, 0))
         assert (found.private_bytes, found.added_bytes) == (43 * MIB, 2 * MIB)
-    assert loading(lead) == Loading(fetch_ns=40 * MS, cpu_ns=10 * MS)
+    assert loading(lead) == Loading(fetch_ns=40 * MS, cpu_ns=10 * MS, collate_ns=MS)
 
 
 @pytest.mark.parametrize(("step_ms", "wanted"), [(50, 1), (40, 1), (39, 2), (10, 4), (9, 5)])
@@ -69,7 +69,7 @@ def test_the_number_of_workers_is_a_quotient(step_ms: int, wanted: int) -> None:
 def test_a_wait_for_a_core_is_not_a_cost_of_the_batch(tmp_path: Path) -> None:
     samples = [worker(100, second, core_wait_ns=500 * MS * second) for second in (1, 3)]
     lead = load_run(recorded(tmp_path, *samples)).lead
-    assert loading(lead) == Loading(fetch_ns=20 * MS, cpu_ns=10 * MS)
+    assert loading(lead) == Loading(fetch_ns=20 * MS, cpu_ns=10 * MS, collate_ns=MS)
 
 
 def test_workers_without_counters_have_memory_only(tmp_path: Path) -> None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_memprof import ConfigError, Schedule
+from lightning_memprof.artifacts.series import HangRow
 from lightning_memprof.capture.base import OnMark, RunContext
-from lightning_memprof.capture.collectors.hangs import step_limit
+from lightning_memprof.capture.collectors.hangs import _Reports, step_limit
 from lightning_memprof.collectors import Hangs, Window
 from lightning_memprof.schedule import Point
 from lightning_memprof.testing import FakeCollector
@@ -52,6 +58,66 @@ def test_steps_below_their_limit_leave_no_file_and_no_thread(tmp_path: Path) -> 
     assert rows_of(tmp_path, 3600, lambda _: None) == []
     assert not (tmp_path / "memprofiler" / "stacks.rank00000.txt").exists()
     assert "memprof-hangs" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_heartbeat_has_the_place_of_a_running_step_and_is_removed_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "memprofiler" / "heartbeat.rank00000.jsonl"
+    seen: list[dict[str, Any]] = []
+
+    def slow(step: int) -> None:
+        until = time.monotonic() + 60
+        while step == 2 and not seen and time.monotonic() < until:
+            time.sleep(0.02)
+            seen.extend(row for row in map(json.loads, path.read_text().splitlines()) if row.get("step") == 2)
+
+    with context(tmp_path) as run, session(run, NEVER, [Hangs(max_step_seconds=0.4)]) as made:
+        drive(made, range(4), slow)
+    (beat,) = seen
+    assert (beat["phase"], beat["pid"]) == ("other", os.getpid())
+    assert beat["waited_ns"] > 0
+    assert not path.exists()
+
+
+def test_a_rank_reports_its_place_when_another_one_has_reported(tmp_path: Path) -> None:
+    path = tmp_path / "memprofiler" / "hangs.rank00000.jsonl"
+
+    def slow(step: int) -> None:
+        if step == 2:
+            (tmp_path / "memprofiler" / "hang_reported").touch()
+            wait_for(path)
+
+    with context(tmp_path) as run, session(replace(run, world_size=2), NEVER, [Hangs(max_step_seconds=8)]) as made:
+        drive(made, range(4), slow)
+    asked, end = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (asked["kind"], asked["step"], end["kind"]) == ("asked", 2, "end")
+    assert asked["function"].endswith("wait_for")
+
+
+def test_an_exception_is_written_with_the_state_of_the_process_of_a_neighbour(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    path = tmp_path / "memprofiler" / "hangs.rank00000.jsonl"
+    with context(tmp_path) as made:
+        run = replace(made, world_size=2)
+        _Reports(replace(run, rank=1)).beat(HangRow(kind="heartbeat", step=4, phase="forward", time_ns=5))
+        beat = tmp_path / "memprofiler" / "heartbeat.rank00001.jsonl"
+        beat.write_text(json.dumps(json.loads(beat.read_text()) | {"pid": child.pid}) + "\n")
+        with Hangs().guard(run) as on_exception:
+            assert on_exception is not None
+            assert not on_exception(KeyboardInterrupt())
+            assert not path.exists()
+            assert not on_exception(ValueError("empty"))
+            child.kill()
+            child.wait()
+            assert not on_exception(ValueError("empty"))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["kind"], row.get("error"), row.get("peer"), row.get("state"), row.get("step")) for row in rows] == [
+        ("exception", "ValueError: empty", None, None, None),
+        ("other", None, 1, "stopped", 4),
+        ("exception", "ValueError: empty", None, None, None),
+        ("other", None, 1, "gone", 4),
+    ]
 
 
 def test_time_between_two_steps_is_not_a_step_that_hangs(tmp_path: Path) -> None:

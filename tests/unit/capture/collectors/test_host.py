@@ -194,6 +194,19 @@ def sampling(monkeypatch: pytest.MonkeyPatch, children: list[Child]) -> list[int
     return now
 
 
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_workers_whose_memory_this_system_does_not_have_are_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_readable: bool
+) -> None:
+    sampling(monkeypatch, [Child(1)])
+    if not is_readable:
+        monkeypatch.setattr("lightning_memprof.capture.collectors.host._SIZES", tmp_path / "missing")
+    with context(tmp_path) as run, session(run, Schedule(skip_first=100), [HostMemory()]) as made:
+        drive(made, range(3))
+    reasons = [row["reason"] for row in manifest(tmp_path / "memprofiler") if row["kind"] == "unavailable"]
+    assert reasons == ([] if is_readable else ["DataLoader workers: /proc/PID/smaps_rollup cannot be read here"])
+
+
 def test_a_step_reads_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = sampling(monkeypatch, [Child(1), Child(2), Child(3)])
     log = ProcessLog(tmp_path / "processes.jsonl", 0)
