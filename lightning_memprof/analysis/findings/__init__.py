@@ -32,7 +32,12 @@ from lightning_memprof.analysis.findings.data import (
 from lightning_memprof.analysis.findings.device import allocator_thrash, gpu_idle, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
 from lightning_memprof.analysis.findings.host import actions_bound, between_steps, core_wait, gc_pauses, slow_steps
-from lightning_memprof.analysis.findings.kernels import many_small_kernels, many_small_operators, tensor_cores_unused
+from lightning_memprof.analysis.findings.kernels import (
+    many_small_kernels,
+    many_small_operators,
+    python_time,
+    tensor_cores_unused,
+)
 from lightning_memprof.analysis.findings.memory import (
     activation_peak,
     allocator_retries,
@@ -42,7 +47,7 @@ from lightning_memprof.analysis.findings.memory import (
     worker_memory,
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
-from lightning_memprof.analysis.findings.modules import double_backward, python_loop, python_time, unused_gradients
+from lightning_memprof.analysis.findings.modules import double_backward, python_loop, retained_graph, unused_gradients
 from lightning_memprof.analysis.findings.profiler import (
     hang,
     other_profiler,
@@ -90,6 +95,7 @@ RULES: Final[tuple[Rule, ...]] = (
     device_memory_growth,
     worker_memory,
     validation_memory,
+    retained_graph,
     allocator_retries,
     straggler,
     input_bound,

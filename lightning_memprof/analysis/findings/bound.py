@@ -123,7 +123,8 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     """Return the module that bounds forward and backward, None where these are less than half of the step."""
     ledger = facts.ledgers[rank.rank]
     passes = ledger.ns("forward", "backward")
-    if passes < COMPUTE_BOUND * ledger.running_ns:
+    # The excess of stalls is that of the passes of a few steps.
+    if passes < COMPUTE_BOUND * (ledger.running_ns - ledger.ns("stall")):
         return None
     heaviest, achieved = heaviest_module(ledger), None
     if heaviest is None:

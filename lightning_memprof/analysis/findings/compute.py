@@ -12,7 +12,7 @@ from lightning_memprof.artifacts.series import SavedTensorsRow, ThroughputRow
 from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.ledger.model import TimeLedger
+    from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 
@@ -250,7 +250,8 @@ FASTER: Final = (1 / 3, 2 / 3)
 def optimizer_bound(facts: Facts) -> list[Finding]:
     """Find an optimizer that takes much of the step and uses neither of torch's faster implementations.
 
-    Recovers a third to two thirds of the time of the optimizer in a median step.
+    Recovers a third to two thirds of the time of the optimizer in a median step; of several, of the slowest one that
+    loops.
     """
     worst = facts.worst("optimizer")
     if worst is None or worst[0].rank not in facts.ledgers:
@@ -261,9 +262,10 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     # Hooks inside its phase are lines of their own.
     stalls = sum(stall.excess_ns for stall in ledger.stalls if stall.owner == "optimizer") / ledger.steps
     mean_share = min(statistics.share("optimizer"), (ledger.ns("optimizer") + stalls) / ledger.step_ns)
-    share = min(mean_share, statistics.median_shares["optimizer"])
     slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
-    spent = share * ledger.step_ns
+    slow.sort(key=lambda optimizer: -_part_of(ledger, optimizer))
+    mean_share *= _part_of(ledger, slow[0]) if slow else 0.0
+    spent = min(mean_share, statistics.median_shares["optimizer"]) * ledger.step_ns
     worth = Recovery(unit="ns", min=spent * FASTER[0], max=spent * FASTER[1], whole=ledger.running_ns)
     if worth.share < NOTABLE or statistics.used < MIN_STEPS or not slow:
         return []
@@ -296,6 +298,12 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
             recovers=worth,
         )
     ]
+
+
+def _part_of(ledger: TimeLedger, optimizer: OptimizerFacts) -> float:
+    """Return the share of an optimizer, by its class, in the time of all; 1 where that was not recorded."""
+    lines = [line for line in ledger.of("optimizer") if line.name]
+    return total(line for line in lines if line.name == optimizer.name) / total(lines) if lines else 1.0
 
 
 def _loops(optimizer: OptimizerFacts) -> bool:
@@ -340,7 +348,10 @@ def dense_embedding(facts: Facts) -> list[Finding]:
     if found is None or ledger.steps < MIN_STEPS:
         return []
     embedding, share = found
-    spent = ledger.ns("optimizer")
+    optimizers = rank.training.optimizers if rank.training else []
+    owner = next((each for each in optimizers if embedding.name.partition(".")[0] in each.modules), None)
+    spent = ledger.ns("optimizer") * (_part_of(ledger, owner) if owner else 1.0)
+    share = 1.0 if owner and owner.parameters == 1 else share
     worth = Recovery(unit="ns", min=spent * share / 2, max=spent * share, whole=ledger.running_ns)
     if worth.share < NOTABLE:
         return []
@@ -349,7 +360,7 @@ def dense_embedding(facts: Facts) -> list[Finding]:
             rule="dense_embedding",
             severity=worth.severity,
             sentence=(
-                f"Optimizer-bound: the optimizer takes {percent(ledger.share('optimizer'))} of each step, mostly for "
+                f"Optimizer-bound: the optimizer takes {percent(spent / ledger.step_ns)} of each step, mostly for "
                 f"the embedding {embedding.name}{facts.on_rank(rank)}."
             ),
             why=(
@@ -384,7 +395,8 @@ def _embedding(rank: Rank) -> tuple[ParameterFacts, float] | None:
 
 # More samples are a choice of the optimization, not an oversight; so are more positions, in a batch of sequences.
 FEW_SAMPLES: Final = 8
-# Python, autograd and the dispatcher take this for each operator that a program calls, on CPUs of 2020 and later.
+# Python, autograd and the dispatcher take this for each operator that a program calls, on CPUs of 2020 and later. Calls
+# of less than PARALLEL_NS compute little in any case, and read parameters, whatever the number of samples.
 CALL_NS: Final = 10_000
 # More calls of an operator in a module are a loop.
 CALLS: Final = 8
@@ -399,7 +411,8 @@ def small_batch(facts: Facts) -> list[Finding]:
     """Find steps of few samples that take much time for work that does not depend on their number.
 
     Recovers 1/2 to 7/8 of that work for the same number of samples, in batches of twice to eight times the size: of the
-    optimizer, of the Trainer and callbacks, and of 10 µs for each operator that forward and backward call.
+    optimizer, of the Trainer and callbacks, of operators and Python in forward and backward that take less than 0.1 ms
+    per call, and of 10 µs for each call of the others.
     """
     heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward", "optimizer"))
     if heaviest is None or heaviest[1].steps < MIN_STEPS or not facts.is_fit:
@@ -408,9 +421,8 @@ def small_batch(facts: Facts) -> list[Finding]:
     samples = _samples(rank)
     if samples is None or samples > FEW_SAMPLES:
         return []
-    lines = [line for line in ledger.of("forward", "backward") if line.called and line.operator]
-    called = sum(min(line.called, CALLS) for line in lines)
-    calling = min(called * CALL_NS, total(lines))
+    lines = [line for line in ledger.of("forward", "backward") if line.operator is not None]
+    called, calling = sum(min(line.count, CALLS) for line in lines if line.operator), sum(map(_calling, lines))
     optimizer, around = ledger.ns("optimizer"), ledger.ns("untracked", "callback")
     fixed = optimizer + around + calling
     if not called or fixed < MIN_FIXED * ledger.running_ns:
@@ -439,6 +451,13 @@ def small_batch(facts: Facts) -> list[Finding]:
             recovers=worth,
         )
     ]
+
+
+def _calling(line: TimeLine) -> float:
+    """Return the time of a line that does not depend on the number of samples, without that of a loop."""
+    calls = max(line.count, 1)
+    each = line.ns / calls
+    return min(calls, CALLS) * (each if each < PARALLEL_NS else CALL_NS)
 
 
 def _samples(rank: Rank) -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.compute import is_oversubscribed, ranks_on_host
-from lightning_memprof.analysis.findings.measures import few_steps
+from lightning_memprof.analysis.findings.measures import MANY_PER_CORE, few_steps
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTABLE,
@@ -341,17 +341,17 @@ def _core_use(facts: Facts, rank: Rank) -> _CoreUse:
     text = f" In recorded steps the training used {own:.1f} of {all_cores} cores, other processes {others:.1f}."
     if busy < IS_FULL * all_cores and cores == all_cores:
         return _CoreUse(next_steps=(LIMIT, OTHERS), text=text, own=own, others=others)
-    if others >= own - process.mean / 100:
-        return _CoreUse(next_steps=(OTHERS, LIMIT), owner="Other processes take", text=text, own=own, others=others)
     each = max(cores // len(here), 1)
     count = max((loader.num_workers or 0 for loader in rank.training.dataloaders), default=0) if rank.training else 0
+    of_workers = own - len(here) * process.mean / 100
+    # Many workers that compute share the cores among themselves, whatever else runs.
+    if others >= of_workers and not (count >= MANY_PER_CORE * each and of_workers >= len(here) * process.mean / 100):
+        return _CoreUse(next_steps=(OTHERS, LIMIT), owner="Other processes take", text=text, own=own, others=others)
+    owner, fewer = "The training's own processes share", FEWER_THREADS.format(count=max(each - count, 1))
     if count >= each > 1:
+        owner = f"{count} DataLoader workers compete with the training for"
         fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
-    else:
-        fewer = FEWER_THREADS.format(count=max(each - count, 1))
-    return _CoreUse(
-        next_steps=(fewer, OTHERS), owner="The training's own processes share", text=text, own=own, others=others
-    )
+    return _CoreUse(next_steps=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)
 
 
 # A busy machine delays a step by less.

@@ -1,11 +1,14 @@
-"""Inefficient kernels and operators in an operator trace: too small, or without tensor cores."""
+"""Inefficient work: Python outside operators, small operators and kernels, kernels without tensor cores."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Finding, Severity
+from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.findings.modules import OF_VALUES, READS, pulse_and_trace
 from lightning_memprof.analysis.findings.traces import (
     OPTIMIZER,
     computing,
@@ -18,12 +21,16 @@ from lightning_memprof.analysis.findings.traces import (
     shorter_name,
     total_ns,
 )
+from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.trace.model import HostOperators, Kernel, TraceReport
 
-__all__ = ["many_small_kernels", "many_small_operators", "tensor_cores_unused"]
+__all__ = ["many_small_kernels", "many_small_operators", "python_time", "tensor_cores_unused"]
 
 SHOWN: Final = 3
 FOREACH: Final = remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop")
@@ -300,3 +307,105 @@ def _next_for_products(trace: TraceReport, *, early: bool) -> tuple[str, ...]:
         *(() if early else ('Or keep 32 bits and multiply in TF32: torch.set_float32_matmul_precision("high").',)),
         MULTIPLES,
     )
+
+
+# Calls of operators and modules take some Python everywhere.
+NOTABLE_PYTHON: Final = 0.10
+# In a forward of fewer operators, a recording does not explain the remaining time.
+MIN_CALLED: Final = 10
+SAVED_PYTHON: Final = (0.5, 0.9)
+SAVED_READS: Final = (0.8, 1.0)
+# Fewer values that are read one by one are no loop.
+MIN_READS: Final = 256
+# Python collects young objects after this many new ones; a value that is read makes one or two.
+COLLECTED_AFTER: Final = 700
+NO_LOOPS: Final = "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps."
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Python:
+    """Time outside operators in the forward of a module, or in the training step (an empty path).
+
+    ``reads`` is the number of values that it reads one by one; then ``ns`` has the operators that read them, and the GC
+    pauses of the objects that these make.
+    """
+
+    module: str
+    ns: float
+    reads: float
+
+
+def python_time(facts: Facts) -> list[Finding]:
+    """Find a forward, or the training step around it, that computes in Python and not in operators.
+
+    Recovers 50% to 90% of the time outside operators. Where values are read one by one, 80% to all of it, of the reads,
+    and of the GC pauses of their objects: one collection for 700 of them.
+    """
+    worst = facts.heaviest(lambda ledger: _python(ledger).ns)
+    if worst is None or worst[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = worst
+    python = _python(ledger)
+    called = sum(line.called for line in ledger.of("forward"))
+    if python.ns < (NOTABLE if python.reads else NOTABLE_PYTHON) * ledger.running_ns or called < MIN_CALLED:
+        return []
+    ns, share = python.ns, percent(python.ns / ledger.step_ns)
+    where = f"the forward of {python.module}" if python.module else "training_step, outside of its submodules,"
+    outside = f"Python code in {where} takes {share} of each step"
+    if python.reads:
+        where, count = where.partition(",")[0], f"{python.reads:,.0f}"
+        outside = f"Python reads {count} values of tensors one by one in {where}: {share} of each step"
+    saved = SAVED_READS if python.reads else SAVED_PYTHON
+    worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
+    return [
+        Finding(
+            rule="python_time",
+            severity=worth.severity,
+            sentence=f"{outside}{facts.on_rank(rank)}.",
+            why=(
+                f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step: each .item(), float() or bool() of a tensor "
+                "is an operator and an object, which the GC collects."
+                if python.reads
+                else f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step are outside operators: self.log, metrics, "
+                "NumPy, or loops over values."
+            ),
+            next_steps=(
+                *((NO_LOOPS,) if python.reads else ()),
+                "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
+                *(() if python.reads else (NO_LOOPS,)),
+                "See the functions: ExtendedPyTorchProfiler(with_stack=True).",
+            ),
+            evidence=pulse_and_trace(facts, rank),
+            numbers={
+                "rank": rank.rank,
+                "module": python.module or None,
+                "python_ns": ns,
+                "reads": python.reads,
+                "duration_ns": ledger.step_ns,
+            },
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _python(ledger: TimeLedger) -> _Python:
+    """Return the module, or the training step, with the most time outside operators."""
+    lines: dict[str, list[TimeLine]] = defaultdict(list)
+    for line in grouped(ledger.of("forward")):
+        if line.operator in OF_VALUES:
+            lines[line.module or ""].append(line)
+    return max((_in_python(ledger, *of) for of in lines.items()), key=lambda found: found.ns, default=NO_PYTHON)
+
+
+NO_PYTHON: Final = _Python(module="", ns=0.0, reads=0.0)
+
+
+def _in_python(ledger: TimeLedger, module: str, lines: Sequence[TimeLine]) -> _Python:
+    reads = sum(line.called for line in lines if line.operator in READS)
+    if reads < MIN_READS:
+        return _Python(module=module, ns=total(line for line in lines if not line.operator), reads=0.0)
+    pauses = ledger.of("gc_pauses")
+    collections = sum(line.count for line in pauses)
+    collected = min(reads / (COLLECTED_AFTER * collections), 1.0) if collections else 0.0
+    return _Python(module=module, ns=total(lines) + total(pauses) * collected, reads=reads)

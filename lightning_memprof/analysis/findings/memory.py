@@ -89,7 +89,7 @@ COPIES: Final = (
 def worker_memory(facts: Facts) -> list[Finding]:
     """Find DataLoader workers that grow with every step.
 
-    Copies of objects of the main process end when all are copied, so that they are one degree less severe. Recovers
+    Copies of objects of the main process end when all are copied: they matter where the memory is nearly full. Recovers
     what the slope added to the line ``workers`` of the byte ledger.
     """
     series = [(rank, rank.read(ProcessRow).rows) for rank in facts.run.ranks if rank.in_full]
@@ -105,11 +105,12 @@ def worker_memory(facts: Facts) -> list[Finding]:
     held = max(row.private_bytes or 0 for row in rows)
     copied = copied_on_write(rows)
     is_copy = copied >= MOSTLY
+    recovers = recovered(ledger, growth.added_bytes, "workers")
     severity = Severity.CRITICAL if share >= SEVERE_GROWTH else Severity.WARNING
     return [
         Finding(
             rule="worker_memory",
-            severity=Severity(severity - 1) if is_copy else severity,
+            severity=_severity(ledger, recovers) if is_copy else severity,
             sentence=(
                 f"DataLoader workers{f' of {name}' if name else ''} grow by {format_bytes(growth.bytes_per_step)} per "
                 f"step{facts.on_rank(rank)}{': they copy objects of the main process' if is_copy else ''}."
@@ -137,7 +138,7 @@ def worker_memory(facts: Facts) -> list[Finding]:
             },
             weight=min(share, 1.0),
             evidence=(_processes(facts, rank),),
-            recovers=recovered(ledger, growth.added_bytes, "workers"),
+            recovers=recovers,
         )
     ]
 

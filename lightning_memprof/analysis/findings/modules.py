@@ -1,4 +1,4 @@
-"""Time in the modules of the model: the heaviest module, Python loops, and Python outside operators."""
+"""The heaviest module, loops over modules and operators, and autograd graphs: unused gradients, graphs that outlive."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.findings.growth import RETAINED, recovered
 from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, Evidence, Facts, Finding, Recovery
+from lightning_memprof.analysis.ledger.growth import steady_growth
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import rank_events
-from lightning_memprof.units import format_ns, percent
+from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
+    from lightning_memprof.analysis.memory.model import DeviceAllocations
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.artifacts.manifest import OptimizerFacts
 
 __all__ = [
+    "OF_VALUES",
+    "READS",
     "ROOT",
     "Heaviest",
+    "double_backward",
     "faster",
     "heaviest_module",
+    "host_ledger",
     "operator_family",
+    "pulse_and_trace",
     "python_loop",
-    "python_time",
+    "retained_graph",
     "unused_gradients",
 ]
 
@@ -127,144 +135,8 @@ def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
     return (*compiled, *lower)
 
 
-# Fewer calls of one operator in a forward are its layers.
-LOOP: Final = 8
-# They compute nothing.
-VIEWS: Final = frozenset(
-    f"aten::{name}"
-    for name in (
-        "slice",
-        "select",
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "expand",
-        "chunk",
-        "split",
-        "unsqueeze",
-        "t",
-    )
-)
-# Batching the calls of a loop saves their dispatch, and lets an operator use all cores.
-BATCHED: Final = (0.2, 0.7)
-NOTABLE_LOOP: Final = 0.10
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loop:
-    """A module whose forward calls the same operator, or submodule, many times."""
-
-    module: str
-    repeated: str
-    repeated_ns: float
-    times: float
-    ns: float
-
-
-def python_loop(facts: Facts) -> list[Finding]:
-    """Find a forward that runs an operator or a submodule many times in a Python loop.
-
-    Recovers 20% to 70% of the time of the module's own operators, forward and backward: one batched call has the same
-    arithmetic without the dispatch of each.
-    """
-    worst = facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))
-    if worst is None or worst[1].steps < MIN_STEPS:
-        return []
-    rank, ledger = worst
-    loops = _loops(ledger, _recorded(facts, rank) or ledger)
-    eager = [loop for loop in loops if not in_compiled(loop.module, rank)]
-    loop = max(eager, key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
-    if loop is None or loop.ns < NOTABLE_LOOP * ledger.running_ns:
-        return []
-    worth = Recovery(unit="ns", min=loop.ns * BATCHED[0], max=loop.ns * BATCHED[1], whole=ledger.running_ns)
-    return [
-        Finding(
-            rule="python_loop",
-            severity=worth.severity,
-            sentence=(
-                f"Python loop: {loop.module} runs {loop.repeated} {loop.times:,.0f} times in each forward and takes "
-                f"{percent(loop.ns / ledger.step_ns)} of each step{facts.on_rank(rank)}."
-            ),
-            why=(
-                f"Forward and backward of its operators take {format_ns(loop.ns)} of a {format_ns(ledger.step_ns)} "
-                "step; each small call is dispatched from Python and uses few cores."
-            ),
-            next_steps=(
-                (
-                    f"Vectorize the loop in the forward of {loop.module}: one batched operator (bmm, einsum, "
-                    "scaled_dot_product_attention) on all slices."
-                ),
-                "Compile it, so that the loop becomes a few fused kernels: torch.compile(module).",
-            ),
-            evidence=_evidence(facts, rank),
-            numbers={
-                "rank": rank.rank,
-                "module": loop.module,
-                "repeated": loop.repeated,
-                "times": loop.times,
-                "loop_ns": loop.ns,
-                "duration_ns": ledger.step_ns,
-            },
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
-
-
-# Calls of operators and modules take some Python everywhere.
-NOTABLE_PYTHON: Final = 0.10
-# In a forward of fewer operators, a recording does not explain the remaining time.
-MIN_CALLED: Final = 10
-SAVED_PYTHON: Final = (0.5, 0.9)
-
-
-def python_time(facts: Facts) -> list[Finding]:
-    """Find a forward, or the training step around it, that computes in Python and not in operators.
-
-    Recovers 50% to 90% of the time outside operators.
-    """
-    worst = facts.heaviest(_python)
-    if worst is None or worst[1].steps < MIN_STEPS:
-        return []
-    rank, ledger = worst
-    ns = _python(ledger)
-    called = sum(line.called for line in ledger.of("forward"))
-    if ns < NOTABLE_PYTHON * ledger.running_ns or called < MIN_CALLED:
-        return []
-    line = max((line for line in grouped(ledger.of("forward")) if line.operator == ""), key=lambda line: line.ns)
-    where = f"the forward of {line.module}" if line.module else "training_step, outside of its submodules,"
-    worth = Recovery(unit="ns", min=ns * SAVED_PYTHON[0], max=ns * SAVED_PYTHON[1], whole=ledger.running_ns)
-    return [
-        Finding(
-            rule="python_time",
-            severity=worth.severity,
-            sentence=(
-                f"Python code in {where} takes {percent(ns / ledger.step_ns)} of each step{facts.on_rank(rank)}."
-            ),
-            why=(
-                f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step are outside operators: self.log, metrics, "
-                "NumPy, or loops over values."
-            ),
-            next_steps=(
-                "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
-                "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps.",
-                "See the functions: ExtendedPyTorchProfiler(with_stack=True).",
-            ),
-            evidence=_evidence(facts, rank),
-            numbers={"rank": rank.rank, "module": line.module, "python_ns": ns, "duration_ns": ledger.step_ns},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
-
-
-def _python(ledger: TimeLedger) -> float:
-    """Return the time outside operators of the module, or of the training step, with the most."""
-    return max((line.ns for line in grouped(ledger.of("forward")) if line.operator == ""), default=0.0)
-
-
-def _evidence(facts: Facts, rank: Rank) -> tuple[Evidence, ...]:
+def pulse_and_trace(facts: Facts, rank: Rank) -> tuple[Evidence, ...]:
+    """Return the pulse of a rank and its trace, if it has one, as evidence."""
     return (
         facts.pulse(rank),
         *(Evidence(artifact=str(trace.file), rank=rank.rank) for trace in _traces(facts, rank)[:1]),
@@ -275,46 +147,9 @@ def _traces(facts: Facts, rank: Rank) -> list[TraceReport]:
     return [trace for trace in facts.traces if trace.host_ledger is not None and trace.rank in {rank.rank, None}]
 
 
-def _recorded(facts: Facts, rank: Rank) -> TimeLedger | None:
+def host_ledger(facts: Facts, rank: Rank) -> TimeLedger | None:
+    """Return the host ledger of a rank's trace, None without one."""
     return next((trace.host_ledger for trace in _traces(facts, rank)), None)
-
-
-def _loops(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
-    """Yield the modules whose forward calls one operator, or one submodule, at least ``LOOP`` times.
-
-    Args:
-        ledger: the time of operators.
-        recorded: the ledger of the trace, which has the calls also of modules without self time.
-    """
-    together = grouped(ledger.of("forward", "backward"))
-    calls = _calls(grouped(recorded.of("forward")))
-    for line in together:
-        if line.part == "forward" and line.module is not None and line.operator and line.operator not in VIEWS:
-            times = line.called / max(calls[line.module], 1.0)
-            if times >= LOOP:
-                spent = total(other for other in together if other.module == line.module)
-                yield _Loop(
-                    module=line.module or ROOT, repeated=line.operator, repeated_ns=line.ns, times=times, ns=spent
-                )
-    lines = ledger.of("forward", "backward")
-    calls = _calls(recorded.of("forward"))
-    for module, count in calls.items():
-        parent = module.rpartition(".")[0]
-        while parent and not calls[parent]:
-            parent = parent.rpartition(".")[0]
-        times = count / max(calls[parent], 1.0)
-        if module and times >= LOOP:
-            inside = total(line for line in lines if f"{line.module}.".startswith(f"{module}."))
-            yield _Loop(module=parent or ROOT, repeated=module, repeated_ns=inside, times=times, ns=inside)
-
-
-def _calls(lines: Iterable[TimeLine]) -> Counter[str]:
-    """Return the calls of each module's forward."""
-    found = Counter[str]()
-    for line in lines:
-        if line.part == "forward" and line.module is not None and not line.operator:
-            found[line.module] += line.count  # type: ignore[assignment]  # a mean per step is a float
-    return found
 
 
 ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
@@ -360,7 +195,7 @@ def unused_gradients(facts: Facts) -> list[Finding]:
             sentence=f"Unused gradients: {unused.sentence}{facts.on_rank(rank)}.",
             why=f"{unused.why} of a {format_ns(ledger.step_ns)} step.",
             next_steps=unused.next_steps,
-            evidence=_evidence(facts, rank),
+            evidence=pulse_and_trace(facts, rank),
             numbers={"rank": rank.rank, "backward_ns": ledger.ns("backward"), "duration_ns": ledger.step_ns},
             weight=worth.share,
             recovers=worth,
@@ -399,7 +234,7 @@ def double_backward(facts: Facts) -> list[Finding]:
                 "(create_graph=True), and a second backward runs through it."
             ),
             next_steps=(LAZY, NO_GRAPH),
-            evidence=_evidence(facts, rank),
+            evidence=pulse_and_trace(facts, rank),
             numbers={"rank": rank.rank, "double_backward_ns": round(ns), "duration_ns": round(ledger.step_ns)},
             weight=worth.share,
             recovers=worth,
@@ -461,3 +296,167 @@ def _passes_to_all(rank: Rank, optimizers: Sequence[OptimizerFacts], ledger: Tim
     parameters = sum(optimizer.parameters or 0 for optimizer in optimizers)
     per_step = passes / len(recorded)
     return round(per_step) if parameters and gradients >= ALL_GRADIENTS * per_step * parameters else 0
+
+
+# A smaller graph is that of a loss, or of a few outputs.
+MIN_RETAINED: Final = 32 * MIB
+MOSTLY: Final = 0.5
+
+
+def retained_graph(facts: Facts) -> list[Finding]:
+    """Find saved activations of a step that are live at the peak of a later one: backward did not free its graph.
+
+    Recovers these bytes, at most the saved activations of the byte ledger. Memory that grows from step to step is not
+    this finding's.
+    """
+    for memory in facts.memory.ranks if facts.memory is not None else ():
+        rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
+        saved, ledger = memory.activations, facts.byte_ledgers.get(rank.rank)
+        kept = max((_outliving(device) for window in memory.allocations for device in window.devices), default=0)
+        if saved is None or kept < max(MIN_RETAINED, MOSTLY * saved.total_bytes):
+            continue
+        worth = recovered(ledger, min(kept, saved.total_bytes), "activation")
+        columns = ("rss_bytes", "device_peak_bytes")
+        if ledger is None or worth is None or any(steady_growth(rank.pulse, column) for column in columns):
+            continue
+        return [
+            Finding(
+                rule="retained_graph",
+                severity=worth.severity,
+                sentence=(
+                    f"Graphs outlive their step: {format_bytes(worth.max)} of saved activations are live in the "
+                    f"next one{facts.on_rank(rank)}."
+                ),
+                why=(
+                    f"A step saves {format_bytes(saved.total_bytes)} of activations; at the peak, {format_bytes(kept)} "
+                    f"of the forward before are live, {percent(worth.share)} of {format_bytes(ledger.peak_bytes)}: "
+                    "retain_graph=True keeps a graph, and a stored loss or output holds it."
+                ),
+                next_steps=(RETAINED,),
+                evidence=pulse_and_trace(facts, rank),
+                numbers={"rank": rank.rank, "retained_bytes": kept, "activation_bytes": saved.total_bytes},
+                weight=worth.share,
+                recovers=worth,
+            )
+        ]
+    return []
+
+
+def _outliving(device: DeviceAllocations) -> int:
+    """Return the bytes at the peak of a window that the forward of an earlier step allocated."""
+    peak = device.peak_step or 0
+    return sum(site.bytes for site in device.sites if site.phase == "forward" and (site.step or peak) < peak)
+
+
+# Fewer calls of one operator in a forward are its layers.
+LOOP: Final = 8
+# Operators that read a value of a tensor, and those that iterate over one.
+READS: Final = frozenset({"aten::item", "aten::is_nonzero"})
+OF_VALUES: Final = READS | {"", "aten::_local_scalar_dense", "aten::unbind", "aten::select"}
+# They compute nothing.
+VIEWS: Final = OF_VALUES | {
+    f"aten::{name}"
+    for name in ("slice", "view", "reshape", "transpose", "permute", "expand", "chunk", "split", "unsqueeze", "t")
+}
+# Batching the calls of a loop saves their dispatch, and lets an operator use all cores.
+BATCHED: Final = (0.2, 0.7)
+NOTABLE_LOOP: Final = 0.10
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """A module whose forward calls the same operator, or submodule, many times."""
+
+    module: str
+    repeated: str
+    repeated_ns: float
+    times: float
+    ns: float
+
+
+def python_loop(facts: Facts) -> list[Finding]:
+    """Find a forward that runs an operator or a submodule many times in a Python loop.
+
+    Recovers 20% to 70% of the time of the module's own operators, forward and backward: one batched call has the same
+    arithmetic without the dispatch of each.
+    """
+    worst = facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))
+    if worst is None or worst[1].steps < MIN_STEPS:
+        return []
+    rank, ledger = worst
+    loops = _loops(ledger, host_ledger(facts, rank) or ledger)
+    eager = [loop for loop in loops if not in_compiled(loop.module, rank)]
+    loop = max(eager, key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
+    if loop is None or loop.ns < NOTABLE_LOOP * ledger.running_ns:
+        return []
+    worth = Recovery(unit="ns", min=loop.ns * BATCHED[0], max=loop.ns * BATCHED[1], whole=ledger.running_ns)
+    return [
+        Finding(
+            rule="python_loop",
+            severity=worth.severity,
+            sentence=(
+                f"Python loop: {loop.module} runs {loop.repeated} {loop.times:,.0f} times in each forward and takes "
+                f"{percent(loop.ns / ledger.step_ns)} of each step{facts.on_rank(rank)}."
+            ),
+            why=(
+                f"Forward and backward of its operators take {format_ns(loop.ns)} of a {format_ns(ledger.step_ns)} "
+                "step; each small call is dispatched from Python and uses few cores."
+            ),
+            next_steps=(
+                (
+                    f"Vectorize the loop in the forward of {loop.module}: one batched operator (bmm, einsum, "
+                    "scaled_dot_product_attention) on all slices."
+                ),
+                "Compile it, so that the loop becomes a few fused kernels: torch.compile(module).",
+            ),
+            evidence=pulse_and_trace(facts, rank),
+            numbers={
+                "rank": rank.rank,
+                "module": loop.module,
+                "repeated": loop.repeated,
+                "times": loop.times,
+                "loop_ns": loop.ns,
+                "duration_ns": ledger.step_ns,
+            },
+            weight=worth.share,
+            recovers=worth,
+        )
+    ]
+
+
+def _loops(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
+    """Yield the modules whose forward calls one operator, or one submodule, at least ``LOOP`` times.
+
+    Args:
+        ledger: the time of operators.
+        recorded: the ledger of the trace, which has the calls also of modules without self time.
+    """
+    together = grouped(ledger.of("forward", "backward"))
+    calls = _calls(grouped(recorded.of("forward")))
+    for line in together:
+        if line.part == "forward" and line.module is not None and line.operator and line.operator not in VIEWS:
+            times = line.called / max(calls[line.module], 1.0)
+            if times >= LOOP:
+                spent = total(other for other in together if other.module == line.module)
+                yield _Loop(
+                    module=line.module or ROOT, repeated=line.operator, repeated_ns=line.ns, times=times, ns=spent
+                )
+    lines = ledger.of("forward", "backward")
+    calls = _calls(recorded.of("forward"))
+    for module, count in calls.items():
+        parent = module.rpartition(".")[0]
+        while parent and not calls[parent]:
+            parent = parent.rpartition(".")[0]
+        times = count / max(calls[parent], 1.0)
+        if module and times >= LOOP:
+            inside = total(line for line in lines if f"{line.module}.".startswith(f"{module}."))
+            yield _Loop(module=parent or ROOT, repeated=module, repeated_ns=inside, times=times, ns=inside)
+
+
+def _calls(lines: Iterable[TimeLine]) -> Counter[str]:
+    """Return the calls of each module's forward."""
+    found = Counter[str]()
+    for line in lines:
+        if line.part == "forward" and line.module is not None and not line.operator:
+            found[line.module] += line.count  # type: ignore[assignment]  # a mean per step is a float
+    return found

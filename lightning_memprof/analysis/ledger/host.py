@@ -55,6 +55,7 @@ _RANGES: Final[Mapping[str, HostPart]] = {
     "[pl][forward_hook]": "forward_hook",
     "[pl][backward_hook]": "backward_hook",
 }
+_STEP: Final = "Optimizer.step#"
 _HOOKS: Final = ("[pl][forward_hook]", "[pl][backward_hook]")
 _ACTIONS: Final[Mapping[HostPart, re.Pattern[str]]] = {
     "metric": re.compile(r"\[Metric\]"),
@@ -123,23 +124,43 @@ def host_ledger(
     )
 
 
+# A hook of Python that begins or ends a range takes less.
+RANGE_NS: Final = 50_000
+
+
 def corrected(lines: Sequence[TimeLine], true_ns: float) -> tuple[TimeLine, ...]:
     """Return the lines of a phase as they are without the cost of recording; none where they hold no time.
 
-    A recorded event costs about the same whatever it is: with ``o = (recorded - true) / events`` of the phase, a line
-    of ``n`` events and ``t`` ns has ``max(t - n * o, 0)`` ns, scaled so that the phase sums to its true time.
+    The cost of an operator's event is in the event around it: of ``t`` ns with ``n`` events inside, ``n * o`` are
+    recording, so that ``o`` is at most the least ``t / n`` of all operators. The cost ``r`` of a range, which Python
+    begins and ends, is in the range itself, at most the least that a range has left, and at most ``RANGE_NS``. Neither
+    is more than the phase took longer than its true time; a wait for a core makes it longer, too. The lines are scaled
+    to the true time.
 
     Args:
         lines: of recorded steps.
         true_ns: the time of the phase per step, measured in steps that were not recorded.
     """
-    recorded_ns, events = total(lines), sum(line.count for line in lines)
-    overhead_ns = max(recorded_ns - true_ns, 0.0) / events if events else 0.0
-    left = [max(line.ns - line.count * overhead_ns, 0.0) for line in lines]
+    operators, ranges = (
+        [line for line in lines if bool(line.operator) == is_operator] for is_operator in (True, False)
+    )
+    excess = max(total(lines) - true_ns, 0.0)
+    each = _least(excess, [(line.ns, line.inside) for line in operators], sum(line.inside for line in lines))
+    excess -= each * sum(line.inside for line in lines)
+    spent = [(max(line.ns - each * line.inside, 0.0), line.count) for line in ranges]
+    in_python = min(_least(excess, spent, sum(line.count for line in ranges)), RANGE_NS)
+    left = [
+        max(line.ns - each * line.inside - (0.0 if line.operator else in_python * line.count), 0.0) for line in lines
+    ]
     scale = true_ns / sum(left) if sum(left) else 0.0
     if not scale and true_ns:
         return ()
     return tuple(replace(line, ns=ns * scale) for line, ns in zip(lines, left, strict=True))
+
+
+def _least(excess: float, spent: Sequence[tuple[float, float]], events: float) -> float:
+    """Return the cost of an event: at most the excess of all ``events``, and what any line of ns and events has."""
+    return min([excess / events if events else 0.0, *(ns / count for ns, count in spent if count)])
 
 
 def _training_lane(columns: TraceColumns, operators: Column) -> int:
@@ -294,7 +315,7 @@ def _tables(threads: _Threads, spans: Intervals) -> tuple[list[Table], list[Tabl
         if len(columns.shapes.rows):
             computed.append(_computed(columns, thread, own, part))
     rest = int(np.sum(spans.ends - spans.starts)) - sum(int(np.sum(table[4])) for table in tables)
-    tables.append(np.array([[default], [_NONE], [_NONE], [_NONE], [rest], [0], [0], [0]], np.int64))
+    tables.append(np.array([[default], [_NONE], [_NONE], [_NONE], [rest], [0], [0], [0], [0]], np.int64))
     return tables, computed
 
 
@@ -327,14 +348,17 @@ def _waiting(columns: TraceColumns, thread: _Thread, spans: Intervals) -> Interv
 
 
 def _table(columns: TraceColumns, thread: _Thread, own: Column, spans: Intervals, default: int) -> Table:
-    """Return the owners in a thread: ns, count, calls and the longest call."""
+    """Return the owners in a thread: ns, count, calls, events directly inside and the longest call."""
     starts = columns.starts[thread.rows]
     at = np.searchsorted(spans.starts, starts, side="right") - 1
     counted = (at >= 0) & (starts < spans.ends[at])
     part = np.where(thread.part >= 0, thread.part, np.int32(default))
-    label = np.where(np.isin(part, _LABELLED), thread.label, np.int32(_NONE))
+    of_optimizer = columns.named(lambda name: name.startswith(_STEP))[thread.label] & (thread.label >= 0)
+    label = np.where(np.isin(part, _LABELLED) | of_optimizer, thread.label, np.int32(_NONE))
     longest = columns.ends[thread.rows] - starts
-    return summed(part, label, thread.module, thread.operator, own, counted, counted & thread.called, longest)
+    inside = np.bincount(thread.parents[counted & (thread.parents >= 0)], minlength=len(starts))
+    calls = counted & thread.called
+    return summed(part, label, thread.module, thread.operator, own, counted, calls, inside, longest)
 
 
 def _double_backward(threads: _Threads, steps: Sequence[Step]) -> float:
@@ -361,7 +385,7 @@ def _double_backward(threads: _Threads, steps: Sequence[Step]) -> float:
 
 
 def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:
-    keys, sums, longest = table[:4].T.tolist(), table[4:7].tolist(), table[7].tolist()
+    keys, sums, longest = table[:4].T.tolist(), table[4:8].tolist(), table[8].tolist()
     names = threads.columns.name_of
     lines = [
         TimeLine(
@@ -372,9 +396,10 @@ def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]
             ns=ns / steps,
             count=count / steps,
             called=called / steps,
+            inside=inside / steps,
             longest_ns=most,
         )
-        for (part, label, module, operator), ns, count, called, most in zip(keys, *sums, longest, strict=True)
+        for (part, label, module, operator), ns, count, called, inside, most in zip(keys, *sums, longest, strict=True)
         if ns or count
     ]
     return tuple(
@@ -383,6 +408,8 @@ def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]
 
 
 def _label(name: str) -> str:
+    if name.startswith(_STEP):
+        return name.removeprefix(_STEP).partition(".")[0]
     if name.startswith(_HOOKS):
         return name.rpartition("]")[2]
     return action_name(name.removeprefix(_ACTION))

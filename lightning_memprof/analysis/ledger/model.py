@@ -64,13 +64,14 @@ class TimeLine:
 
     Attributes:
         part: the kind of work.
-        name: callback and hook, DataLoader part, runtime call, collective; empty where the part says it all.
+        name: callback and hook, DataLoader part, optimizer, runtime call, collective; empty where the part says it all.
         module: path of the LightningModule's submodule (``blocks.2.attention``), empty outside submodules, None where
             the recording does not tell.
         operator: the innermost operator (``aten::mul``) or kernel, None where the recording does not tell.
         ns: time per step; overlapping work counts once, for its first owner.
         count: events per step.
         called: calls per step by the program itself, of an operator; the others are by operators.
+        inside: recorded events per step that lie directly inside its own.
         longest_ns: the longest call, None where unknown.
     """
 
@@ -81,6 +82,7 @@ class TimeLine:
     ns: float
     count: float = 0.0
     called: float = 0.0
+    inside: float = 0.0
     longest_ns: int | None = None
 
 
@@ -200,6 +202,7 @@ def grouped(lines: Iterable[TimeLine]) -> list[TimeLine]:
             ns=total(alike),
             count=sum(line.count for line in alike),
             called=sum(line.called for line in alike),
+            inside=sum(line.inside for line in alike),
             longest_ns=max((line.longest_ns for line in alike if line.longest_ns is not None), default=None),
         )
         for alike in groups.values()

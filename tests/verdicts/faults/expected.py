@@ -483,6 +483,7 @@ EXPECTED: Final = (
         fix=(r"8-?bit|SGD|Adafactor|shard|ZeRO|FSDP|bf16|low.?rank|LoRA|Muon|Lion|factored|optimizer with less state",),
         near_fix=(r"optimi[sz]er|memory",),
         accuse=(r"optimi[sz]er state",),
+        is_note=True,
     ),
     Expected(
         name="retained_graph",

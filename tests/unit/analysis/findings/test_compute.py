@@ -101,6 +101,29 @@ def test_a_dense_embedding_that_the_optimizer_updates_is_named(
         assert "table.weight" in rules["dense_embedding"].sentence
 
 
+def test_of_two_optimizers_each_has_its_own_time(tmp_path: Path) -> None:
+    looping = {"name": "SGD", "foreach": None, "fused": None, "parameters": 900, "device": "cpu", "modules": ["net"]}
+    of_table = {**looping, "name": "Adam", "parameters": 1, "modules": ["table"]}
+    training = {
+        "optimizers": [of_table, looping],
+        "largest_parameters": [DENSE],
+        "parameter_dtypes": {"float32": 1500},
+    }
+    lines = (
+        TimeLine(part="optimizer", name="Adam", operator="aten::addcdiv_", ns=9e6, count=1),
+        TimeLine(part="optimizer", name="SGD", operator="aten::add_", ns=1e6, count=900),
+    )
+    host = TimeLedger(step_ns=10e6, median_ns=10e6, steps=2, basis="", lines=lines)
+    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
+    fake = FakeRun(phases=phases(optimizer=20_000_000), training=training)
+    findings = examine(Facts.of(load_run(make_run(tmp_path, fake)), (trace,)))
+    recovers = {finding.rule: finding.recovers for finding in findings}
+    assert findings[0].rule == "dense_embedding"
+    assert recovers["dense_embedding"] is not None
+    assert recovers["dense_embedding"].max == pytest.approx(0.9 * 20e6)
+    assert "optimizer_bound" not in recovers
+
+
 def test_no_remedy_recovers_more_than_its_lines_hold(tmp_path: Path) -> None:
     training = {
         "parameter_dtypes": {"float64": 1000}, "threads": 64, "detect_anomaly": True, "largest_parameters": [DENSE],
@@ -131,7 +154,7 @@ def test_a_larger_batch_recovers_half_of_the_fixed_work_or_more(tmp_path: Path) 
     finding = of_traced(tmp_path, fake)["small_batch"]
     assert finding.recovers is not None
     fixed = finding.numbers["fixed_ns"]
-    # The optimizer, the callback, and 10 µs for each of two operators.
+    # The optimizer, the callback, and 10 µs for each of two operators and for the Python around them.
     assert fixed == pytest.approx(20_000_000 + HEALTHY["callbacks"] + HEALTHY["other"] + 20_000, rel=0.01)
     assert (finding.recovers.min, finding.recovers.max) == (fixed / 2, fixed * 7 / 8)
     assert "DataLoader(batch_size=16)" in finding.next_steps[0]
@@ -168,6 +191,22 @@ def test_long_operators_on_few_of_the_cores_are_found(
 
 def test_the_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
     assert "idle_cores" not in with_ledger(tmp_path, FakeRun(world_size=4, training={"threads": 1}))
+
+
+@pytest.mark.parametrize(("calls", "is_found"), [(8, False), (200, True)])
+def test_calls_that_compute_little_take_as_long_for_a_larger_batch(tmp_path: Path, calls: int, is_found: bool) -> None:
+    lines = tuple(
+        TimeLine(part="backward", module=f"layers.{number}", operator="aten::mm", ns=10e6 / calls, count=1)
+        for number in range(calls)
+    )
+    fake = FakeRun(samples=2, padding=(0, 0, 0))
+    host = TimeLedger(step_ns=10e6, median_ns=10e6, steps=2, basis="", lines=lines)
+    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
+    findings = examine(Facts.of(load_run(make_run(tmp_path, fake)), (trace,)))
+    found = {finding.rule: finding for finding in findings}
+    assert ("small_batch" in found) == is_found
+    if is_found:
+        assert found["small_batch"].numbers["fixed_ns"] == pytest.approx(10e6 + 2.8e6, rel=0.2)
 
 
 def test_double_backward_has_its_share_of_forward_and_backward(tmp_path: Path) -> None:

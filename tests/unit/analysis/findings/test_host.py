@@ -474,8 +474,20 @@ def test_memory_that_grows_comes_before_cores_that_others_take(tmp_path: Path, s
 def test_worker_processes_that_share_the_cores_are_the_training_s_own(tmp_path: Path) -> None:
     load = {"process_cpu_percent": 100.0, "workers_cpu_percent": 650.0, "machine_cpu_percent": 99.0}
     finding = waits_for_a_core(tmp_path, 0.4, load=load, training=loader(num_workers=16))["core_wait"]
-    assert finding.sentence.startswith("The training's own processes share the cores: the training thread waits 40%")
+    assert finding.sentence.startswith(
+        "16 DataLoader workers compete with the training for the cores: the training thr"
+    )
     assert "num_workers=7" in finding.next_steps[0]
+
+
+@pytest.mark.parametrize(("workers", "own"), [(32, True), (4, False)])
+def test_many_workers_that_compute_are_the_cause_also_beside_other_processes(
+    tmp_path: Path, workers: int, own: bool
+) -> None:
+    load = {"process_cpu_percent": 50.0, "workers_cpu_percent": 150.0, "machine_cpu_percent": 100.0}
+    finding = waits_for_a_core(tmp_path, 0.4, load=load, training=loader(num_workers=workers))["core_wait"]
+    assert finding.sentence.startswith("32 DataLoader workers" if own else "Other processes")
+    assert ("num_workers=7" in finding.next_steps[0]) == own
 
 
 def test_on_a_machine_with_free_cores_a_limit_is_the_cause(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, examine
-from lightning_memprof.analysis.findings.modules import Heaviest, faster, heaviest_module, in_compiled, operator_family
+from lightning_memprof.analysis.findings.kernels import _python
+from lightning_memprof.analysis.findings.modules import (
+    Heaviest,
+    faster,
+    heaviest_module,
+    in_compiled,
+    operator_family,
+)
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
@@ -160,6 +167,33 @@ def test_python_outside_operators_is_found_with_its_module(tmp_path: Path) -> No
     assert finding["python_time"].recovers is not None
     slow = [event("[pl][module]Net: tokenizer", 0, 1990), *calls("tokenizer", "aten::add", 12, each=1)[1:]]
     assert "the forward of tokenizer" in found(tmp_path / "module", *slow)["python_time"].sentence
+
+
+@pytest.mark.parametrize(("times", "reads"), [(100, 0), (300, 300)])
+def test_values_that_are_read_one_by_one_are_named_with_their_number(tmp_path: Path, times: int, reads: int) -> None:
+    values = [
+        made
+        for at in range(times)
+        for made in (
+            event("aten::item", 10 + 5 * at, 12 + 5 * at),
+            event("aten::_local_scalar_dense", 11 + 5 * at, 11.5 + 5 * at),
+        )
+    ]
+    findings = found(tmp_path, *values)
+    assert findings["python_time"].numbers["reads"] == reads
+    assert "python_loop" not in findings
+    assert ("Python reads 300 values of tensors one by one in training_step" in findings["python_time"].sentence) == (
+        times == 300
+    )
+    assert ("whole tensors" in findings["python_time"].next_steps[0]) == (times == 300)
+
+
+def test_gc_pauses_belong_to_the_values_that_are_read_as_far_as_their_objects_start_them() -> None:
+    reads = line("", "aten::item", 1, count=1400, called=1400)
+    pauses = TimeLine(part="gc_pauses", ns=6 * MS, count=4)
+    python = _python(ledger(reads, pauses))
+    assert (python.reads, python.ns) == (1400, 1 * MS + 6 * MS / 2)
+    assert _python(ledger(replace(reads, called=70), pauses)).ns == 0
 
 
 def test_a_forward_hook_is_named_with_its_line_and_its_modules_are_not_accused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, add_series, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
+from lightning_memprof.analysis.memory.model import DeviceAllocations, Site, WindowAllocations
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.units import GIB, MIB
@@ -92,20 +93,53 @@ def test_growth_in_a_short_run_with_batches_of_varying_length_may_be_the_allocat
     assert finding.severity is severity
 
 
+def limited(directory: Path, limit: int) -> None:
+    """Give the machine of a run so many bytes of memory."""
+    path = directory / "manifest.rank00000.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["environment"] = {**lines[0].get("environment", {}), "memory_bytes": limit}
+    rows(path, *lines)
+
+
 def test_activations_are_a_verdict_under_pressure_only(tmp_path: Path) -> None:
     fake = FakeRun(rss_bytes=lambda _: 4 * GIB, memory=FakeMemory(kept_bytes=400 * MIB), trace=False)
     for limit, severity in ((5 * GIB, Severity.CRITICAL), (64 * GIB, Severity.INFO)):
         directory = make_run(tmp_path / str(limit), fake)
-        path = directory / "manifest.rank00000.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        lines[0]["environment"] = {**lines[0].get("environment", {}), "memory_bytes": limit}
-        rows(path, *lines)
+        limited(directory, limit)
         finding = finding_of(directory, "activation_peak")
         assert finding is not None
         assert finding.severity is severity
         assert ("can hold" in finding.why) == (severity is Severity.CRITICAL)
         assert finding.recovers is not None
         assert finding.recovers.max <= finding.numbers["activation_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "size", "is_found"),
+    [
+        ("forward", 2, 300, True), ("forward", 3, 300, False), ("optimizer", 2, 300, False), ("forward", 2, 20, False)
+    ],
+    ids=["the step before", "the same step", "optimizer state", "a few outputs"],
+)  # fmt: skip
+def test_activations_that_outlive_their_step_are_a_retained_graph(
+    tmp_path: Path, phase: str, step: int, size: int, is_found: bool
+) -> None:
+    run = load_run(make_run(tmp_path, FakeRun(rss_bytes=lambda _: GIB, memory=FakeMemory(kept_bytes=40 * MIB))))
+    site = Site("aten::addmm", "net", None, (), step=step, phase=phase, bytes=size * MIB, blocks=9)
+    device = DeviceAllocations(
+        device="cpu", start_bytes=None, peak_bytes=GIB, peak_time_ns=1, peak_step=3, sites=(site,),
+        unattributed_bytes=0, freed_outside_bytes=0, curve=(), steps=(), marks=(), allocations=9,
+    )  # fmt: skip
+    allocations = [WindowAllocations(rank=0, window=0, devices=(device,))]
+    found = examine(Facts.of(run, memory=memory_report(run, allocations)))
+    finding = next((finding for finding in found if finding.rule == "retained_graph"), None)
+    assert (finding is not None) == is_found
+    if finding is not None:
+        assert finding.sentence == "Graphs outlive their step: 300 MiB of saved activations are live in the next one."
+        assert finding.severity is Severity.WARNING
+        assert finding.recovers is not None
+        assert finding.recovers.max == 300 * MIB
+        assert "retain_graph=True" in finding.next_steps[0]
 
 
 def test_workers_that_grow_are_found(tmp_path: Path) -> None:
@@ -123,27 +157,26 @@ def test_workers_that_grow_are_found(tmp_path: Path) -> None:
     assert finding.recovers.max == 300 * MIB
 
 
-@pytest.mark.parametrize(
-    ("scale", "grown", "severity"), [(1, "20.0 MiB", Severity.INFO), (8, "160 MiB", Severity.WARNING)]
-)
-def test_workers_that_copy_objects_of_the_main_process_are_less_severe_than_caches(
-    tmp_path: Path, scale: int, grown: str, severity: Severity
+@pytest.mark.parametrize(("holds_gib", "severity"), [(64, Severity.INFO), (2, Severity.CRITICAL)])
+def test_workers_that_copy_objects_of_the_main_process_matter_where_memory_is_nearly_full(
+    tmp_path: Path, holds_gib: int, severity: Severity
 ) -> None:
     directory = make_run(tmp_path, FakeRun(memory=None, trace=False))
+    limited(directory, holds_gib * 1024 * MIB)
     samples = [
         {
             "kind": "workers",
             "step": 5 * n,
             "workers": 2,
-            "private_bytes": scale * size * MIB,
-            "shared_bytes": scale * (900 - size) * MIB,
+            "private_bytes": 4 * size * MIB,
+            "shared_bytes": 4 * (900 - size) * MIB,
         }
         for n, size in enumerate((50, 100, 200, 300, 400))
     ]
     rows(directory / "processes.rank00000.jsonl", *samples)
     finding = finding_of(directory, "worker_memory")
     assert finding is not None
-    assert finding.sentence == f"DataLoader workers grow by {grown} per step: they copy objects of the main process."
+    assert finding.sentence == "DataLoader workers grow by 80.0 MiB per step: they copy objects of the main process."
     assert finding.severity is severity
     assert "numpy.array" in finding.next_steps[0]
 
