@@ -349,7 +349,7 @@ def _core_use(facts: Facts, rank: Rank) -> _CoreUse:
         return _CoreUse(next_steps=(OTHERS, LIMIT), owner="Other processes take", text=text, own=own, others=others)
     owner, fewer = "The training's own processes share", FEWER_THREADS.format(count=max(each - count, 1))
     if count >= each > 1:
-        owner = f"{count} DataLoader workers compete with the training for"
+        owner = f"{count} DataLoader workers take"
         fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
     return _CoreUse(next_steps=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)
 

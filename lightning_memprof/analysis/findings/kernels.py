@@ -354,7 +354,7 @@ def python_time(facts: Facts) -> list[Finding]:
     outside = f"Python code in {where} takes {share} of each step"
     if python.reads:
         where, count = where.partition(",")[0], f"{python.reads:,.0f}"
-        outside = f"Python reads {count} values of tensors one by one in {where}: {share} of each step"
+        outside = f"Scalar loop: {where} reads {count} tensor values one by one (.item()): {share} of each step"
     saved = SAVED_READS if python.reads else SAVED_PYTHON
     worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
     return [

@@ -475,7 +475,7 @@ def test_worker_processes_that_share_the_cores_are_the_training_s_own(tmp_path: 
     load = {"process_cpu_percent": 100.0, "workers_cpu_percent": 650.0, "machine_cpu_percent": 99.0}
     finding = waits_for_a_core(tmp_path, 0.4, load=load, training=loader(num_workers=16))["core_wait"]
     assert finding.sentence.startswith(
-        "16 DataLoader workers compete with the training for the cores: the training thr"
+        "16 DataLoader workers take the cores: the training thread waits 40% of each step"
     )
     assert "num_workers=7" in finding.next_steps[0]
 

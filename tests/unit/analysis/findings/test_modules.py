@@ -182,7 +182,7 @@ def test_values_that_are_read_one_by_one_are_named_with_their_number(tmp_path: P
     findings = found(tmp_path, *values)
     assert findings["python_time"].numbers["reads"] == reads
     assert "python_loop" not in findings
-    assert ("Python reads 300 values of tensors one by one in training_step" in findings["python_time"].sentence) == (
+    assert ("Scalar loop: training_step reads 300 tensor values one by one" in findings["python_time"].sentence) == (
         times == 300
     )
     assert ("whole tensors" in findings["python_time"].next_steps[0]) == (times == 300)
