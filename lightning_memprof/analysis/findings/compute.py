@@ -241,6 +241,7 @@ MIN_OPTIMIZER_NS: Final = 5_000_000
 FEW_TENSORS: Final = 20
 FUSED: Final = frozenset({"Adagrad", "Adam", "AdamW", "SGD"})
 FOREACH: Final = FUSED | {"ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"}
+FUSE: Final = "Update all parameters in one kernel: torch.optim.{name}(..., fused=True)."
 # With foreach=None torch uses the foreach implementation on these devices, and the loop on all others.
 FOREACH_BY_DEFAULT: Final = ("cuda", "xpu", "mtia")
 # One kernel for all parameters saves a third to two thirds of the loop's time.
@@ -325,7 +326,7 @@ def _next_for_optimizer(name: str) -> tuple[str, ...]:
     if name not in FUSED:
         return (f"Update the parameters in groups: {foreach}.",)
     return (
-        f"Update all parameters in one kernel: torch.optim.{name}(..., fused=True).",
+        FUSE.format(name=name),
         f"If fused does not work (gradient clipping with 16-mixed): {foreach}.",
     )
 
@@ -370,9 +371,9 @@ def dense_embedding(facts: Facts) -> list[Finding]:
             next_steps=(
                 (
                     "Update only the rows that a batch uses: torch.nn.Embedding(..., sparse=True) with "
-                    "torch.optim.SparseAdam (or SGD) for it."
+                    "torch.optim.SparseAdam (or SGD) for it; two optimizers need self.automatic_optimization = False."
                 ),
-                "Update all parameters in one kernel: torch.optim.AdamW(..., fused=True).",
+                *((FUSE.format(name=owner.name),) if owner and owner.name in FUSED else ()),
             ),
             evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
             numbers={"rank": rank.rank, "parameter": embedding.name, "parameter_share": share, "optimizer_ns": spent},

@@ -37,6 +37,8 @@ MIN_NS: Final = 1_000_000
 MIN_SHORT_NS: Final = 2_000_000
 # An action that ran less often in the whole run is a start or an end of it.
 MIN_CALLS: Final = 2.5
+# It misses a step or two of the run: the first one, or one that ends an epoch.
+ALWAYS: Final = 0.95
 # Of many slow callbacks the first ones show what to do.
 MAX_ACTIONS: Final = 3
 
@@ -121,7 +123,7 @@ REMEDIES: Final = (
         parts=("validation",),
         sentence="Validation takes {share} of the time{on_rank}.",
         next_steps=(
-            "Validate less often: Trainer(val_check_interval=1000) or Trainer(check_val_every_n_epoch=5).",
+            "Validate once per epoch, Trainer(val_check_interval=1.0), or less often, with check_val_every_n_epoch=5.",
             "Validate on less data: Trainer(limit_val_batches=50).",
         ),
         saves=(0.5, 0.9),
@@ -214,16 +216,17 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
 
 
 def _why(ledger: TimeLedger, lines: Sequence[TimeLine], ns: float, count: float) -> str:
-    parts = [f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step"]
-    if 0 < count < 1:
-        often = "once" if count * ledger.steps < 1.5 else f"every {1 / count:,.0f} steps"
-        parts.append(f"{often}, {format_ns(ns / count)} each time")
-    elif count:
-        parts.append(f"{count:,.3g} per step" if count >= 1.05 else "in each step")
+    why = f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step"
+    if not count:
+        return f"{why}."
+    if count * ledger.steps < 1.5:
+        return f"{why}: it runs once, for {format_ns(ns / count)}."
+    often = f"{count:,.3g} times per step" if count >= 1.05 else "in each step"
+    if count < ALWAYS:
+        often = f"every {1 / count:,.0f} steps, for {format_ns(ns / count)}"
     # Lines with operators are of recorded steps.
     longest = max((line.longest_ns or 0 for line in lines if line.operator is None), default=0)
-    parts += [f"at most {format_ns(longest)} in a step"] if longest else []
-    return "; ".join(parts) + "."
+    return f"{why}: it runs {often}{f', up to {format_ns(longest)} in a step' if longest else ''}."
 
 
 # Lightning's loop and a logger stay below this in steps that are not short.
@@ -270,7 +273,7 @@ def between_steps(facts: Facts) -> list[Finding]:
 
 # With less of the machine in use there are free cores, and a limit keeps the training from them.
 IS_FULL: Final = 0.8
-OTHERS: Final = "Find them with top: end them, lower their priority (renice 19), or move them to other cores (taskset)."
+OTHERS: Final = "Find them with top: end them, let them wait (renice 19 -p PID), or move them to other cores (taskset)."
 LIMIT: Final = "Use no more threads than the CPU limit of the container or job (cpu.max): torch.set_num_threads(...)."
 FEWER_WORKERS: Final = "Use fewer worker processes: DataLoader(num_workers={count}) for {cores} cores."
 FEWER_THREADS: Final = "Leave them a core: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."

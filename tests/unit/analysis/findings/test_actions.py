@@ -110,7 +110,7 @@ def test_what_runs_every_tenth_step_counts_with_its_share_of_all_steps(
     finding = found(tmp_path, FakeRun(phases=phases(**{phase: 10_500_000})), row)[rule]
     assert finding.severity is Severity.WARNING
     assert finding.numbers["share"] == pytest.approx(10 / 28, rel=0.05)
-    assert "every 10 steps, 96.7 ms each time" in finding.why
+    assert "it runs every 10 steps, for 96.7 ms" in finding.why
     assert fix in finding.next_steps[0]
 
 

@@ -201,7 +201,7 @@ def test_a_forward_hook_is_named_with_its_line_and_its_modules_are_not_accused(t
     findings = found(tmp_path, event("[pl][module]Net: net", 0, 2000), *hooked)
     hook = findings["registered_hook_bound"]
     assert hook.sentence.startswith("The forward hook look (train.py:7) takes ")
-    assert "18 per step" in hook.why
+    assert "it runs 18 times per step" in hook.why
     assert "Remove the hook look (train.py:7)" in hook.next_steps[0]
     assert "python_time" not in findings
 
