@@ -129,8 +129,8 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     heaviest, achieved = heaviest_module(ledger), None
     if heaviest is None:
         sentence = (
-            f"Compute-bound: forward and backward take {percent(passes / ledger.step_ns)} of each step "
-            f"({format_ns(passes)} of {format_ns(ledger.step_ns)})"
+            f"Compute-bound: forward and backward take {ledger.share_text(passes)} "
+            f"({format_ns(passes)} of {format_ns(ledger.running_ns)})"
         )
         why = f"Forward takes {format_ns(ledger.ns('forward'))}, backward {format_ns(ledger.ns('backward'))} per step."
         steps: tuple[str, ...] = (_look_further(facts.run),)
@@ -138,8 +138,8 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
         achieved = _of_module(facts, rank, heaviest)
         compiled = " (compiled)" if in_compiled(heaviest.module, rank) else ""
         sentence = (
-            f"Compute-bound: {heaviest.module}{compiled} takes {percent(heaviest.ns / ledger.step_ns)} of each step "
-            f"({format_ns(heaviest.ns)} of {format_ns(ledger.step_ns)}), "
+            f"Compute-bound: {heaviest.module}{compiled} takes {ledger.share_text(heaviest.ns)} "
+            f"({format_ns(heaviest.ns)} of {format_ns(ledger.running_ns)}), "
             f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
         )
         why = (

@@ -279,7 +279,7 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
         Finding(
             rule="optimizer_bound",
             severity=worth.severity,
-            sentence=f"Optimizer-bound: {name} takes {percent(mean_share)} of each step{facts.on_rank(rank)}.",
+            sentence=f"Optimizer-bound: {name} takes {ledger.share_text(optimizer_ns)}{facts.on_rank(rank)}.",
             why=(
                 f"{format_ns(optimizer_ns)} of a {format_ns(ledger.step_ns)} step: {name} updates its "
                 f"{f'{count:,} ' if count else ''}parameter tensors in a Python loop "
@@ -361,7 +361,7 @@ def dense_embedding(facts: Facts) -> list[Finding]:
             rule="dense_embedding",
             severity=worth.severity,
             sentence=(
-                f"Optimizer-bound: the optimizer takes {percent(spent / ledger.step_ns)} of each step, mostly for "
+                f"Optimizer-bound: the optimizer takes {ledger.share_text(spent)}, mostly for "
                 f"the embedding {embedding.name}{facts.on_rank(rank)}."
             ),
             why=(
@@ -434,7 +434,7 @@ def small_batch(facts: Facts) -> list[Finding]:
             rule="small_batch",
             severity=worth.severity,
             sentence=(
-                f"Small batch: {percent(fixed / ledger.step_ns)} of each step is overhead that more than "
+                f"Small batch: {ledger.share_text(fixed)} is overhead that more than "
                 f"{samples} sample{'s' * (samples > 1)} would share{facts.on_rank(rank)}."
             ),
             why=(

@@ -84,7 +84,7 @@ REMEDIES: Final = (
     _Remedy(
         rule="callback_bound",
         parts=("callback",),
-        sentence="The callback {name} takes {share} of each step{on_rank}.",
+        sentence="The callback {name} takes {share}{on_rank}.",
         next_steps=("Do the work of {name} every N batches, in on_train_epoch_end, or in a thread.",),
         saves=(0.5, 1.0),
         by_name=True,
@@ -92,7 +92,7 @@ REMEDIES: Final = (
     _Remedy(
         rule="hook_bound",
         parts=("module_hook",),
-        sentence="The hook {name} of the module takes {share} of each step{on_rank}.",
+        sentence="The hook {name} of the module takes {share}{on_rank}.",
         next_steps=("Do the work of {name} every N batches, in on_train_epoch_end, or in a thread.",),
         saves=(0.5, 1.0),
         by_name=True,
@@ -100,7 +100,7 @@ REMEDIES: Final = (
     _Remedy(
         rule="registered_hook_bound",
         parts=("forward_hook", "backward_hook"),
-        sentence="The {kind} {name} takes {share} of each step{on_rank}.",
+        sentence="The {kind} {name} takes {share}{on_rank}.",
         next_steps=(
             "Remove the hook {name}: call remove() of the handle that its registration returned.",
             "Do the work of {name} every N batches: return at once in the others.",
@@ -111,7 +111,7 @@ REMEDIES: Final = (
     _Remedy(
         rule="metric_bound",
         parts=("metric",),
-        sentence="Metrics take {share} of each step{on_rank}, mostly {name}.",
+        sentence="Metrics take {share}{on_rank}, mostly {name}.",
         next_steps=(
             "Compute metrics once per epoch: call update() in the steps and {owner}.compute() in on_train_epoch_end.",
             "Choose a metric that keeps sums instead of all predictions, such as thresholds=100 for curves.",
@@ -121,7 +121,7 @@ REMEDIES: Final = (
     _Remedy(
         rule="validation_bound",
         parts=("validation",),
-        sentence="Validation takes {share} of the time{on_rank}.",
+        sentence="Validation takes {share}{on_rank}.",
         next_steps=(
             "Validate once per epoch, Trainer(val_check_interval=1.0), or less often, with check_val_every_n_epoch=5.",
             "Validate on less data: Trainer(limit_val_batches=50).",
@@ -131,14 +131,14 @@ REMEDIES: Final = (
     _Remedy(
         rule="checkpoint_bound",
         parts=("checkpoint",),
-        sentence="Saving checkpoints takes {share} of step time{on_rank}.",
+        sentence="Saving checkpoints takes {share}{on_rank}.",
         next_steps=SAVE_LESS,
         saves=(0.5, 1.0),
     ),
     _Remedy(
         rule="logging_bound",
         parts=("logging", "self_log"),
-        sentence="Logging takes {share} of each step{on_rank}, mostly {name}.",
+        sentence="Logging takes {share}{on_rank}, mostly {name}.",
         next_steps=(
             "Log less often: Trainer(log_every_n_steps=50), self.log(name, value, on_step=False, on_epoch=True).",
             "Log several values at once, as epoch means: self.log_dict(values, on_step=False, on_epoch=True).",
@@ -183,7 +183,7 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     name = first or f"these {kind}s"
     sentence = remedy.sentence if first else remedy.sentence.replace(", mostly {name}", "")
     if remedy.by_name and not first:
-        sentence = f"{kind.capitalize()}s take {{share}} of each step{{on_rank}}; which ones was not recorded."
+        sentence = f"{kind.capitalize()}s take {{share}}{{on_rank}}; which ones was not recorded."
     worth = Recovery(unit="ns", min=ns * remedy.saves[0], max=ns * remedy.saves[1], whole=ledger.running_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
     owner, _, hook = name.rpartition(".")
@@ -195,7 +195,7 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
         sentence=sentence.format(
             name=name,
             kind=kind,
-            share=percent(ns / ledger.step_ns),
+            share=ledger.share_text(ns),
             on_rank=facts.on_rank(rank),
         ),
         why=_why(ledger, lines, ns, count),
@@ -459,7 +459,7 @@ def gc_pauses(facts: Facts) -> list[Finding]:
         Finding(
             rule="gc_pauses",
             severity=worth.severity,
-            sentence=f"GC pauses take {percent(ns / ledger.step_ns)} of each step{facts.on_rank(rank)}.",
+            sentence=f"GC pauses take {ledger.share_text(ns)}{facts.on_rank(rank)}.",
             why=_why_pauses(ledger, ns, count, found),
             next_steps=_next_for_pauses(rank, found),
             evidence=(facts.pulse(rank), *facts.recorded(rank, "garbage")),

@@ -349,12 +349,12 @@ def python_time(facts: Facts) -> list[Finding]:
     called = sum(line.called for line in ledger.of("forward"))
     if python.ns < (NOTABLE if python.reads else NOTABLE_PYTHON) * ledger.running_ns or called < MIN_CALLED:
         return []
-    ns, share = python.ns, percent(python.ns / ledger.step_ns)
+    ns, share = python.ns, ledger.share_text(python.ns)
     where = f"the forward of {python.module}" if python.module else "training_step, outside of its submodules,"
-    outside = f"Python code in {where} takes {share} of each step"
+    outside = f"Python code in {where} takes {share}"
     if python.reads:
         where, count = where.partition(",")[0], f"{python.reads:,.0f}"
-        outside = f"Scalar loop: {where} reads {count} tensor values one by one (.item()): {share} of each step"
+        outside = f"Scalar loop: {where} reads {count} tensor values one by one (.item()): {share}"
     saved = SAVED_READS if python.reads else SAVED_PYTHON
     worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
     return [

@@ -223,12 +223,12 @@ def double_backward(facts: Facts) -> list[Finding]:
     worth = Recovery(unit="ns", min=ns * LESS_OFTEN[0], max=ns * LESS_OFTEN[1], whole=ledger.running_ns)
     if worth.share < NOTABLE:
         return []
-    share = percent(ns / ledger.step_ns)
+    share = ledger.share_text(ns)
     return [
         Finding(
             rule="double_backward",
             severity=worth.severity,
-            sentence=f"Double backward: gradients of gradients take {share} of each step{facts.on_rank(rank)}.",
+            sentence=f"Double backward: gradients of gradients take {share}{facts.on_rank(rank)}.",
             why=(
                 f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step: backward builds a graph of the gradients "
                 "(create_graph=True), and a second backward runs through it."
@@ -396,7 +396,7 @@ def python_loop(facts: Facts) -> list[Finding]:
             severity=worth.severity,
             sentence=(
                 f"Python loop: {loop.module} runs {loop.repeated} {loop.times:,.0f} times in each forward and takes "
-                f"{percent(loop.ns / ledger.step_ns)} of each step{facts.on_rank(rank)}."
+                f"{ledger.share_text(loop.ns)}{facts.on_rank(rank)}."
             ),
             why=(
                 f"Forward and backward of its operators take {format_ns(loop.ns)} of a {format_ns(ledger.step_ns)} "

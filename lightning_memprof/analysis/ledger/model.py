@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_memprof.analysis.memory.activations import patterns
+from lightning_memprof.units import percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = ["DevicePart", "HostPart", "OperatorWork", "Stall", "TimeLedger", "TimeLine", "TimePart", "grouped", "total"]
 
+# Below this share of the step the wait for a core changes no figure that people read.
+NOTABLE_WAIT: Final = 0.05
 # What the training thread does. A module hook is a method of the LightningModule; forward and backward hooks are those
 # that the program registered on modules and parameters. `rank_wait` is for the late rank, in collectives;
 # in `core_wait` that thread is ready to run, but another one has the core.
@@ -167,6 +170,11 @@ class TimeLedger:
     def running_ns(self) -> float:
         """The step without its wait for a core: the same whether other processes use the cores or not."""
         return self.step_ns - self.ns("core_wait")
+
+    def share_text(self, ns: float) -> str:
+        """Return time as a share of the step, for people; of its own time, without a wait for a core, if it waits."""
+        own = "'s own time" if self.share("core_wait") >= NOTABLE_WAIT else ""
+        return f"{percent(ns / (self.running_ns or self.step_ns))} of each step{own}"
 
     def of(self, *parts: TimePart) -> tuple[TimeLine, ...]:
         """Return the lines of some parts."""

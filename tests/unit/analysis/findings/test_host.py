@@ -455,12 +455,13 @@ def test_a_fault_of_the_training_comes_before_cores_that_others_take(tmp_path: P
     first, second, *_ = examine(Facts.of(load_run(run)))
     assert (first.rule, second.rule) == ("optimizer_bound", "core_wait")
     assert first.weight < (second.recovers.share if second.recovers else 0)
+    assert "of each step's own time" in first.sentence
 
 
 def test_a_training_that_shares_its_cores_says_what_it_is_bound_by_itself(tmp_path: Path) -> None:
     first, second, *_ = waits_for_a_core(tmp_path, 0.5, load=OTHERS_BUSY).values()
     assert (first.rule, second.rule) == ("core_wait", "nothing_found")
-    assert second.sentence.startswith("Compute-bound: forward and backward take 43% of each step")
+    assert second.sentence.startswith("Compute-bound: forward and backward take 86% of each step's own time")
     assert second.severity is Severity.INFO
 
 
