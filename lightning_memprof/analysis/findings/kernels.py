@@ -315,7 +315,7 @@ NOTABLE_PYTHON: Final = 0.10
 MIN_CALLED: Final = 10
 SAVED_PYTHON: Final = (0.5, 0.9)
 SAVED_READS: Final = (0.8, 1.0)
-# Fewer values that are read one by one are no loop.
+# A loop over values reads at least this many.
 MIN_READS: Final = 256
 # Python collects young objects after this many new ones; a value that is read makes one or two.
 COLLECTED_AFTER: Final = 700
@@ -338,8 +338,8 @@ class _Python:
 def python_time(facts: Facts) -> list[Finding]:
     """Find a forward, or the training step around it, that computes in Python and not in operators.
 
-    Recovers 50% to 90% of the time outside operators. Where values are read one by one, 80% to all of it, of the reads,
-    and of the GC pauses of their objects: one collection for 700 of them.
+    Recovers 50% to 90% of the time outside operators. Where values are read one by one, the time includes the reads and
+    the GC pauses of their objects, one collection for 700 of them: recovers 80% to 100%.
     """
     worst = facts.heaviest(lambda ledger: _python(ledger).ns)
     if worst is None or worst[1].steps < MIN_STEPS:
