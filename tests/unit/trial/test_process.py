@@ -1,0 +1,13 @@
+"""A process that never reaches a training."""
+
+from __future__ import annotations
+
+from lightning_memprof.trial.process import run_task
+from lightning_memprof.trial.task import Task
+
+
+def test_an_exit_without_a_training_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import sys; sys.exit('unknown argument')")
+    found = run_task(["train.py"], Task(directory=str(tmp_path / "run"), steps=3), 60.0)
+    assert found.problem == "ended with exit code 1: unknown argument"
