@@ -277,7 +277,8 @@ def test_without_the_variable_a_program_loads_nothing_of_ours_but_the_entry_poin
     done = plain("", before)
     loaded = done.stdout.strip().splitlines()[-1]
     assert (
-        loaded == "['lightning_memprof', 'lightning_memprof.integration', 'lightning_memprof.integration.registration']"
+        loaded == "['lightning_memprof', 'lightning_memprof.integration', 'lightning_memprof.integration.registration', "
+        "'lightning_memprof.trial', 'lightning_memprof.trial.attach']"
     )
 
 

@@ -50,8 +50,8 @@ def lines() -> dict[str, int]:
 def waits(strategy: str) -> str:
     """Return where a rank waits for one that does not reach the step: FSDP gathers parameters in forward."""
     if strategy == "fsdp2":
-        return "all_gather Float[89] in forward of step 3 at training.py:"
-    return f"all_reduce Float[3] in forward of step 3 at faulty_ranks.py:{lines()['reduce']}"
+        return "in forward of step 3 at training.py:"
+    return f"in forward of step 3 at faulty_ranks.py:{lines()['reduce']} in collectives (all_reduce Float[3])"
 
 
 def start(directory: Path, fault: str, strategy: str) -> list[subprocess.Popen[bytes]]:

@@ -419,10 +419,10 @@ def _words(place: Place, calls: dict[int, CollectiveRow]) -> str:
     """Describe a rank that has reported."""
     row = place.row
     if row is None:
-        return f"rank {place.rank} {_name(calls[place.rank])}"
-    called = f"{_name(calls[place.rank])} " if place.rank in calls and place.waits else ""
+        return f"rank {place.rank} in {_name(calls[place.rank])}"
+    called = f" ({_name(calls[place.rank])})" if place.rank in calls and place.waits else ""
     raised = f"raised {(row.error or '').partition(':')[0]} " if place.state == "raised" else ""
-    return f"rank {place.rank} {raised}{called}{_where(row)} at {row.place or row.function}"
+    return f"rank {place.rank} {raised}{_where(row)} at {row.place or row.function}{called}"
 
 
 def _name(row: CollectiveRow) -> str:

@@ -243,12 +243,12 @@ def test_the_totals_are_on_disk_once_a_minute_and_listed_once(tmp_path: Path) ->
         with Pulse().follow(run) as add:
             assert add is not None
             for step in range(70):
-                # Steps of one second: a chunk of the pulse has eleven of them.
+                # Steps of one second: a chunk of the pulse has three of them.
                 add(acted(step, 5))
-                assert file.exists() == (step >= 66)
+                assert file.exists() == (step >= 63)
             early, _ = read_rows(file)
         listed = [row["path"] for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "artifact"]
-    assert [(row["action"], row["steps"], row["total_ns"]) for row in early] == [("untracked", 66, 330)]
+    assert [(row["action"], row["steps"], row["total_ns"]) for row in early] == [("untracked", 63, 315)]
     assert [row["total_ns"] for row in read_rows(file)[0]] == [345]
     assert sorted(listed) == ["memprofiler/actions.rank00000.jsonl", "memprofiler/pulse.rank00000.csv"]
 
