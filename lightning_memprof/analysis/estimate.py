@@ -183,7 +183,7 @@ class Estimate:
         is_largest: whether the batch is the largest one that fits.
         retries: how often the allocator releases its cached blocks to make it fit.
         step: number of the step with the peak, from 0.
-        part: ``forward``, ``backward``, ``optimizer``, or ``setup`` before the first step.
+        part: ``forward``, ``backward``, ``optimizer``, ``validation``, or ``setup`` before the first step.
         operator: the operator that reaches the peak.
         categories: bytes at the peak by category; they add up to ``allocated_bytes``.
         modules: bytes at the peak by module and category.

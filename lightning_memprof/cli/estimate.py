@@ -27,8 +27,9 @@ _DESCRIPTION: Final = """\
 Estimate the memory of a training without a GPU: run the program up to its
 Trainer.fit, then a few steps of the fit on tensors without data.
 
-  SCRIPT ARGS...        the program; everything after SCRIPT belongs to it, but
-                        for --device-memory, --what-if and --batch-size max
+  SCRIPT ARGS...        the program; options after SCRIPT are the program's,
+                        except --device, --device-memory, --what-if and
+                        --batch-size max
   -m MODULE ARGS...     the program as a module, as with python -m
   fit ARGS...           a LightningCLI without a script, with --config FILE
 """
@@ -36,24 +37,24 @@ Trainer.fit, then a few steps of the fit on tensors without data.
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", default=None, help="a GPU such as 'H100 80GB', or cpu")
-    parser.add_argument("--device-memory", metavar="SIZE", default=None, help="its memory, as in 24GiB")
-    parser.add_argument("--batch-size", metavar="N", default=None, help="samples in a batch, or max: as many as fit")
-    parser.add_argument("--seq-len", metavar="N[,N]", default=None, help="tokens in a sample, one or several numbers")
+    parser.add_argument("--device-memory", metavar="SIZE", default=None, help="the memory of the GPU, as in 24GiB")
+    parser.add_argument("--batch-size", metavar="N", default=None, help="samples per batch, or max: as many as fit")
+    parser.add_argument("--seq-len", metavar="N[,N]", default=None, help="tokens per sample; one row for each number")
     parser.add_argument(
         "--batch-shape", metavar="SHAPES", default=None, help="shapes of the batch's tensors, as in 8x3x64x64,8"
     )
-    parser.add_argument("--devices", metavar="N", default=None, help="GPUs that train together")
-    parser.add_argument("--strategy", metavar="NAME", default=None, help="how: ddp, fsdp or fsdp2")
+    parser.add_argument("--devices", metavar="N", default=None, help="number of GPUs that train together")
+    parser.add_argument("--strategy", metavar="NAME", default=None, help="strategy of several GPUs: ddp, fsdp or fsdp2")
     parser.add_argument(
         "--what-if",
         metavar="CHANGE",
         action="append",
         default=None,
-        help="also with a change, as in precision=bf16-mixed",
+        help="also estimate with a change, such as precision=bf16-mixed; may be repeated",
     )
     parser.add_argument("--output", "-o", metavar="FILE", default=None, help="also write an HTML page")
     parser.add_argument(
-        "--against", metavar="RUN", default=None, help="a recorded run of the program, whose page compares it"
+        "--against", metavar="RUN", default=None, help="compare with a recorded run of the program, on the run's page"
     )
     add_format(parser)
     parser.add_argument("--all", action="store_true", help="all sections instead of the page that fits one screen")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -18,7 +19,7 @@ from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
-from lightning_memprof.estimation.program import require_program, run_program
+from lightning_memprof.estimation.program import is_cli, require_program, run_program
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.simulation import Variation, failure_line, simulate
 from lightning_memprof.estimation.trainer import Fit
@@ -162,7 +163,7 @@ def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
         alternatives.append(_alternative(fit, change, other, found))
     working = [change for change, other in zip(changes, alternatives[len(others) :], strict=True) if not other.problem]
     if len(working) > 1 and not wanted.what_if and not _any_fits(found, alternatives):
-        change = combined(working)
+        change = replace(combined(working), name="all of these")
         wanted.progress(change.name, count, count + 1)
         alternatives.append(_alternative(fit, change, replace(variation, change=change), found))
     values = {field.name: getattr(found, field.name) for field in fields(found)}
@@ -197,7 +198,7 @@ def _tried(fit: Fit, wanted: Wanted, variation: Variation) -> model.Estimate:
 
 
 def _largest(first: model.Estimate, tried: Callable[[int], model.Estimate]) -> model.Estimate:
-    """Return the estimate with the largest batch that fits.
+    """Return the estimate with the largest batch whose whole band fits: one at the limit may not, or slowly.
 
     Raises:
         MemprofError: not even one sample fits.
@@ -207,7 +208,8 @@ def _largest(first: model.Estimate, tried: Callable[[int], model.Estimate]) -> m
 
     def fits(samples: int) -> bool:
         found[samples] = tried(samples)
-        return found[samples].fit == "fits"
+        # Where the allocator has to release its cache, the band ends at the limit.
+        return found[samples].fit == "fits" and found[samples].reserved.high_bytes < (first.device.usable_bytes or 0)
 
     largest = largest_fitting(fits, first.batch_size or 1, _MOST_SAMPLES)
     if not largest:
@@ -291,6 +293,8 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
 
 def _misplaced(program: Sequence[str]) -> str:
     """Return advice where a program's arguments include options of ``estimate``."""
+    if is_cli(program):
+        return "; where a script calls LightningCLI with its classes, its name comes before fit"
     given = [word.partition("=")[0] for word in program]
     found = next((word for word in given[1:] if word in OPTIONS), None)
     if found is None:
@@ -321,7 +325,8 @@ def _watched(name: str, use: Callable[[Fit], None]) -> Iterator[None]:
         return reached
 
     def skipped(_: Link) -> Callable[..., list[Any]]:
-        return lambda *_args, **_named: []
+        # A program may print a metric, whatever its name.
+        return lambda *_args, **_named: [defaultdict(float)]
 
     with ExitStack() as undo:
         undo.enter_context(wrapped(Trainer, "__init__", init))

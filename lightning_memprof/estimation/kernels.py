@@ -22,7 +22,7 @@ from lightning_memprof.capture.torch_internals import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Buffer", "CpuKernels", "InPlace", "in_order", "kernel_buffers", "storage_bytes"]
+__all__ = ["Buffer", "CpuKernels", "InPlace", "in_order", "kernel_buffers", "laid_out", "storage_bytes"]
 
 _IMAGES: Final = 4
 # Sizes of attention's blocks, in rows and columns; 16 bytes of each tile are its lock.
@@ -83,6 +83,21 @@ _ELEMENTWISE: Final = frozenset(
 )
 
 
+# Arguments of which a kernel makes a contiguous copy, unless they are contiguous. Source: `layer_norm_kernel.cu` and
+# `SoftMax.cu` in aten/src/ATen/native/cuda.
+_CONTIGUOUS: Final = MappingProxyType(
+    {
+        "aten.native_layer_norm.default": (0,),
+        "aten.native_layer_norm_backward.default": (0, 1),
+        "aten._softmax.default": (0,),
+        "aten._log_softmax.default": (0,),
+        "aten._softmax_backward_data.default": (0, 1),
+        "aten._log_softmax_backward_data.default": (0, 1),
+    }
+)
+_CHANNELS_LAST: Final = MappingProxyType({4: torch.channels_last, 5: torch.channels_last_3d})
+
+
 class Buffer(NamedTuple):
     """A buffer that ends with its operator.
 
@@ -106,6 +121,38 @@ def in_order(name: str, result: Any) -> Any:
     return result if order is None else [result[index] for index in order]
 
 
+def laid_out(name: str, args: Any, result: Any) -> Any:
+    """Return the results of an operator in the memory format of CUDA's kernels, where fake tensors have another one."""
+    if name == "aten.convolution.default":
+        return result.contiguous(memory_format=_format(args[0], args[1]))
+    if name == "aten.convolution_backward.default":
+        layout = _format(args[1], args[2])
+        gradients = (None if made is None else made.contiguous(memory_format=layout) for made in result[:2])
+        return (*gradients, result[2])
+    return result
+
+
+def _format(data: Tensor, weight: Tensor) -> torch.memory_format:
+    """Return the memory format of a convolution. Source: ``cudnn_conv_suggest_memory_format`` of ``ConvUtils.h``."""
+    last = _CHANNELS_LAST.get(data.ndim)
+    if last is None or data.dtype == torch.float64:
+        return torch.contiguous_format
+    is_last = any(not each.is_contiguous() and each.is_contiguous(memory_format=last) for each in (data, weight))
+    return last if is_last else torch.contiguous_format
+
+
+def _copies(name: str, args: Any) -> Iterator[Buffer]:
+    """Yield the copies of arguments in the memory format that the kernel reads."""
+    needed = [(args[index], torch.contiguous_format) for index in _CONTIGUOUS.get(name, ())]
+    if name == "aten.convolution.default":
+        needed = [(tensor, _format(args[0], args[1])) for tensor in args[:2]]
+    elif name == "aten.convolution_backward.default":
+        needed = [(tensor, _format(args[1], args[2])) for tensor in args[:3]]
+    for tensor, layout in needed:
+        if not tensor.is_contiguous(memory_format=layout):
+            yield Buffer(tensor.nbytes, f"copy of an argument of {name}")
+
+
 def storage_bytes(name: str, args: Any, result: Tensor) -> int:
     """Return the bytes of a result's storage, on any device; that of a fake tensor may be smaller."""
     known = result.untyped_storage().nbytes()
@@ -125,6 +172,7 @@ def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> 
         resident_threads: how many threads all multiprocessors of the device run at once.
 
     """
+    yield from _copies(name, args)
     if name == "aten.convolution.default":
         yield from _convolution(args[0], result, args[8])
     elif name == "aten.convolution_backward.default":
@@ -136,9 +184,9 @@ def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> 
     elif name in _COPIES:
         # Losses before their reduction, and products of gradient and result.
         for _ in range(_COPIES[name]):
-            yield Buffer(args[0].nbytes, f"result before {name}")
+            yield Buffer(args[0].nbytes, f"workspace of {name}")
     elif name in _SUMS and isinstance(args[0], Tensor) and isinstance(result, Tensor):
-        yield from _reduction(args[0], result, resident_threads)
+        yield from _reduction(args[0], result, resident_threads, f"workspace of {name}")
 
 
 def _convolution(data: Tensor, result: Tensor, groups: int) -> Iterator[Buffer]:
@@ -180,7 +228,7 @@ def _rounded(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _reduction(data: Tensor, result: Tensor, resident_threads: int) -> Iterator[Buffer]:
+def _reduction(data: Tensor, result: Tensor, resident_threads: int, label: str) -> Iterator[Buffer]:
     """Yield the partial results of a reduction that several blocks of threads share, and their semaphores.
 
     Of dense tensors, in which either the first or the last dimensions are reduced.
@@ -214,8 +262,8 @@ def _reduction(data: Tensor, result: Tensor, resident_threads: int) -> Iterator[
     blocks = max(min(-(-target // grid), -(-per_thread // _LEAST_PER_THREAD)), -(-per_thread // _MOST_PER_THREAD))
     if blocks > 1:
         element = 8 if data.dtype == torch.float64 else 4
-        yield Buffer(element * outputs * blocks * (1 if along else block_width * vector), "partial results of a sum")
-        yield Buffer(4 * grid, "semaphores of a sum")
+        yield Buffer(element * outputs * blocks * (1 if along else block_width * vector), label)
+        yield Buffer(4 * grid, label)
 
 
 def _reduces_last(data: Tensor, result: Tensor) -> bool:

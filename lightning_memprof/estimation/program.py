@@ -42,6 +42,8 @@ def require_program(program: Sequence[str], command: str = "estimate") -> None:
     for file in files:
         if not Path(file).is_file():
             raise MemprofError(f"{command}: {file}: no such file")
+    if first.endswith((".yaml", ".yml")):
+        raise MemprofError(f"{command}: {first} is not a program: give its script before fit --config {first}")
 
 
 def run_program(program: Sequence[str]) -> None:

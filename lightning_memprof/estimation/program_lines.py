@@ -13,6 +13,11 @@ import torch
 
 import lightning_memprof
 
+LOOPS: Final = "a loop that waits for a value, which is unknown without data"
+"""Part of the message about a loop that never ends without data."""
+ON_CUDA: Final = "the program moves tensors to CUDA{place}; leave that to the Trainer, or use self.device"
+"""Message about a program that names the device."""
+
 _LIBRARIES: Final = tuple(str(Path(found.__path__[0])) + os.sep for found in (torch, lightning, lightning_memprof))
 _INSTALLED: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 # torch's optimizers and clipping read values that decide no shape.
@@ -26,7 +31,7 @@ def is_program(filename: str) -> bool:
 
 def is_installed(filename: str) -> bool:
     """Return whether a source file belongs to Python or an installed package."""
-    return filename.startswith(_INSTALLED)
+    return filename.startswith(_INSTALLED) or "site-packages" in filename
 
 
 def user_line() -> str:

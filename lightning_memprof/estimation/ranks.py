@@ -52,8 +52,8 @@ _BUCKET: Final = 25 * MIB
 _COMMUNICATION: Final = "communication"
 _HALVES: Final = {"16": torch.float16, "bf16": torch.bfloat16}
 _FSDP1: Final = "FSDP is simulated as FSDP2 with the same units, which shards each parameter instead of a flat one"
-_RANK_0: Final = "rank 0 is simulated, which has the largest shards, with a batch like the others'"
-_LIBRARY: Final = "buffers of the communication library, such as NCCL's, are not included"
+_RANK_0: Final = "rank 0 is simulated, which has the largest shards; all ranks have batches of the same size"
+_LIBRARY: Final = "buffers of the communication library (NCCL) are not included"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +290,8 @@ def ranks_of(given: Mapping[str, Any]) -> Ranks:
         ConfigError: the strategy is unknown, or cannot be simulated.
 
     """
+    if given.get("accelerator") == "tpu":
+        raise ConfigError("estimate: the accelerator tpu is not simulated; GPUs and the CPU are")
     nodes = int(given.get("num_nodes") or 1)
     count = _devices(given.get("devices")) * nodes
     strategy = _strategy(given.get("strategy") or "auto", count)

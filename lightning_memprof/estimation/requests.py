@@ -21,6 +21,7 @@ _MARGINS: Final = (0.97, 1.03)
 _WORKSPACE_MARGINS: Final = (0.90, 1.07)
 # CUDA loads the code of kernels on first use; the measured runs count it.
 _MODULES: Final = 20 * MIB
+_REPLAYS: Final = 9
 _CHANGED: Final = 16  # requests that a perturbation changes
 # The allocator's segment for requests below 10 MiB: smaller differences are the perturbation's own.
 _SEGMENT: Final = 20 * MIB
@@ -68,32 +69,21 @@ class Requests:
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a replay reached, in bytes; the events are the first at each peak, -1 without allocations.
-
-    After `out_of_memory`, at event `failed_event`, nothing was replayed.
-    """
+    """What a replay reached, in bytes; after `out_of_memory` nothing was replayed."""
 
     allocated_bytes: int
     reserved_bytes: int
-    allocated_event: int
-    reserved_event: int
     retries: int
-    failed_event: int | None = None
     out_of_memory: OutOfMemoryError | None = None
 
 
 @dataclass(frozen=True)
 class Band:
-    """Peaks of the reserved bytes over perturbed replays; `failed` of `replays` ran out of memory.
-
-    ``likely_bytes`` is the peak without a perturbation, or the median where most replays differ from it by a segment.
-    """
+    """Peaks of the reserved bytes over replays."""
 
     low_bytes: int
     likely_bytes: int
     high_bytes: int
-    replays: int
-    failed: int
 
 
 def replay(requests: Requests, allocator: CachingAllocator | None = None) -> Peaks:
@@ -101,59 +91,41 @@ def replay(requests: Requests, allocator: CachingAllocator | None = None) -> Pea
     allocator = allocator or CachingAllocator()
     malloc, free, streams = allocator.malloc, allocator.free, requests.streams
     live: list[Block | None] = []
-    allocated = reserved = 0
-    allocated_event = reserved_event = failed_event = -1
     failure = None
-    for i, event in enumerate(requests.events):
-        if event < 0:
-            block = live[~event]
-            if block is not None:
+    try:
+        for event in requests.events:
+            if event >= 0:
+                live.append(malloc(event, streams.get(len(live), 0)) if event else None)
+            elif (block := live[~event]) is not None:
                 free(block)
                 live[~event] = None
-            continue
-        try:
-            live.append(malloc(event, streams.get(len(live), 0)) if event else None)
-        except OutOfMemoryError as error:
-            failed_event, failure = i, error
-            break
-        if allocator.allocated_bytes > allocated:
-            allocated, allocated_event = allocator.allocated_bytes, i
-        if allocator.reserved_bytes > reserved:
-            reserved, reserved_event = allocator.reserved_bytes, i
+    except OutOfMemoryError as error:
+        failure = error
     return Peaks(
         allocated_bytes=allocator.peak_allocated_bytes,
         reserved_bytes=allocator.peak_reserved_bytes,
-        allocated_event=allocated_event,
-        reserved_event=reserved_event,
         retries=allocator.retries,
-        failed_event=failed_event if failure else None,
         out_of_memory=failure,
     )
 
 
-def perturbed(
-    requests: Requests,
-    settings: AllocatorSettings | None = None,
-    capacity_bytes: int | None = None,
-    replays: int = 9,
-) -> Band:
-    """Replay requests as they are and with small deterministic changes: fragmentation depends on details.
+def perturbed(requests: Requests, settings: AllocatorSettings | None = None) -> Band:
+    """Return the peaks of requests as they are and with small deterministic changes: fragmentation depends on details.
+
+    The likely one is without a change, or the median where most others differ from it by a segment.
 
     A perturbed replay starts with a live block of up to 10 MiB, places segments in another order of addresses, and has
     up to 64 KiB more in its first large requests. The bytes of the block are subtracted.
     """
-    peaks = [replay(requests, CachingAllocator(settings, capacity_bytes))]
-    reached = [peaks[0].reserved_bytes]
-    for seed in range(1, replays):
+    reached = [replay(requests, CachingAllocator(settings)).reserved_bytes]
+    for seed in range(1, _REPLAYS):
         chance = random.Random(seed)  # noqa: S311 repeatable, nothing is secret  # nosec B311
-        allocator = CachingAllocator(settings, capacity_bytes, place=_anywhere(chance))
+        allocator = CachingAllocator(settings, place=_anywhere(chance))
         extra = allocator.malloc(chance.randrange(1, (MIB, 10 * MIB)[seed % 2]))
-        peaks.append(replay(_larger(requests, chance), allocator))
-        reached.append(peaks[-1].reserved_bytes - extra.size)
-    failed = sum(peak.out_of_memory is not None for peak in peaks)
+        reached.append(replay(_larger(requests, chance), allocator).reserved_bytes - extra.size)
     middle = round(statistics.median(reached))
     likely = reached[0] if abs(reached[0] - middle) < _SEGMENT else middle
-    return Band(low_bytes=min(reached), likely_bytes=likely, high_bytes=max(reached), replays=replays, failed=failed)
+    return Band(low_bytes=min(reached), likely_bytes=likely, high_bytes=max(reached))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,19 +70,16 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     avoid_device_init: ClassVar[property] = property(lambda _: True)
 
 
+def _nothing(*_: Any) -> None:
+    """Operators take no time."""
+
+
 class _Event:
-    """Marks nothing: operators take no time."""
+    """Marks nothing."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    record = wait = synchronize = _nothing
 
-    def record(self, *_: Any) -> None:
-        pass
-
-    def wait(self, *_: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
+    def __init__(self, *_: Any) -> None:
         pass
 
     def query(self) -> bool:
@@ -92,20 +89,13 @@ class _Event:
 class _Stream:
     """A queue of which only the number counts: CUDA's allocator gives each stream blocks of its own."""
 
+    wait_stream = wait_event = synchronize = _nothing
+
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def wait_stream(self, *_: Any) -> None:
-        pass
-
-    def wait_event(self, *_: Any) -> None:
-        pass
-
     def record_event(self, *_: Any) -> _Event:
         return _Event()
-
-    def synchronize(self) -> None:
-        pass
 
 
 class _Streams:
@@ -151,11 +141,11 @@ def _register() -> None:
         device_count=lambda: 1,
         current_device=lambda: 0,
         device=lambda _: ExitStack(),
-        manual_seed_all=lambda _: None,
+        manual_seed_all=_nothing,
         get_rng_state=lambda *_: torch.get_rng_state(),
-        set_rng_state=lambda *_: None,
-        synchronize=lambda *_: None,
-        empty_cache=lambda: None,
+        set_rng_state=_nothing,
+        synchronize=_nothing,
+        empty_cache=_nothing,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
     )
     _setup_privateuseone_for_python_backend(NAME, backend_module=module)

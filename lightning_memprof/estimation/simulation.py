@@ -15,41 +15,42 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from lightning.pytorch import Trainer
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Reserved
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
-from lightning_memprof.capture.sources.tensors import tensors_in
 from lightning_memprof.capture.torch_internals import DynamicOutputShapeException
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change, checkpoint_blocks
-from lightning_memprof.estimation.program_lines import is_installed, is_program
+from lightning_memprof.estimation.program_lines import LOOPS, ON_CUDA, is_installed, is_program
 from lightning_memprof.estimation.ranks import OFFLOADED, ranks_of
 from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
-from lightning_memprof.estimation.storages import LOOPS, Values
+from lightning_memprof.estimation.storages import Values
 from lightning_memprof.estimation.trainer import (
     STEPS,
+    Ended,
     Fit,
     SimulatedStrategy,
+    batch_tensors,
     held_by_callbacks,
     later_needs,
     trainer_options,
+    with_tensors,
 )
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from torch import nn
 
     from lightning_memprof.estimation.ranks import Ranks
     from lightning_memprof.estimation.storages import Assumed, StorageLog
@@ -65,16 +66,18 @@ _ADVICE: Final = "--debug shows the traceback"
 # torch's messages, and their meaning in an estimate.
 _MEANINGS: Final = (
     (
-        r"not compiled with CUDA|no NVIDIA driver|not linked with support for cuda|re-initialize CUDA",
-        "the program moves tensors to CUDA{place}; leave that to the Trainer, or use self.device",
+        r"not compiled with CUDA|no NVIDIA driver|not linked with support for cuda|re-initialize CUDA|and cuda:\d",
+        ON_CUDA,
     ),
     (
         r"autograd's threading",
         "this process has already trained on a GPU and cannot be forked; estimate in a new process",
     ),
     (r"aten\._pin_memory|materialized on CPU when enabling CPU offloading", f"CPUOffloadPolicy {OFFLOADED}"),
-    (r"\.numpy\(\)", "a tensor becomes an array of NumPy{place}, which needs its values"),
+    (r"\.numpy\(\)", "a tensor on the device becomes an array of NumPy{place}; .cpu() comes first"),
 )
+# torch's message about an operator defined in Python, and its exception for any other.
+_NO_FAKE: Final = r"no fake impl registered for <CustomOpDef\(([^)]*)\)>|^UnsupportedOperatorException: ([\w.:]+)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,7 @@ class Variation:
         sequence_length: tokens in a sample; None keeps the loader's.
         shapes: of the batch's tensors, in their order; empty keeps the loader's.
         values: assumed where the program reads those of tensors.
+        validates: whether validation runs too, where the program has one.
 
     """
 
@@ -129,6 +133,7 @@ class Variation:
     sequence_length: int | None = None
     shapes: Sequence[Sequence[int]] = ()
     values: Values = field(default_factory=Values)
+    validates: bool = True
 
 
 def simulate(fit: Fit, device: Device, variation: Variation | None = None, *, is_checked: bool = False) -> Estimate:
@@ -149,6 +154,20 @@ def simulate(fit: Fit, device: Device, variation: Variation | None = None, *, is
     variation = variation or Variation()
     # Here, where this machine's GPUs can be counted.
     ranks = ranks_of(_arguments(fit, variation))
+    if not is_overridden("validation_step", fit.model, LightningModule):
+        variation = replace(variation, validates=False)
+    try:
+        return _checked(fit, ranks, device, variation, is_checked=is_checked)
+    except MemprofError as error:
+        if not variation.validates:
+            raise
+        # Code of a validation may read values, which that of a training does not need.
+        found = _checked(fit, ranks, device, replace(variation, validates=False), is_checked=is_checked)
+        reason = str(error).removeprefix("estimate: ")
+        return replace(found, assumptions=[*found.assumptions, f"validation is not included: {reason}"])
+
+
+def _checked(fit: Fit, ranks: Ranks, device: Device, variation: Variation, *, is_checked: bool) -> Estimate:
     found = _in_child(lambda: _simulated(fit, ranks, device, variation))
     if found.assumed and variation.change is None and not is_checked:
         _refuse_dependence(found, lambda values: _simulated(fit, ranks, device, replace(variation, values=values)))
@@ -167,8 +186,8 @@ def _refuse_dependence(found: _Found, other: Callable[[Values], _Found]) -> None
         MemprofError: it is.
 
     """
-    numbers = list(dict.fromkeys(place for _, place, is_condition in found.assumed if not is_condition))
-    if any(is_condition for _, _, is_condition in found.assumed):
+    numbers = [place for place, is_condition in found.assumed if not is_condition]
+    if any(is_condition for _, is_condition in found.assumed):
         _requests(lambda: other(Values(condition=True)))
     same = {None, found.requests}
     if numbers and any(_requests(lambda number=number: other(Values(number=number))) not in same for number in _OTHERS):  # type: ignore[misc]
@@ -278,12 +297,12 @@ def failure_line(error: BaseException, failed: str = "the simulated training fai
         return "estimate: the loader has no batch; --batch-shape does not replace it"
     if isinstance(error, DynamicOutputShapeException):
         words = f"a shape depends on values{place} ({words}), which are unknown without data"
-        return f"estimate: {words}; for an upper bound keep all rows, as torch.where does"
+        return f"estimate: {words}; for an upper bound keep all rows, as torch.where does, or leave out the metric"
     for pattern, meaning in _MEANINGS:
         if re.search(pattern, words):
             return f"estimate: {meaning.format(place=place)} ({_ADVICE})"
-    if custom := re.search(r"There was no fake impl registered for <CustomOpDef\(([^)]*)\)>", words):
-        words = f"the operator {custom[1]}{place} has no fake implementation"
+    if custom := re.search(_NO_FAKE, f"{type(error).__name__}: {words}"):
+        words = f"the operator {custom[1] or custom[2]}{place} has no fake implementation"
         return f"estimate: {words}; torch.library.register_fake gives it one"
     return f"estimate: {failed}{place}: {type(error).__name__}: {words} ({_ADVICE})"
 
@@ -299,14 +318,18 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
     arguments = _arguments(fit, variation)
     prepare = _checkpoint if change.is_checkpointed else None
     strategy = SimulatedStrategy(
-        target, ranks, lambda batch: _resized(batch, variation), change.optimizers, variation.values, prepare=prepare
+        target, ranks, partial(_resized, variation), change.optimizers, variation.values, prepare=prepare
     )
-    options = trainer_options(arguments, strategy, target)
+    options = trainer_options(arguments, strategy, target, validates=variation.validates)
     try:
         trainer = Trainer(**options)
-        trainer.fit(fit.model, **fit.data)
+        callbacks: Sequence[Any] = ()
+        try:
+            trainer.fit(fit.model, **fit.data)
+        except Ended as ended:
+            callbacks = ended.callbacks
         log, assumed = strategy.tracer.log, strategy.tracer.assumed
-        held = list(held_by_callbacks(trainer, target.kind))
+        held = list(held_by_callbacks(callbacks, fit.model, target.kind))
     finally:
         strategy.teardown()
     if not any(part.step == STEPS - 1 for part in log.parts):
@@ -314,7 +337,7 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
     estimate = replace(
         _estimate(log, fit, device),
         batch=_shapes(strategy.batch),
-        batch_size=batch_samples(strategy.batch),
+        batch_size=_samples(strategy.batch),
         ranks=ranks.count,
         strategy=ranks.kind,
         assumptions=[*ranks.assumptions(), *held, *later_needs(arguments), *_assumptions(fit.model, assumed)],
@@ -354,8 +377,10 @@ def _estimate(log: StorageLog, fit: Fit, device: Device) -> Estimate:
 
 def _assumptions(model: nn.Module, assumed: Iterable[Assumed]) -> Iterator[str]:
     if is_compiled(model):
-        yield "estimated without torch.compile, which often needs less memory"
-    for _, place, is_condition in assumed:
+        yield "torch.compile is ignored; a compiled model often needs less memory"
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        yield "cuDNN's buffers for RNNs are not included"
+    for place, is_condition in assumed:
         value = "False" if is_condition else "1"
         kind = "a condition" if is_condition else "a number"
         yield f"{place}: {kind} is read from a tensor; {value} was assumed"
@@ -380,52 +405,61 @@ def _conclusion(found: Demand, device: Device) -> Conclusion:
 def _shapes(batch: Any) -> list[str]:
     return [
         f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
-        for tensor in tensors_in(batch)
+        for tensor in batch_tensors(batch)
     ]
 
 
-def _resized(batch: Any, variation: Variation) -> Any:
-    """Return the batch with other shapes, without its values.
+def _samples(batch: Any) -> int | None:
+    """Return the samples in a batch; None where its tensors do not say."""
+    return batch_samples(batch) or batch_samples(batch_tensors(batch))
+
+
+def _resized(variation: Variation, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return the batches with other shapes, without their values.
+
+    Args:
+        variation: has the number of samples of the first batch; that of the others keeps its ratio to it.
+        trained: the batches of the training, one of each loader.
+        others: those of the validation.
 
     Raises:
-        ConfigError: the batch has other tensors than the variation has shapes, or no samples or tokens to change.
+        ConfigError: the batches have other tensors than the variation has shapes, or no samples or tokens to change.
 
     """
     if variation.shapes:
-        return _reshaped(batch, variation.shapes)
-    samples, tokens = batch_samples(batch), _tokens(batch)
+        return [*_reshaped(list(trained), variation.shapes), *others]
+    samples, tokens = _samples(trained[0]), _tokens(trained[0])
     if variation.batch_size is not None and samples is None:
-        raise ConfigError(f"--batch-size {variation.batch_size}: no tensor of the batch has a dimension")
+        raise ConfigError(f"--batch-size {variation.batch_size}: the batch has no tensor with a dimension")
     if variation.sequence_length is not None and tokens is None:
         raise ConfigError(
             f"--seq-len {variation.sequence_length}: the batch has no tensor of integers, samples x tokens"
         )
     lengths = {} if variation.sequence_length is None else {tokens: variation.sequence_length}
+    ratio = 1.0 if variation.batch_size is None or samples is None else variation.batch_size / samples
 
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
+    def resized(tensor: torch.Tensor, samples: int | None) -> torch.Tensor:
         shape = list(tensor.shape)
-        if variation.batch_size is not None and shape and shape[0] == samples:
-            shape[0] = variation.batch_size
+        if samples is not None and shape and shape[0] == samples:
+            shape[0] = max(round(samples * ratio), 1)
         # Masks have tokens twice; vectors may have as many features as there are tokens.
         last = 2 if tensor.is_floating_point() else len(shape)
         shape[1:last] = [lengths.get(length, length) for length in shape[1:last]]
         return torch.empty(shape, dtype=tensor.dtype, device="meta") if shape != list(tensor.shape) else tensor
 
-    return apply_to_collection(batch, torch.Tensor, resized)
+    return [with_tensors(batch, partial(resized, samples=_samples(batch))) for batch in (*trained, *others)]
 
 
 def _tokens(batch: Any) -> int | None:
     """Return the second dimension of the first tensor of integers that has one."""
-    found = (tensor for tensor in tensors_in(batch) if tensor.ndim > 1 and not tensor.is_floating_point())
+    found = (tensor for tensor in batch_tensors(batch) if tensor.ndim > 1 and not tensor.is_floating_point())
     return next((tensor.shape[1] for tensor in found), None)
 
 
 def _reshaped(batch: Any, shapes: Sequence[Sequence[int]]) -> Any:
-    count = len(list(tensors_in(batch)))
+    count = len(batch_tensors(batch))
     if count != len(shapes):
-        words = f"{len(shapes)} shapes for a batch of {format_count(count, 'tensor')}: {', '.join(_shapes(batch))}"
-        raise ConfigError(f"--batch-shape: {words}")
+        given = f"{format_count(len(shapes), 'shape')} for a batch of {format_count(count, 'tensor')}"
+        raise ConfigError(f"--batch-shape: {given}: {', '.join(_shapes(batch))}")
     remaining = iter(shapes)
-    return apply_to_collection(
-        batch, torch.Tensor, lambda tensor: torch.empty(tuple(next(remaining)), dtype=tensor.dtype, device="meta")
-    )
+    return with_tensors(batch, lambda tensor: torch.empty(tuple(next(remaining)), dtype=tensor.dtype, device="meta"))

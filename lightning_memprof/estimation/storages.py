@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -18,13 +19,14 @@ from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts
 from lightning_memprof.capture.torch_internals import (
     DataDependentOutputException,
+    FakeTensor,
     TorchDispatchMode,
     _current_graph_task_id,
     tree_leaves,
 )
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.estimation.kernels import Buffer, InPlace, in_order, kernel_buffers, storage_bytes
-from lightning_memprof.estimation.program_lines import user_line
+from lightning_memprof.estimation.kernels import Buffer, InPlace, in_order, kernel_buffers, laid_out, storage_bytes
+from lightning_memprof.estimation.program_lines import LOOPS, ON_CUDA, user_line
 from lightning_memprof.estimation.requests import Requests
 
 if TYPE_CHECKING:
@@ -35,17 +37,15 @@ if TYPE_CHECKING:
     from lightning_memprof.estimation.simulated_device import Target
 
 __all__ = [
-    "GRANULE", "LABELS", "LOOPS", "Assumed", "Part", "Peak", "StorageLog", "StorageTracer", "Values",
+    "GRANULE", "LABELS", "Assumed", "Part", "Peak", "StorageLog", "StorageTracer", "Values",
 ]  # fmt: skip
 
-_ITEM: Final = "aten._local_scalar_dense.default"
+_READS: Final = ("aten._local_scalar_dense.default", "numpy")
 _GEMM: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 # A loop that waits for a value never ends.
-_MOST_READS: Final = 5_000
+_MOST_READS: Final = 50_000
 GRANULE: Final = 512
 """CUDA's allocator rounds requests up to this many bytes."""
-LOOPS: Final = "loops until a value changes"
-"""Part of the message about a loop that never ends without data."""
 LABELS: Final = ("category", "dtype", "module", "operator")
 
 
@@ -55,7 +55,7 @@ class Part(NamedTuple):
     Attributes:
         position: in the requests.
         step: number of the optimizer's step, from 0.
-        name: ``forward``, ``backward`` or ``optimizer``.
+        name: ``forward``, ``backward``, ``optimizer`` or ``validation``.
 
     """
 
@@ -90,13 +90,11 @@ class Assumed(NamedTuple):
     """A place where the program reads a value of a tensor.
 
     Attributes:
-        operator: that reads it.
         place: file and line.
         is_condition: whether the value is True or False.
 
     """
 
-    operator: str
     place: str
     is_condition: bool
 
@@ -276,7 +274,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         log: the storages.
-        assumed: the values that were read from tensors, which have none: how often, by operator and source line.
+        assumed: the places where values were read from tensors, which have none.
 
     Args:
         device: the device whose storages count.
@@ -288,7 +286,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device, target: Target, values: Values | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = StorageLog(granule=target.granule)
-        self.assumed: Counter[Assumed] = Counter()
+        self.assumed: dict[Assumed, None] = {}
+        self._reads: Counter[str] = Counter()
         self._values = values or Values()
         self._kind = device.type
         self._target = target
@@ -330,8 +329,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
 
     def mark(self, step: int, part: str) -> None:
-        """Note that a part of a step begins: ``forward``, ``backward`` or ``optimizer``."""
+        """Note that a part of a step begins, by the name that :class:`Part` gives it."""
         self._part = part
+        self._reads.clear()
         self.log.begin(step, part)
 
     def label(self, tensors: Iterable[tuple[str | None, Any]], category: str) -> None:
@@ -347,6 +347,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> StorageTracer:  # noqa: PYI034 Python 3.10 has no Self
         # No dispatch mode sees a storage change its size, as FSDP's gathered parameters do.
         self._hooks.enter_context(wrapped(torch.UntypedStorage, "resize_", self._resizing))
+        self._hooks.enter_context(wrapped(torch.Tensor, "__format__", _formatting))
+        self._hooks.enter_context(wrapped(torch.Tensor, "numpy", self._to_numpy))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -368,9 +370,13 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs or {})
         except DataDependentOutputException:
             result = self._assume(name, args)
+        if self._target.is_gpu:
+            result = laid_out(name, args, result)
         for leaf in tree_leaves(in_order(name, result)):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._kind:
                 self._add(leaf, name, args)
+            elif isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+                raise MemprofError(f"estimate: {ON_CUDA.format(place=f' at {user_line()}')}")
         if name in _GEMM:
             self._first_gemm()
         if self._target.is_gpu and not self._is_paused:
@@ -439,6 +445,15 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return resize
 
+    def _to_numpy(self, link: Link) -> Callable[..., Any]:
+        def numpy(tensor: torch.Tensor, **named: Any) -> Any:
+            if not isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
+                return link.call(tensor, **named)
+            number = self._assume("numpy", (tensor,))
+            return np.full(tuple(tensor.shape), number, str(tensor.dtype).removeprefix("torch."))
+
+        return numpy
+
     def _stream_number(self) -> int:
         # The CPU's stream has no number.
         return getattr(self._stream(), "number", 0) if self._stream is not None else 0
@@ -466,10 +481,19 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._new(self._target.workspace_bytes, "workspace", "torch.uint8", f"cuBLAS in {thread}")
 
     def _assume(self, name: str, args: Any) -> Any:
-        is_condition = name != _ITEM or args[0].dtype == torch.bool
+        is_condition = name not in _READS or args[0].dtype == torch.bool
         if place := user_line():
-            found = Assumed(name, place, is_condition)
-            self.assumed[found] += 1
-            if self.assumed[found] > _MOST_READS:
-                raise MemprofError(f"estimate: {place} {LOOPS}, which is unknown without data")
+            self.assumed[Assumed(place, is_condition)] = None
+            self._reads[place] += 1
+            if self._reads[place] > _MOST_READS:
+                raise MemprofError(f"estimate: {place} reads over {_MOST_READS:,} values in a step: {LOOPS}")
         return self._values.condition if is_condition else self._values.number
+
+
+def _formatting(link: Link) -> Callable[..., str]:
+    def formatted(tensor: torch.Tensor, spec: str) -> str:
+        # torch formats the value of plain tensors only.
+        is_number = isinstance(tensor, FakeTensor) and tensor.ndim == 0
+        return format(tensor.item(), spec) if is_number else str(link.call(tensor, spec))
+
+    return formatted

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,7 +30,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
@@ -41,7 +43,7 @@ from lightning_memprof.integration.callback import MemProfilerCallback
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -49,7 +51,10 @@ if TYPE_CHECKING:
     from lightning_memprof.estimation.ranks import DDPBuckets, Ranks
     from lightning_memprof.estimation.simulated_device import Target
 
-__all__ = ["STEPS", "Fit", "SimulatedStrategy", "held_by_callbacks", "later_needs", "trainer_options"]
+__all__ = [
+    "STEPS", "Ended", "Fit", "SimulatedStrategy", "batch_tensors", "held_by_callbacks", "later_needs",
+    "trainer_options", "with_tensors",
+]  # fmt: skip
 
 STEPS: Final = 3
 """The second step has the optimizer's state; the third has the allocator's cache of a whole one before it."""
@@ -59,6 +64,7 @@ _MANY: Final = 1_000_000
 # Lightning's default without max_steps.
 _EPOCHS: Final = 1_000
 _KEPT: Final = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches")
+_HOLDERS: Final = (torch.Tensor, list, tuple, dict)
 # They write files, read values, or watch a real device; none keeps tensors.
 _LEFT_OUT: Final = (
     BasePredictionWriter, Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, MemProfilerCallback,
@@ -114,18 +120,60 @@ class _SimulatedAccelerator(Accelerator):
         return NAME
 
 
+class Ended(BaseException):
+    """The steps are done. It takes the callbacks from the Trainer: they must not hear of an exception."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self.callbacks, trainer.callbacks = trainer.callbacks, []
+
+
 class _Repeated:
     """A loader that gives a batch like the first one again and again, without its values."""
 
-    def __init__(self, loader: Any, resize: Callable[[Any], Any]) -> None:
-        self.batch = resize(next(iter(loader)))
+    def __init__(self, loader: Any) -> None:
+        self.batch = next(iter(loader))
 
     def __len__(self) -> int:
         return _MANY
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            yield apply_to_collection(self.batch, torch.Tensor, _like)
+            yield with_tensors(self.batch, _like)
+
+
+@runtime_checkable
+class _Movable(Protocol):
+    """What Lightning moves to a device by its own method; its tensors are attributes."""
+
+    def to(self, device: Any) -> Any: ...
+
+
+def with_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch with other tensors: what ``function`` returns for each of them."""
+
+    def replaced(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return function(part)
+        found = copy.copy(part)
+        for name, value in getattr(found, "__dict__", {}).items():
+            if isinstance(value, _HOLDERS):
+                found.__dict__[name] = with_tensors(value, function)
+        return found
+
+    return apply_to_collection(batch, _Movable, replaced)
+
+
+def batch_tensors(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors in a batch, in their order."""
+    found: list[torch.Tensor] = []
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    with_tensors(batch, kept)
+    return found
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,13 +185,13 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     Attributes:
         tracer: the storages of the fit.
-        batch: shapes and dtypes of the batch.
+        batch: shapes and dtypes of the batch; a list where there are several loaders.
         world_size: number of ranks.
 
     Args:
         target: the device to imitate.
         ranks: the devices that train together.
-        resize: returns the batch to train on, from the loader's first one.
+        resize: returns the batches to use, from the first ones of the training's loaders and then of the validation's.
         optimizers: returns the optimizers to train with, from the program's.
         values: assumed where the program reads those of tensors.
         prepare: changes the model, which then has all its modules; None leaves it as it is.
@@ -154,7 +202,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self,
         target: Target,
         ranks: Ranks,
-        resize: Callable[[Any], Any],
+        resize: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
         optimizers: Callable[[Iterable[Optimizer]], list[Optimizer]],
         values: Values,
         *,
@@ -173,6 +221,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._values = values
         self._prepare = prepare
         self._simulation = ExitStack()
+        self._loaders: list[_Repeated] = []
 
     def setup_environment(self) -> None:
         """Make the process group, and the mesh that ``configure_model`` asks for."""
@@ -188,6 +237,14 @@ class SimulatedStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Set up the program's loaders, whose data are real, and then the model without data."""
         trainer.fit_loop.setup_data()
+        trained = len(self._loaders)
+        if trainer.enable_validation:
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        given = [loader.batch for loader in self._loaders]
+        batches = self._resize(given[:trained], given[trained:])
+        for loader, batch in zip(self._loaders, batches, strict=True):
+            loader.batch = batch
+        self.batch = batches[0] if trained == 1 else list(batches[:trained])
         if self._prepare is not None:
             self._prepare(trainer.lightning_module)
         if isinstance(self.precision_plugin, (DoublePrecision, HalfPrecision)) and not self._ranks.is_sharded:
@@ -199,12 +256,15 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._root_device = device
         tracer = StorageTracer(device, self._target, self._values)
         self.tracer = self._simulation.enter_context(tracer)
-        for name in ("log", "log_dict"):
-            # Lightning copies what is logged, which tensors without data refuse; it is a few numbers.
-            self._simulation.enter_context(wrapped(LightningModule, name, lambda _: _ignore))
+        # Lightning copies what is logged, which tensors without data refuse.
+        self._simulation.enter_context(wrapped(LightningModule, "log", lambda _: _keep))
+        # Weights without data must not replace a file.
+        ignored: list[tuple[Any, str]] = [(torch, "save"), (Trainer, "save_checkpoint")]
         if hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):
             # Ranks tell each other of a SIGTERM by a value, which a tensor without data does not have.
-            self._simulation.enter_context(wrapped(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda _: _ignore))
+            ignored.append((_TrainingEpochLoop, "_broadcast_sigterm_tensor"))
+        for owner, name in ignored:
+            self._simulation.enter_context(wrapped(owner, name, lambda _: _ignore))
         for average in _averages(trainer):
             without_data(average, device)
         super().setup(trainer)
@@ -228,14 +288,16 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Read one batch, and repeat it."""
-        loader = _Repeated(dataloader, self._resize)
-        self.batch = loader.batch
-        return loader
+        self._loaders.append(_Repeated(dataloader))
+        return self._loaders[-1]
 
     def model_to_device(self) -> None:
         """Replace the model's tensors, and tell the tracer what they are."""
         model: Any = self.model
         self._ranks.shard(model, self._mesh)
+        for name in ("training_step", "validation_step"):
+            # FSDP gathers parameters before a forward.
+            register_fsdp_forward_method(model, name)
         without_data(model, self.root_device)
         for module in model.modules():
             if isinstance(module, LightningModule):
@@ -254,15 +316,11 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._buckets = self._ranks.buckets(model, self.tracer, lambda: not loop._should_accumulate())  # noqa: SLF001 same
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's ``training_step`` as a forward where it is sharded: FSDP gathers before a forward."""
+        """Begin a step of DDP's buckets, and call the module's ``training_step``."""
         module: Any = self.lightning_module
         if self._buckets is not None:
             self._buckets.begin_step(module.trainer.global_step)
-        if not isinstance(module, FSDPModule):
-            return super().training_step(*args, **kwargs)
-        with self.precision_plugin.train_step_context():
-            called: Any = self._forward_redirection
-            return called(module, module, "training_step", *args, **kwargs)
+        return super().training_step(*args, **kwargs)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the program's optimizers, and replace them."""
@@ -292,7 +350,14 @@ class _Parts(Callback):
         # Lightning counts the step of each optimizer.
         self._step = trainer.global_step
         self._mark("forward")
-        self._tracer().label(((None, tensor) for tensor in tensors_in(batch)), "input")
+        self._tracer().label(((None, tensor) for tensor in batch_tensors(batch)), "input")
+
+    def on_validation_batch_start(self, _trainer: Trainer, _module: LightningModule, batch: Any, *_: Any) -> None:
+        self._mark("validation")
+        self._tracer().label(((None, tensor) for tensor in batch_tensors(batch)), "input")
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        raise Ended(trainer)
 
     def on_before_backward(self, _trainer: Trainer, pl_module: LightningModule, _loss: Any) -> None:
         self._mark("backward")
@@ -326,13 +391,16 @@ def _owned(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         yield name.rpartition(".")[0], tensor
 
 
-def trainer_options(given: Mapping[str, Any], strategy: SimulatedStrategy, target: Target) -> dict[str, Any]:
+def trainer_options(
+    given: Mapping[str, Any], strategy: SimulatedStrategy, target: Target, *, validates: bool
+) -> dict[str, Any]:
     """Return the arguments of a Trainer that trains :data:`STEPS` steps on the simulated device.
 
     Args:
         given: the program's arguments by name; what decides no bytes is replaced.
         strategy: replaces the program's.
         target: the device to imitate.
+        validates: whether a batch of validation runs before and between the steps.
 
     """
     kept = [callback for callback in _callbacks(given) if not isinstance(callback, _LEFT_OUT)]
@@ -342,10 +410,14 @@ def trainer_options(given: Mapping[str, Any], strategy: SimulatedStrategy, targe
         "strategy": strategy,
         "max_steps": STEPS,
         "max_epochs": given.get("max_epochs") or _EPOCHS,
-        "callbacks": [*kept, _Parts(lambda: strategy.tracer)],
+        # First, so that it ends the fit before they act on an epoch's end.
+        "callbacks": [_Parts(lambda: strategy.tracer), *kept],
         "logger": DummyLogger(),
-        "limit_val_batches": 0,
-        "num_sanity_val_steps": 0,
+        "limit_val_batches": int(validates),
+        "num_sanity_val_steps": int(validates and given.get("num_sanity_val_steps") != 0),
+        "val_check_interval": given.get("accumulate_grad_batches") or 1,
+        # Inference tensors cannot be without data.
+        "inference_mode": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -359,18 +431,17 @@ def _averages(trainer: Any) -> Iterator[torch.nn.Module]:
             yield from (value for value in vars(callback).values() if isinstance(value, AveragedModel))
 
 
-def held_by_callbacks(trainer: Any, kind: str) -> Iterator[str]:
-    """Yield a sentence for each callback that keeps tensors of its own on a kind of device."""
-    model = trainer.lightning_module
+def held_by_callbacks(callbacks: Iterable[Callback], model: nn.Module, kind: str) -> Iterator[str]:
+    """Yield a sentence for each callback that keeps tensors of its own on a kind of device, beside the model's."""
     known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}  # noqa: SLF001
-    for callback in trainer.callbacks:
+    for callback in callbacks:
         kept_by = [vars(callback)]
         kept_by += [copy.state_dict() for copy in kept_by[0].values() if isinstance(copy, AveragedModel)]
         parts = (part for tensor in tensors_in(kept_by) for part in dense_parts(tensor))
         storages = [part.untyped_storage() for part in parts if part.device.type == kind]
         sizes = {storage._cdata: storage.nbytes() for storage in storages}  # noqa: SLF001 no public one
         if kept := sum(size for key, size in sizes.items() if key not in known):
-            yield f"{type(callback).__name__} keeps {format_bytes(kept)} on the device, which are included"
+            yield f"{type(callback).__name__} keeps {format_bytes(kept)} on the device, which is included"
 
 
 def later_needs(given: Mapping[str, Any]) -> Iterator[str]:
@@ -406,3 +477,8 @@ def _precision(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def _ignore(*_: object, **__: object) -> None:
     """Do nothing."""
+
+
+def _keep(module: LightningModule, name: str, value: Any, *_: object, **__: object) -> None:
+    """Let callbacks and hooks read a logged value."""
+    module.trainer.callback_metrics[name] = value.detach() if isinstance(value, torch.Tensor) else value

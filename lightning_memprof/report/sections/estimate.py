@@ -44,6 +44,7 @@ _LOOKS: Final[dict[str, tuple[Badge, Style]]] = {
     "no limit": ("none", ""),
 }
 _NAMED: Final = 3
+_FEW: Final = 1_000
 _STEPS: Final = ("first", "second", "third")
 _OUTSIDE: Final = "(no module)"
 _BARE_CLI: Final = 'python -c "from lightning.pytorch.cli import LightningCLI; LightningCLI()"'
@@ -91,20 +92,21 @@ def _about(estimate: Estimate) -> Words:
     ranks = f" · {estimate.strategy} on {estimate.ranks} devices" if estimate.strategy else ""
     samples = "batch" if estimate.batch_size is None else f"batch of {format_count(estimate.batch_size, 'sample')}"
     shapes = f" ({', '.join(estimate.batch)})" if estimate.batch else ""
-    parts: list[str | Cell] = [f"{estimate.device.name} · "]
-    return Phrase((*parts, rate(estimate.parameters, "parameters"), f" · {samples}{shapes}{ranks}"))
+    few = estimate.parameters < _FEW
+    count = format_count(estimate.parameters, "parameter") if few else rate(estimate.parameters, "parameters")
+    return Phrase((f"{estimate.device.name} · ", count, f" · {samples}{shapes}{ranks}"))
 
 
 def _verdict(estimate: Estimate) -> Words:
     limit, reserved = estimate.device.usable_bytes, estimate.reserved
     if limit is None:
-        return phrase("A step needs {} of memory at its peak.", size(reserved.likely_bytes))
+        return phrase("Needs {} of memory at its peak.", size(reserved.likely_bytes))
     if estimate.fit == "fits":
         if estimate.is_largest:
             samples = format_count(estimate.batch_size or 0, "sample")
             words = f"The largest batch that fits has {samples}: {{}} of {{}} usable."
             return phrase(words, size(reserved.likely_bytes), size(limit))
-        return phrase("Fits: the peak is {} of {} usable.", size(reserved.likely_bytes), size(limit))
+        return phrase("Fits: the peak is {}, and {} is usable.", size(reserved.likely_bytes), size(limit))
     if estimate.fit == "does not fit":
         over = size(reserved.likely_bytes - limit)
         return phrase("Does not fit: the peak is {}, {} more than is usable.", size(reserved.likely_bytes), over)
@@ -117,7 +119,7 @@ def _why(estimate: Estimate) -> str:
     whole = estimate.allocated_bytes
     largest = sorted(estimate.categories.items(), key=lambda entry: -entry[1])[:_NAMED]
     parts = [f"{category(name)} {format_bytes(count)} ({percent(count / whole)})" for name, count in largest if whole]
-    when = estimate.part if estimate.part == "setup" else f"{estimate.part} of the {_STEPS[estimate.step]} step"
+    when = estimate.part if estimate.part == "setup" else f"the {estimate.part} of the {_STEPS[estimate.step]} step"
     return f"At the peak, in {when}: {', '.join(parts)}."
 
 
@@ -164,8 +166,9 @@ def _line(changed: Alternative, estimate: Estimate) -> Line:
     if changed.reserved is None:
         return Line(changed.change, changed.problem, "dim")
     likely = changed.reserved.likely_bytes
-    costs = f"; {changed.costs}" if changed.costs else ""
-    difference = change(likely - estimate.reserved.likely_bytes)
+    saved = estimate.reserved.likely_bytes - likely
+    costs = f"; {changed.costs}" if changed.costs and saved > 0 else ""
+    difference = change(-saved)
     return Line(changed.change, phrase(f"{{}} ({{}}){costs}", size(likely), difference))
 
 

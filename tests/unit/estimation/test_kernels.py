@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,10 +51,56 @@ def test_more_blocks_than_run_at_once_are_not_used() -> None:
 
 def test_a_convolution_may_need_copies_and_other_operators_need_nothing() -> None:
     data = torch.empty(2, 3, 8, 8, device="meta")
-    arguments = (data, None, None, 1, 0, 1, False, 0, 1)
+    arguments = (data, torch.empty(3, 3, 1, 1, device="meta"), None, 1, 0, 1, False, 0, 1)
     (buffer,) = kernel_buffers("aten.convolution.default", arguments, data, THREADS)
     assert (buffer.size, buffer.is_optional) == (2 * data.nbytes, True)
     assert list(kernel_buffers("aten.mm.default", (data, data), data, THREADS)) == []
+
+
+def _in_child(function: Callable[[str], Any], name: str) -> Any:
+    """Call a function where autograd's threads do not keep this process from forking."""
+    with multiprocessing.get_context("fork").Pool(1, torch.autograd.set_multithreading_enabled, (False,)) as pool:
+        return pool.apply(function, (name,))
+
+
+def _convolved(last: str) -> tuple[list[bool], list[int], list[int]]:
+    target = Target()
+    with target.simulated() as device, StorageTracer(device, target) as tracer:
+        data = torch.empty(2, 8, 16, 16, device=device, requires_grad=True)
+        weight = torch.empty(8, 8, 3, 3, device=device, requires_grad=True)
+        given = {"data": data, "weight": weight}
+        given[last] = given[last].to(memory_format=torch.channels_last)
+        before = len(tracer.log.requests)
+        made = functional.conv2d(given["data"], given["weight"])
+        requests = list(tracer.log.requests.events)[before:]
+        gradients = torch.autograd.grad(made.sum(), list(given.values()))
+    other = {"data": weight, "weight": data}[last]
+    are_last = [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (made, *gradients)]
+    return are_last, requests[:2], [made.nbytes, other.nbytes]
+
+
+@pytest.mark.parametrize("last", ["data", "weight"])
+def test_a_convolution_of_channels_last_gives_channels_last_and_copies_the_other_operand(last: str) -> None:
+    are_last, requests, expected = _in_child(_convolved, last)
+    assert all(are_last)
+    assert requests == expected
+
+
+def _read(name: str) -> int:
+    target = Target()
+    with target.simulated() as device, StorageTracer(device, target) as tracer:
+        data = torch.empty(64, 32, device=device)
+        before = len(tracer.log.requests)
+        if name == "layer_norm":
+            functional.layer_norm(data.t(), (64,))
+        else:
+            functional.log_softmax(data.t(), 1)
+        return list(tracer.log.requests.events)[before:].count(data.nbytes)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "log_softmax"])
+def test_kernels_that_read_contiguous_tensors_copy_others(name: str) -> None:
+    assert _in_child(_read, name) == 2
 
 
 def test_backward_of_attention_has_buffers():
@@ -175,5 +222,4 @@ def _storages(name: str) -> int:
 # The result and its gradient; the product, to which the bias is added.
 @pytest.mark.parametrize(("name", "count"), [("silu", 2), ("linear", 1)])
 def test_operators_that_cuda_runs_as_one_kernel_make_one_tensor(name: str, count: int) -> None:
-    with multiprocessing.get_context("fork").Pool(1, torch.autograd.set_multithreading_enabled, (False,)) as pool:
-        assert pool.apply(_storages, (name,)) == count
+    assert _in_child(_storages, name) == count
