@@ -82,8 +82,7 @@ class Process:
             if done.exists():
                 self.close()
                 return
-            # waitid reports each stop once, and leaves an end to poll.
-            if CAN_STOP and os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG) is not None:
+            if CAN_STOP and self._has_stopped():
                 self.is_stopped = True
                 return
             now = time.monotonic()
@@ -95,6 +94,13 @@ class Process:
                 if _used_bytes(self._process.pid) > self._limit_bytes:
                     self._end(f"needs more than {format_bytes(self._limit_bytes)}")
             time.sleep(_POLL_S)
+
+    def _has_stopped(self) -> bool:
+        # waitid reports each stop once, and leaves an end to poll; of a process that has just ended it raises.
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG) is not None
+        except ChildProcessError:
+            return False
 
     def _end(self, reason: str) -> None:
         self._ended_for = reason
