@@ -31,7 +31,6 @@ class Run(model.Run):
 
         Raises:
             ArtifactError: the run directory is no longer readable.
-
         """
         return self._view.findings
 
@@ -40,7 +39,6 @@ class Run(model.Run):
 
         Raises:
             ArtifactError: the run directory is no longer readable.
-
         """
         from lightning_memprof.report.sections import document_of
 
@@ -74,7 +72,6 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
 
     Raises:
         ArtifactError: there is no run, there are several, or no manifest is readable.
-
     """
     loaded = load.load_run(path, max_pulse_bytes=max_pulse_bytes, rank=rank)
     return Run(**{field.name: getattr(loaded, field.name) for field in fields(loaded)})

@@ -52,7 +52,6 @@ class Schedule:
 
     Raises:
         ConfigError: a number is negative, ``active`` is 0, or ``steps`` comes with a part of the cycle.
-
     """
 
     skip_first: int = 0
@@ -146,7 +145,6 @@ class StageSchedules:
 
     Raises:
         ConfigError: a value is not a :class:`Schedule`.
-
     """
 
     fit: Schedule | None = Schedule()
@@ -195,7 +193,6 @@ class Mark:
         point: the place inside the step.
         recorded: False in warmup steps, whose values readers discard.
         time_ns: Unix time in nanoseconds, monotonic within the process.
-
     """
 
     step: int
@@ -213,7 +210,6 @@ class Window:
         index: number of the window in its run, from 0.
         warmup: steps that warm up the collectors.
         active: steps that are recorded; empty, as ``warmup`` is, where a function of the user's is the schedule.
-
     """
 
     index: int
@@ -231,7 +227,6 @@ def plan_window(schedule: Schedule, count: int, *, step: int, index: int) -> Win
         count: the schedule's count at the window's first step.
         step: the same step, counted since the start of the run.
         index: number of the window.
-
     """
     warmup: list[int] = []
     active: list[int] = []

@@ -456,3 +456,11 @@ def test_reading_works_where_torch_and_lightning_cannot_be_imported(module, run_
     blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'lightning', 'pytorch_lightning']))"
     result = run_python("-c", f"{blocked}; import {module}")
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_public_modules_alone_list_their_names():
+    """Elsewhere an underscore says what is private."""
+    listed = {
+        name for name in MODULES if any("__all__" in ast.unparse(node).partition("=")[0] for node in tree(name).body)
+    }
+    assert not [name for name in listed if "/" in name and not name.endswith("__init__.py") and "compat/" not in name]

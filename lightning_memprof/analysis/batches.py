@@ -32,7 +32,7 @@ class TriedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The batch sizes that were tried on one program.
+    """The batch sizes that were tried for a program.
 
     Attributes:
         program: its command line.
@@ -64,13 +64,13 @@ class Batches:
 def largest_fitting(fits: Callable[[int], bool], first: int, most: int, tolerance: float = 0.0) -> int:
     """Return the largest number that fits, where all smaller ones do; 0 where not even 1 fits.
 
-    Doubled while it fits, then halved between one that fits and one that does not.
+    The size is doubled while it fits; then the interval up to the first size that does not fit is halved.
 
     Args:
         fits: is called once for each number that is tried.
         first: the number to begin with.
         most: the largest that is tried.
-        tolerance: how much less than the largest the result may be, as a share of it.
+        tolerance: by what share the result may be less than the largest size.
     """
     fitting, failing = 0, most + 1
     number = min(max(first, 1), most)

@@ -15,21 +15,6 @@ from lightning_memprof.artifacts.naming import ESTIMATE
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import GIB, KIB, MIB
 
-__all__ = [
-    "DEVICES",
-    "KNOWN",
-    "Alternative",
-    "Conclusion",
-    "Device",
-    "Estimate",
-    "Forecast",
-    "Reserved",
-    "device_named",
-    "device_of",
-    "parse_bytes",
-    "read_forecast",
-]
-
 # What CUDA's context and the driver keep beside torch's allocator: in the measured runs, most of them on GeForce cards,
 # between 120 and 280 MiB of the total; nvidia-smi shows up to 550 MiB for an empty context on data-center cards.
 _MIN_CONTEXT_BYTES: Final = 120 * MIB
@@ -120,7 +105,6 @@ class Device:
         workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices.
         resident_threads: how many threads all its multiprocessors run at once.
         source: of these figures.
-
     """
 
     name: str
@@ -158,7 +142,6 @@ class Alternative:
         fit: whether it fits.
         costs: what is lost for it.
         problem: why there are no figures.
-
     """
 
     change: str
@@ -198,7 +181,6 @@ class Estimate:
         assumptions: what the figures rest on, a sentence each.
         alternatives: the same training with changes.
         seconds: how long the simulation took.
-
     """
 
     program: str
@@ -241,7 +223,6 @@ class Forecast:
         reserved: estimated peak of the memory that the allocator reserves.
         categories: bytes at the peak by category.
         live: bytes by category during a step.
-
     """
 
     allocated_bytes: int
@@ -255,7 +236,6 @@ def read_forecast(directory: Path) -> Forecast | None:
 
     Raises:
         ArtifactError: the file is damaged.
-
     """
     return read_object(directory / ESTIMATE, Forecast, "an estimate")
 
@@ -284,7 +264,6 @@ def device_named(name: str) -> Device:
 
     Raises:
         ConfigError: no name has them, or several have.
-
     """
     if name.lower() == "cpu":
         return Device(name="CPU", source="no limit was given")
@@ -317,7 +296,6 @@ def parse_bytes(option: str, text: str) -> int:
 
     Raises:
         ConfigError: it is not a number with a unit.
-
     """
     units = {"kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", text.lower())

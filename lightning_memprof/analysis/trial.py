@@ -15,22 +15,6 @@ from lightning_memprof.artifacts.files import read_object
 from lightning_memprof.artifacts.naming import TRIED
 from lightning_memprof.units import percent
 
-__all__ = [
-    "Equality",
-    "Measured",
-    "Outcome",
-    "Trial",
-    "equality",
-    "equality_words",
-    "outcome",
-    "promise_words",
-    "read_trial",
-    "signed",
-    "small_share",
-    "tried_words",
-    "why_unknown",
-]
-
 # A smaller difference of the peak is the allocator's, or the machine's.
 _NOTABLE_PEAK: Final = 0.05
 
@@ -51,7 +35,6 @@ class Measured(msgspec.Struct, kw_only=True):
         code: the change, as lines to paste.
         is_in_group: whether it can be stopped with all that it started.
         problem: why the training was not measured.
-
     """
 
     steps: int = 0
@@ -85,7 +68,6 @@ class Equality:
         difference: the largest difference of a step's loss, as a share of the mean loss; None where no loss is known.
         tolerance: what the remedy may change.
         is_mean: whether both are of the mean loss: the training draws other random numbers with the remedy.
-
     """
 
     name: EqualityName
@@ -115,7 +97,6 @@ class Outcome:
         step_ns: median of the mean step times with the remedy.
         equality: whether the training is the same.
         problem: why it could not be tried; everything else is then unknown.
-
     """
 
     remedy: str
@@ -166,7 +147,6 @@ class Trial:
         outcomes: of each remedy, in the order in which they were asked for.
         together: of the remedies that won, at once; None where fewer than two did.
         notes: what a reader of the figures has to know.
-
     """
 
     program: str
@@ -207,7 +187,6 @@ def equality(
         changed: the program with the remedy.
         tolerance: the largest difference of a step's loss that the remedy may cause, as a share of the mean loss.
         is_mean: whether that is of the mean loss instead.
-
     """
     difference = (_mean_difference if is_mean else _difference)(bare.losses, changed.losses)
     # Without losses nothing says how far the parameters may differ.
@@ -253,7 +232,6 @@ def outcome(tried: Outcome, bare: Sequence[Measured], changed: Sequence[Measured
         bare: the unchanged program, by round.
         changed: the program with the remedy, by round.
         equal: whether the training is the same.
-
     """
     problem = next((run.problem for run in changed if run.problem), "")
     if problem or not changed:
@@ -324,6 +302,5 @@ def read_trial(directory: Path) -> Trial | None:
 
     Raises:
         ArtifactError: the file is damaged.
-
     """
     return read_object(directory / TRIED, Trial, "a trial")

@@ -6,45 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = [
-    "ESTIMATE",
-    "RUN_DIRECTORY",
-    "TRIED",
-    "TRIGGER_PLAN",
-    "TRIGGER_REQUEST",
-    "SnapshotName",
-    "TraceName",
-    "actions_name",
-    "collectives_name",
-    "curves_path",
-    "fsdp_log_name",
-    "fsdp_stats_name",
-    "functions_name",
-    "hang_stacks_name",
-    "hangs_name",
-    "heartbeat_name",
-    "holders_name",
-    "manifest_name",
-    "memory_stats_name",
-    "module_log_name",
-    "numbered",
-    "oom_name",
-    "oom_snapshot_name",
-    "parse_manifest_name",
-    "parse_numbered",
-    "parse_pulse_name",
-    "parse_series_path",
-    "parse_summary_path",
-    "processes_name",
-    "pulse_name",
-    "regions_name",
-    "series_path",
-    "summary_path",
-    "system_name",
-    "table_name",
-    "temporary_name",
-]
-
 RUN_DIRECTORY: Final = "memprofiler"
 ESTIMATE: Final = "estimate.json"
 TRIED: Final = "tried.json"

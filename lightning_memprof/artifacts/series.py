@@ -14,38 +14,6 @@ from lightning_memprof.artifacts.rows import DAMAGE, Int64, Row
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-    "GC_PAUSE",
-    "PHASES",
-    "PROFILER",
-    "PULSE_COLUMNS",
-    "UNTRACKED",
-    "ActionMemoryRow",
-    "ActionTotalRow",
-    "AllocatorRow",
-    "CollectiveRow",
-    "DeadTensorRow",
-    "FunctionRow",
-    "GarbageRow",
-    "HangRow",
-    "HolderRow",
-    "HookRow",
-    "HostRow",
-    "PeakRow",
-    "ProcessRow",
-    "PulseRow",
-    "RegionRow",
-    "SavedTensorsRow",
-    "SeriesRow",
-    "StallRow",
-    "ThroughputRow",
-    "WorkerBatchRow",
-    "columns_of",
-    "decode_pulse",
-    "encode_pulse",
-    "encode_rows",
-    "parse_pulse_row",
-]
 
 PHASES: Final = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
 # Actions of the pulse that Lightning does not have: time outside all actions, GC pauses, the collectors' work at marks.
@@ -478,7 +446,6 @@ def parse_pulse_row(line: str) -> PulseRow:
 
     Raises:
         ValueError: it is damaged.
-
     """
     fields = line.split(",")
     if not _FIRST_COLUMNS <= len(fields) <= len(PULSE_COLUMNS) or len(max(fields, key=len)) > MAX_DIGITS:

@@ -19,18 +19,6 @@ from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubcla
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = [
-    "Guard",
-    "Link",
-    "gc_callback",
-    "kept_interrupts",
-    "original_of",
-    "place_of",
-    "put",
-    "replaced",
-    "take_out",
-    "wrapped",
-]
 
 _LINK: Final = "_memprof_link"
 
@@ -42,7 +30,6 @@ class Link:
         call: calls the method below: in a class with the instance first, on an instance without it.
         below: the attribute that the wrapper replaced, as it was found.
         is_own: whether the class or the instance had the attribute itself; otherwise it was inherited.
-
     """
 
     def __init__(self, place: Any, name: str) -> None:
@@ -70,7 +57,6 @@ def wrapped(place: Any, name: str, wrap: Callable[[Link], Callable[..., Any]]) -
         place: a class, for the calls of all its instances, or one instance; see :func:`place_of`.
         name: of the method; an inherited one is not left behind.
         wrap: returns the replacement, a function that calls ``link.call``.
-
     """
     link, wrapper = _put_wrapper(place, name, wrap)
     try:
@@ -139,7 +125,6 @@ def kept_interrupts() -> Iterator[list[BaseException]]:
 
     Raises:
         BaseException: at the end of the context, the first one that nobody took from the list.
-
     """
     earlier = sys.unraisablehook
     kept: list[BaseException] = []
@@ -172,7 +157,6 @@ def take_out(pop: Callable[[], Any], push: Callable[[Any], object], is_own: Call
         pop: removes the top entry and returns it; None if the stack is empty.
         push: puts an entry on top.
         is_own: whether an entry is ours.
-
     """
     above: list[Any] = []
     while (top := pop()) is not None and not is_own(top):

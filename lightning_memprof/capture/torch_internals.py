@@ -96,7 +96,6 @@ class Internal:
         without: what happens in a version of torch without them.
         fallback: stands for a missing name of a module; None raises ImportError when the name is imported.
         cuda: only a build for CUDA or ROCm has them.
-
     """
 
     owner: str

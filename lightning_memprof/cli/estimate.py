@@ -21,7 +21,6 @@ from lightning_memprof.errors import ConfigError
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Run
 
-__all__ = ["COMMAND"]
 
 _DESCRIPTION: Final = """\
 Estimate the memory of a training without a GPU: run the program up to its

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from lightning_memprof.report.document import Document
 
-__all__ = ["Estimate", "estimate", "estimate_program"]
 
 # torch's message about a tensor of LargeOnMeta.
 _NO_DATA: Final = "Cannot copy out of meta tensor"
@@ -83,7 +82,6 @@ def estimate_program(program: Sequence[str], wanted: Wanted) -> Estimate:
 
     Raises:
         MemprofError: the program has no fit, or its training cannot run without data.
-
     """
     require_program(program)
     found: list[Estimate] = []
@@ -113,7 +111,6 @@ def estimate(
     Raises:
         ConfigError: a value is invalid.
         MemprofError: the training cannot run without data.
-
     """
     given = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
     data = {name: value for name, value in given.items() if value is not None}
@@ -202,7 +199,6 @@ def _largest(first: model.Estimate, tried: Callable[[int], model.Estimate]) -> m
 
     Raises:
         MemprofError: not even one sample fits.
-
     """
     found: dict[int, model.Estimate] = {}
 
@@ -226,7 +222,6 @@ class _Reached(BaseException):
 
     Attributes:
         error: what using it raised.
-
     """
 
     def __init__(self, error: BaseException | None) -> None:
@@ -247,7 +242,6 @@ def _run_to_fit(program: Sequence[str], use: Callable[[Fit], None]) -> None:
 
     Raises:
         MemprofError: the program is missing, fails, or ends without ``Trainer.fit``.
-
     """
     try:
         _to_fit(program, use, LargeOnMeta())

@@ -22,7 +22,6 @@ from lightning_memprof.capture.torch_internals import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Buffer", "CpuKernels", "InPlace", "in_order", "kernel_buffers", "laid_out", "storage_bytes"]
 
 _IMAGES: Final = 4
 # Sizes of attention's blocks, in rows and columns; 16 bytes of each tile are its lock.
@@ -106,7 +105,6 @@ class Buffer(NamedTuple):
         label: the kernel or library that uses it.
         is_optional: whether the library may choose a kernel that needs none.
         is_brief: whether it ends before the operator's next buffer.
-
     """
 
     size: int
@@ -170,7 +168,6 @@ def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> 
         args: its arguments.
         result: its result.
         resident_threads: how many threads all multiprocessors of the device run at once.
-
     """
     yield from _copies(name, args)
     if name == "aten.convolution.default":
@@ -315,7 +312,6 @@ class InPlace:
 
     Args:
         device: on which tensors have no data.
-
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from lightning_memprof.estimation.storages import StorageTracer
 
-__all__ = ["OFFLOADED", "DDPBuckets", "Ranks", "ranks_of"]
 
 _KNOWN: Final = "ddp, fsdp and fsdp2"
 # Both are Lightning's DDP strategies by class.
@@ -67,7 +66,6 @@ class Ranks:
         strategy: Lightning's, with its options.
         nodes: number of machines.
         dtype: of gathered parameters and reduced gradients under FSDP1; None keeps the parameters'.
-
     """
 
     kind: Literal["", "ddp", "fsdp", "fsdp2"] = ""
@@ -139,7 +137,6 @@ class Ranks:
             model: on the simulated device.
             tracer: of its storages.
             is_synchronized: whether the current backward exchanges gradients.
-
         """
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.kind != "ddp" or not trained:
@@ -214,7 +211,6 @@ class DDPBuckets:
         options: of ``DistributedDataParallel``.
         tracer: of the storages.
         is_synchronized: whether the current backward exchanges gradients.
-
     """
 
     def __init__(
@@ -288,7 +284,6 @@ def ranks_of(given: Mapping[str, Any]) -> Ranks:
 
     Raises:
         ConfigError: the strategy is unknown, or cannot be simulated.
-
     """
     if given.get("accelerator") == "tpu":
         raise ConfigError("estimate: the accelerator tpu is not simulated; GPUs and the CPU are")

@@ -13,8 +13,6 @@ from typing import Final
 from lightning_memprof.estimation.allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemoryError
 from lightning_memprof.units import MIB
 
-__all__ = ["Band", "Demand", "Peaks", "Requests", "demand", "perturbed", "replay"]
-
 # Truth over estimate in nine of ten measured runs: the least and the most, without and with convolutions, whose
 # kernels cuDNN chooses.
 _MARGINS: Final = (0.97, 1.03)
@@ -138,7 +136,6 @@ class Demand:
         high_bytes: upper end of the band.
         retries: how often cached blocks are released.
         fits: whether it fits into the capacity; None where that is too close to call.
-
     """
 
     low_bytes: int
@@ -165,7 +162,6 @@ def demand(
         settings: of the allocator.
         workspaces: numbers of allocations that a library may make or not.
         capacities: bytes that are available at least and at most; None does not limit them.
-
     """
     variants = [requests.without(workspaces), requests] if workspaces else [requests]
     bands = [perturbed(variant, settings) for variant in variants]

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from lightning_memprof.estimation.ranks import Ranks
     from lightning_memprof.estimation.storages import Assumed, StorageLog
 
-__all__ = ["Variation", "failure_line", "simulate"]
 
 _POINTS: Final = 300
 _PATIENCE_S: Final = 5.0
@@ -88,7 +87,6 @@ class _Found:
         estimate: the estimate.
         assumed: the places where the program reads values of tensors.
         requests: how many storages were made, and their bytes.
-
     """
 
     estimate: Estimate
@@ -103,7 +101,6 @@ class _Failure:
     Attributes:
         message: in one line.
         traceback: of the child process; empty where the message says all.
-
     """
 
     message: str
@@ -125,7 +122,6 @@ class Variation:
         shapes: of the batch's tensors, in their order; empty keeps the loader's.
         values: assumed where the program reads those of tensors.
         validates: whether validation runs too, where the program has one.
-
     """
 
     change: Change | None = None
@@ -147,7 +143,6 @@ def simulate(fit: Fit, device: Device, variation: Variation | None = None, *, is
 
     Raises:
         MemprofError: the training cannot run without data, or the platform cannot fork.
-
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise MemprofError("estimate: needs a platform that can fork a process, such as Linux")
@@ -184,7 +179,6 @@ def _refuse_dependence(found: _Found, other: Callable[[Values], _Found]) -> None
 
     Raises:
         MemprofError: it is.
-
     """
     numbers = [place for place, is_condition in found.assumed if not is_condition]
     if any(is_condition for _, is_condition in found.assumed):
@@ -201,7 +195,6 @@ def _requests(work: Callable[[], _Found]) -> tuple[int, int] | None:
 
     Raises:
         MemprofError: it loops until a value changes.
-
     """
     try:
         return _in_child(work).requests
@@ -424,7 +417,6 @@ def _resized(variation: Variation, trained: Sequence[Any], others: Sequence[Any]
 
     Raises:
         ConfigError: the batches have other tensors than the variation has shapes, or no samples or tokens to change.
-
     """
     if variation.shapes:
         return [*_reshaped(list(trained), variation.shapes), *others]

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
     from lightning_memprof.estimation.simulated_device import Target
 
-__all__ = [
-    "GRANULE", "LABELS", "Assumed", "Part", "Peak", "StorageLog", "StorageTracer", "Values",
-]  # fmt: skip
 
 _READS: Final = ("aten._local_scalar_dense.default", "numpy")
 _GEMM: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
@@ -56,7 +53,6 @@ class Part(NamedTuple):
         position: in the requests.
         step: number of the optimizer's step, from 0.
         name: ``forward``, ``backward``, ``optimizer`` or ``validation``.
-
     """
 
     position: int
@@ -71,7 +67,6 @@ class Peak(NamedTuple):
         live_bytes: in granules.
         position: of the request that reaches it.
         numbers: of the live storages.
-
     """
 
     live_bytes: int
@@ -92,7 +87,6 @@ class Assumed(NamedTuple):
     Attributes:
         place: file and line.
         is_condition: whether the value is True or False.
-
     """
 
     place: str
@@ -129,7 +123,6 @@ class StorageLog:
         sizes: bytes by number of the storage.
         parts: the parts of the steps.
         optional: numbers of the storages that a library may need or not; they do not count as live.
-
     """
 
     granule: int
@@ -198,7 +191,6 @@ class StorageLog:
         Args:
             first: where the curve begins.
             points: at most so many; each is the moment with most live bytes of a range of requests, in order.
-
         """
         events = self.requests.events
         width = max(1, -(-(len(events) - first) // points))
@@ -280,7 +272,6 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device: the device whose storages count.
         target: the kind of device to imitate.
         values: assumed where the program reads a value of a tensor.
-
     """
 
     def __init__(self, device: torch.device, target: Target, values: Values | None = None) -> None:

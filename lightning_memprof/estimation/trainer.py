@@ -51,10 +51,6 @@ if TYPE_CHECKING:
     from lightning_memprof.estimation.ranks import DDPBuckets, Ranks
     from lightning_memprof.estimation.simulated_device import Target
 
-__all__ = [
-    "STEPS", "Ended", "Fit", "SimulatedStrategy", "batch_tensors", "held_by_callbacks", "later_needs",
-    "trainer_options", "with_tensors",
-]  # fmt: skip
 
 STEPS: Final = 3
 """The second step has the optimizer's state; the third has the allocator's cache of a whole one before it."""
@@ -81,7 +77,6 @@ class Fit:
         model: what is trained.
         data: further arguments of ``fit`` by name.
         program: what the call belongs to, in words.
-
     """
 
     trainer: Mapping[str, Any]
@@ -195,7 +190,6 @@ class SimulatedStrategy(SingleDeviceStrategy):
         optimizers: returns the optimizers to train with, from the program's.
         values: assumed where the program reads those of tensors.
         prepare: changes the model, which then has all its modules; None leaves it as it is.
-
     """
 
     def __init__(
@@ -401,7 +395,6 @@ def trainer_options(
         strategy: replaces the program's.
         target: the device to imitate.
         validates: whether a batch of validation runs before and between the steps.
-
     """
     kept = [callback for callback in _callbacks(given) if not isinstance(callback, _LEFT_OUT)]
     return {

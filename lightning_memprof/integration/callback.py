@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import Position
     from lightning_memprof.integration.attachment import Attachment
 
-__all__ = ["AttachedCallback", "MemProfilerCallback", "load_options"]
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,6 @@ class MemProfilerCallback(Adapter):
 
     Raises:
         ConfigError: a value is invalid.
-
     """
 
     def __init__(
@@ -142,7 +140,6 @@ class MemProfilerCallback(Adapter):
 
         Raises:
             ConfigError: ``active`` is not a number of steps.
-
         """
         if active is not None:
             check_steps("trigger", "active", active, 1)
@@ -158,7 +155,6 @@ class MemProfilerCallback(Adapter):
 
         Args:
             wanted: an object, or a type such as ``torch.Tensor``: then the most frequent holders come first.
-
         """
         return holders_of(wanted, None if self.attachment is None else self.attachment.run.model)
 
@@ -215,7 +211,6 @@ def load_options(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: the file is missing or a value is invalid.
-
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(MemProfilerCallback)

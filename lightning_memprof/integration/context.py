@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from lightning_memprof.integration.feeds import ActionTap, TensorFeed
     from lightning_memprof.integration.settings import Settings
 
-__all__ = ["available_collectors", "build_context", "peak_flops", "unprofiled_parts"]
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,6 @@ def build_context(
         place: where the files of the run go.
         tap: the tap on the Trainer's profiler, installed while the stage runs.
         tensors: the batches and losses of the Trainer's hooks.
-
     """
     device = trainer.strategy.root_device
     sink = Sink(place, trainer.global_rank)
@@ -90,7 +88,6 @@ def available_collectors(run: RunContext, trainer: Trainer, settings: Settings) 
 
     Raises:
         ConfigError: a collector that the user requires is not available.
-
     """
     manifest, place = run.sink.manifest, run.sink.place
     reasons = [(collector, asked, _unavailable(collector, run)) for collector, asked in settings.collectors]

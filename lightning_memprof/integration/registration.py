@@ -18,16 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "OPTIONS",
-    "PROFILER_NAME",
-    "check_lightning",
-    "lightning_callbacks",
-    "missing_lightning",
-    "options_fault",
-    "pytorch_lightning_callbacks",
-]
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +119,6 @@ def check_lightning(name: str, caller: FrameType | None) -> None:
     Raises:
         ModuleNotFoundError: the package ``lightning`` is not installed.
         SystemExit: a CLI of ``pytorch_lightning`` resolves a class path; it accepts classes of its own package only.
-
     """
     if message := missing_lightning(name):
         raise ModuleNotFoundError(message, name="lightning")
@@ -156,7 +145,6 @@ def options_fault(path: Path) -> str | None:
 
     Raises:
         OSError: the file is unreadable, or is not a regular file.
-
     """
     import yaml
 

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.analysis.trial import Trial
 
-__all__ = ["Overhead", "RankView", "ShownStatus", "View", "WindowView", "run_view"]
 
 ShownStatus = Literal["finished", "exception", "running or killed", "did not start"]
 
@@ -166,7 +165,6 @@ def run_view(
         traces: those of its traces that were analysed.
         snapshots: those of its snapshots that were analysed.
         measure: returns what this machine reaches; None in a training, which a measurement would slow down.
-
     """
     memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
     facts = Facts.of(run, traces, snapshots, memory, measure=measure)

@@ -20,18 +20,6 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.testing.figures import BYTES, COUNTS, Figures
 from lightning_memprof.units import GIB, KIB, MIB, format_bytes, format_count
 
-__all__ = [
-    "Budget",
-    "amount",
-    "budget_of",
-    "excesses",
-    "parse_share",
-    "parse_size",
-    "read_baseline",
-    "reductions",
-    "write_baseline",
-]
-
 _QUANTITIES: Final = (*BYTES, *COUNTS)
 _SIZE: Final = re.compile(r"\s*(?P<number>\d{1,15}(?:\.\d{1,15})?|\.\d{1,15})\s*(?P<unit>[A-Za-z]*)\s*", re.ASCII)
 _UNITS: Final = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": GIB * KIB}
@@ -68,7 +56,6 @@ def budget_of(marks: Iterable[Mapping[str, Any]], root: Path) -> Budget:
 
     Raises:
         ConfigError: an argument is unknown or invalid.
-
     """
     given: dict[str, Any] = {}
     for arguments in marks:
@@ -105,7 +92,6 @@ def parse_size(name: str, value: Any) -> int:
 
     Raises:
         ConfigError: it is something else; ``name`` is in the message.
-
     """
     if type(value) is int and value >= 0:
         return value
@@ -126,7 +112,6 @@ def parse_share(name: str, value: Any) -> Fraction:
 
     Raises:
         ConfigError: it is something else; ``name`` is in the message.
-
     """
     match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
     if match is None:
@@ -211,7 +196,6 @@ def read_baseline(path: Path, test: str) -> Sequence[Figures]:
 
     Raises:
         ConfigError: the file is missing or damaged, or does not have this test.
-
     """
     if not path.exists():
         raise ConfigError(f"baseline {path} does not exist: {_UPDATE}")
@@ -236,7 +220,6 @@ def write_baseline(path: Path, test: str, trainings: Sequence[Figures]) -> None:
 
     Raises:
         ConfigError: the file cannot be read or written.
-
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import OnMark, OnStep, RunContext, StepRecord
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["FakeCollector", "Occasion", "WaitsForFiles"]
 
 Occasion = Literal["enter", "mark", "exit", "follow", "step", "unfollow"]
 
@@ -28,7 +27,6 @@ class FakeCollector(Collector):
         skip_reason: why it skips every window; None if it records them.
         follows: whether it follows the whole run.
         journal: calls as ``(name, occasion, value)``; several collectors may share one to record their order.
-
     """
 
     def __init__(

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_memprof.testing.budgets import Budget
     from lightning_memprof.testing.figures import Figures
 
-__all__ = ["Memprof"]
 
 _MARK: Final = "memprof"
 _MARK_HELP: Final = (
@@ -152,7 +151,6 @@ class Memprof:
 
     Args:
         clock: returns the time in ns.
-
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -168,7 +166,6 @@ class Memprof:
 
         Returns:
             The change of the time from ``b`` to ``a``.
-
         """
         from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS, paired_change
         from lightning_memprof.errors import ConfigError

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
-__all__ = ["VARIABLE", "lightning_callbacks", "pytorch_lightning_callbacks"]
-
 VARIABLE: Final = "LIGHTNING_MEMPROF_TRIAL"
 """The environment variable with the task; processes that the program starts inherit it."""
 
@@ -25,7 +23,6 @@ def pytorch_lightning_callbacks() -> list[Any]:
 
     Raises:
         MemprofError: the program is being tried; its training would run unchanged, to its end.
-
     """
     if os.environ.get(VARIABLE):
         from lightning_memprof.errors import MemprofError

@@ -26,8 +26,6 @@ from lightning_memprof.trial.remedy import RefusedError, Remedy
 from lightning_memprof.trial.seeds import make_repeatable
 from lightning_memprof.trial.task import Task, end
 
-__all__ = ["GROUP", "Meter", "Stop", "redirect_callbacks"]
-
 GROUP: Final = "LIGHTNING_MEMPROF_TRIAL_GROUP"
 """The environment variable with the process group that a trial stops and continues."""
 

@@ -21,8 +21,6 @@ from lightning_memprof.trial.attach import VARIABLE
 from lightning_memprof.trial.task import Task, result_path
 from lightning_memprof.units import format_bytes
 
-__all__ = ["CAN_STOP", "Process", "run_in_turns", "run_task", "started"]
-
 CAN_STOP: Final = hasattr(os, "waitid")
 """Whether a stopped process is noticed: not on macOS before Python 3.13."""
 
@@ -42,7 +40,6 @@ class Process:
         task: the steps; its directory is made.
         time_limit_s: the longest wait for the end of a turn.
         environment: further environment variables.
-
     """
 
     def __init__(self, program: Sequence[str], task: Task, time_limit_s: float, environment: Mapping[str, str]) -> None:

@@ -34,8 +34,6 @@ from lightning_memprof.trial.meter import Meter, Stop, redirect_callbacks
 from lightning_memprof.trial.seeds import seed
 from lightning_memprof.trial.task import SEED, Task, end, problem_of
 
-__all__ = ["main", "prepare"]
-
 # Source: prctl(2).
 _PR_SET_PDEATHSIG: Final = 1
 

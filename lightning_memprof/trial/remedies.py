@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-__all__ = [
-    "REMEDIES",
-    "advised",
-    "batch_samples",
-    "parse_remedy",
-    "set_batch_samples",
-]
 
 # Reductions add in another order; the loss of a training that is sensitive to it drifts by less within 25 steps.
 _ROUNDING: Final = 0.01
@@ -409,7 +402,6 @@ def parse_remedy(text: str) -> Remedy:
 
     Raises:
         ConfigError: there is no such remedy, or its value is invalid.
-
     """
     name, _, value = text.partition("=")
     for kind in REMEDIES:
@@ -475,7 +467,6 @@ def set_batch_samples(loader: DataLoader[Any], samples: int) -> None:
 
     Raises:
         RefusedError: its batch sampler is not torch's, or there are fewer data.
-
     """
     data = loader.dataset
     if hasattr(data, "__len__") and samples > len(data):

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader
 
-__all__ = ["RefusedError", "Remedy"]
-
 
 class RefusedError(Exception):
     """The remedy cannot be applied to this training; the message is the reason."""
@@ -37,7 +35,6 @@ class Remedy:
 
     Raises:
         ConfigError: the value is invalid.
-
     """
 
     name: ClassVar[str]
@@ -87,7 +84,6 @@ class Remedy:
 
         Raises:
             RefusedError: the remedy does not apply.
-
         """
 
     def on_model(self, model: LightningModule) -> None:
@@ -95,7 +91,6 @@ class Remedy:
 
         Raises:
             RefusedError: the remedy does not apply.
-
         """
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
@@ -103,7 +98,6 @@ class Remedy:
 
         Raises:
             RefusedError: the remedy does not apply.
-
         """
 
     def on_start(self, trainer: Trainer, model: LightningModule) -> None:
@@ -111,5 +105,4 @@ class Remedy:
 
         Raises:
             RefusedError: the remedy does not apply.
-
         """

@@ -1,4 +1,4 @@
-"""Runs the program in processes of their own, with and without remedies in turns."""
+"""Runs the program in separate processes, with and without remedies in turns."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from lightning_memprof.trial.process import CAN_STOP, run_in_turns, run_task, st
 from lightning_memprof.trial.remedies import advised, parse_remedy
 from lightning_memprof.trial.remedy import Remedy
 from lightning_memprof.trial.task import Task
-
-__all__ = ["Advice", "Wanted", "advice", "try_program", "winners"]
 
 FEWEST_ROUNDS: Final = 3
 # Compared steps; a difference grows with each.
@@ -49,7 +47,6 @@ class Wanted:
 
     Raises:
         ConfigError: a value is invalid.
-
     """
 
     remedies: Sequence[str] = ()
@@ -109,7 +106,6 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
 
     Raises:
         MemprofError: the unchanged program cannot be measured.
-
     """
     notes: list[str] = []
     with TemporaryDirectory(prefix="lightning-memprof-try-", ignore_cleanup_errors=True) as directory:
@@ -132,7 +128,7 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
         together = _together(runs, candidates, outcomes, steps, wanted.rounds)
     bare = measured[""]
     if not checks.is_repeatable:
-        notes.append("Two runs of the unchanged program differ in losses or weights: equality cannot be judged.")
+        notes.append("Two runs of the unchanged program differ in losses or weights: equality is unknown.")
     return Trial(
         program=" ".join(program),
         rounds=wanted.rounds,
@@ -167,7 +163,6 @@ class _Runs:
         program: the command line.
         wanted: limits, and where progress goes.
         directory: where the files of all runs go.
-
     """
 
     def __init__(self, program: Sequence[str], wanted: Wanted, directory: Path) -> None:
@@ -200,7 +195,6 @@ class _Runs:
 
         Raises:
             MemprofError: the unchanged program fails.
-
         """
         bare = self._checked(_BARE)
         if bare.problem:

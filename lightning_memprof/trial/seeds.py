@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader, get_worker_info
 from lightning_memprof.capture.observe import Link, replaced
 from lightning_memprof.trial.task import SEED
 
-__all__ = ["make_repeatable", "seed"]
-
 
 def seed(value: int = SEED) -> None:
     """Seed the generators of Python, NumPy and the CPU; workers have no device."""

@@ -13,7 +13,6 @@ import msgspec
 if TYPE_CHECKING:
     from lightning_memprof.analysis.trial import Measured
 
-__all__ = ["SEED", "Task", "end", "problem_of", "result_path"]
 
 SEED: Final = 20_251
 _MOST_LINE: Final = 300
@@ -34,7 +33,6 @@ class Task(msgspec.Struct, kw_only=True, frozen=True):
         is_check: whether samples are seeded one by one and the final weights hashed, to compare trainings; such a run
             is not timed.
         is_recorded: whether the environment asks for a recording; the fit then ends in Lightning's own way.
-
     """
 
     directory: str

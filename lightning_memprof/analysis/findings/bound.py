@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
 
-__all__ = ["nothing_found", "nothing_in_files"]
 
 # In fewer steps the first ones, which are not typical, are most of the run.
 FEW_STEPS: Final = 5

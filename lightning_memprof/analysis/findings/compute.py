@@ -16,19 +16,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 
-__all__ = [
-    "FOREACH",
-    "FUSED",
-    "anomaly_detection",
-    "dense_embedding",
-    "double_precision",
-    "idle_cores",
-    "is_oversubscribed",
-    "optimizer_bound",
-    "ranks_on_host",
-    "small_batch",
-    "thread_oversubscription",
-]
 
 # Half as many numbers fit into a vector register and through memory: operators on float64 take about twice the time on
 # a CPU, and up to 64 times on GPUs without float64 units.

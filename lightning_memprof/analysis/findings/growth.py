@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank
     from lightning_memprof.analysis.snapshot.report import DeviceReport
 
-__all__ = ["RETAINED", "dataset_name", "device_memory_growth", "memory_growth", "recovered"]
 
 SEVERE_SHARE: Final = 0.5
 # Allocations of these phases live across steps in every training.

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.pauses import Pauses
 
-__all__ = ["actions_bound", "between_steps", "core_wait", "gc_pauses", "slow_steps"]
 
 # Below this share of a step there is nothing to gain; an action needs some time, too: the Trainer's own hooks and its
 # progress bar take a millisecond per step, which is much of a short one.

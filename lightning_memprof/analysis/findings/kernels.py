@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.trace.model import HostOperators, Kernel, TraceReport
 
-__all__ = ["many_small_kernels", "many_small_operators", "python_time", "tensor_cores_unused"]
 
 SHOWN: Final = 3
 FOREACH: Final = remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop")

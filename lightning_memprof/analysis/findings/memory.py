@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
     from lightning_memprof.analysis.run.model import Rank, RecordedWindow
 
-__all__ = [
-    "activation_peak",
-    "allocator_retries",
-    "optimizer_state",
-    "out_of_memory",
-    "validation_memory",
-    "worker_memory",
-]
 
 # A smaller category fits everywhere.
 MIN_BYTES: Final = 64 * MIB

@@ -23,21 +23,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.artifacts.manifest import OptimizerFacts
 
-__all__ = [
-    "OF_VALUES",
-    "READS",
-    "ROOT",
-    "Heaviest",
-    "double_backward",
-    "faster",
-    "heaviest_module",
-    "host_ledger",
-    "operator_family",
-    "pulse_and_trace",
-    "python_loop",
-    "retained_graph",
-    "unused_gradients",
-]
 
 ROOT: Final = "the model"
 # A module with less of its parent's time does not explain it.

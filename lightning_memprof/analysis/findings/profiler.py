@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.artifacts.series import HangRow
 
-__all__ = ["hang", "other_profiler", "profiler_overhead", "recording_ns", "recording_overhead", "worker_died"]
 
 # Why the operator trace is not available: the words of capture and integration.
 OTHER_PROFILER: Final = re.compile(r"its own torch profiler|owns torch\.profiler")

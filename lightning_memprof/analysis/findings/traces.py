@@ -20,7 +20,7 @@ SEVERE_SHARE: Final = 0.30
 # Fetching a batch that is ready takes less, and with a device less than the second.
 MIN_COST_NS: Final = 2_000_000
 MIN_DEVICE_COST_NS: Final = 1_000_000
-# In a trace with a single step, a loader that starts its workers looks like one that is always slow.
+# In a trace with a single step, a loader that starts its workers looks like a slow loader.
 MIN_TRACE_STEPS: Final = 2
 # A shorter recording is a sample: the first launch alone takes milliseconds.
 SHORT_WINDOW_NS: Final = 1_000_000
@@ -70,7 +70,7 @@ def remedy(text: str, *needs: Need) -> Remedy:
 
 
 def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
-    """Return the next steps that apply to the recorded program; without one, the step is to open the trace."""
+    """Return the next steps that apply to the recorded program; if none does, the step is to open the trace."""
     program = trace.program
     several = (trace.world_size or 1) > 1 or bool(trace.collectives)
     stacks = program.has_stacks or "with_stack" in trace.recorded_with
@@ -154,14 +154,14 @@ class IdleTime(NamedTuple):
 
     @property
     def is_least(self) -> bool:
-        """Whether a notable part of it may be unrecorded work."""
+        """Whether a notable part of the idle time may be unrecorded work."""
         return self.total_ns - self.certain_ns > UNSURE * self.span_ns
 
 
 def idle_time(trace: TraceReport) -> IdleTime | None:
     """Return the idle time between the first device event and the last, or in the steps if these have much more.
 
-    Before its first event a device may do unrecorded work of the step before, as long as that of one step: idle time
+    Before its first event a device may do unrecorded work of the step before, for as long as in a whole step: idle time
     beyond that is certain.
     """
     window, ledger = trace.gpu_window, trace.device_ledger
@@ -312,7 +312,7 @@ def recovered_ns(
     """Return what a remedy recovers: the min and max share of the time of lines of a ledger.
 
     Args:
-        ledger: of the trace; without one, nobody can tell.
+        ledger: of the trace; None returns None.
         saves: the two shares, 0 to 1.
         parts: of the lines.
         recorded_ns: the time of the fault in all steps, where it may be less than that of the lines.

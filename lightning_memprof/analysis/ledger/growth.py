@@ -14,18 +14,6 @@ if TYPE_CHECKING:
 
     from lightning_memprof.artifacts.series import HolderRow, ProcessRow, PulseRow
 
-__all__ = [
-    "MIN_BYTES",
-    "Growth",
-    "Holders",
-    "copied_on_write",
-    "held_growth",
-    "left_by_windows",
-    "steady_growth",
-    "validation_growth",
-    "who_holds",
-    "worker_growth",
-]
 
 Point = tuple[int, int]
 

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.intervals import Column
     from lightning_memprof.analysis.trace.modules import Tree
 
-__all__ = ["corrected", "host_ledger"]
 
 _PARTS: Final[tuple[HostPart, ...]] = get_args(HostPart)
 _NODE: Final = "autograd::engine::evaluate_function: "
@@ -56,6 +55,8 @@ _RANGES: Final[Mapping[str, HostPart]] = {
     "[pl][backward_hook]": "backward_hook",
 }
 _STEP: Final = "Optimizer.step#"
+# A hook of Python that begins or ends a range takes less.
+RANGE_NS: Final = 50_000
 _HOOKS: Final = ("[pl][forward_hook]", "[pl][backward_hook]")
 _ACTIONS: Final[Mapping[HostPart, re.Pattern[str]]] = {
     "metric": re.compile(r"\[Metric\]"),
@@ -122,10 +123,6 @@ def host_ledger(
         communication=tuple(_communication(columns, exposed, count)),
         exposed=stretches(exposed, columns.origin_ns),
     )
-
-
-# A hook of Python that begins or ends a range takes less.
-RANGE_NS: Final = 50_000
 
 
 def corrected(lines: Sequence[TimeLine], true_ns: float) -> tuple[TimeLine, ...]:

@@ -11,7 +11,6 @@ from lightning_memprof.units import percent
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["DevicePart", "HostPart", "OperatorWork", "Stall", "TimeLedger", "TimeLine", "TimePart", "grouped", "total"]
 
 # Below this share of the step the wait for a core changes no figure that people read.
 NOTABLE_WAIT: Final = 0.05

@@ -26,7 +26,7 @@ from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, PulseRow
 
 # Number, ns, and ns by phase.
 _Step = tuple[int, float, "Mapping[str, float | None]"]
-# A step of this many times the median is a stall, unless a third of the steps are: then it is the usual step.
+# A step of this many times the median is a stall, unless a third of the steps are as long: then that is a usual step.
 STALL: Final = 2
 RARE: Final = 1 / 3
 # The name of the data wait between epochs, and the epochs that show it.
@@ -82,7 +82,7 @@ def run_ledger(
     typical = rank.typical_steps
     if typical is None:
         return None
-    # A step that only accumulates gradients has no optimizer; the others are not stalls for having one.
+    # A step that only accumulates gradients has no optimizer; the steps with an optimizer are not stalls.
     accumulates = ((rank.training.accumulate_grad_batches if rank.training else None) or 1) > 1
     steady = _STEADY[:2] if accumulates else _STEADY
     steps = _running(rank, typical, steady) if typical.clock == "host" else typical.steps
@@ -228,7 +228,7 @@ def _stalls(steps: Sequence[_Step], parts: Sequence[HostPart]) -> tuple[tuple[St
 def _restarts(rank: Rank, untracked: float) -> list[TimeLine]:
     """Return the time, per step, in which workers that do not persist end and start again between epochs.
 
-    It is the untracked time of the last step of each epoch beyond the median one, at most all untracked time.
+    It is the untracked time of the last step of each epoch beyond the median, at most all untracked time.
     """
     loaders = _loaders(rank)
     rows = [row for row in rank.pulse[1:] if row["window"] is None]

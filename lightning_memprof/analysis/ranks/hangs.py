@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.run.model import Rank
 
-__all__ = ["Difference", "Place", "call", "difference", "first_exception", "last_calls", "places", "usual_call"]
 
 COLLECTIVE: Final = "torch.distributed."
 # Ranks may pass tensors of different sizes to the others.

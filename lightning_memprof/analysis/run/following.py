@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_memprof.artifacts.rows import Row
     from lightning_memprof.artifacts.series import PulseRow
 
-__all__ = ["RECENT_STEPS", "Follower", "RankProgress", "Tail", "WindowProgress", "total_steps"]
 
 T = TypeVar("T")
 
@@ -46,7 +45,6 @@ class Tail:
 
     Args:
         path: the file; it may not be there yet.
-
     """
 
     def __init__(self, path: Path) -> None:
@@ -177,7 +175,6 @@ class Follower:
 
     Args:
         directory: the run directory.
-
     """
 
     def __init__(self, directory: Path) -> None:
@@ -208,7 +205,6 @@ class Follower:
 
         Raises:
             ValueError: there is no rank.
-
         """
         ranks = sorted(self.ranks.values(), key=lambda rank: (not rank.steps, rank.rank))
         if not ranks:

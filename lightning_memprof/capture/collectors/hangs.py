@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import OnException, OnMark, OnStep, RunContext, StepRecord
     from lightning_memprof.schedule import Window
 
-__all__ = ["Hangs", "step_limit"]
 
 _SECOND_NS: Final = 1_000_000_000
 _LEAST_NS: Final = 60 * _SECOND_NS
@@ -82,7 +81,6 @@ class Hangs(Collector):
 
     Raises:
         ConfigError: the limit is not a positive number.
-
     """
 
     name: ClassVar[str] = "hangs"
@@ -127,7 +125,6 @@ def step_limit(durations: Sequence[int], longest_unusual: int, chosen: int | Non
         longest_unusual: of the steps with a validation, a checkpoint or the end of an epoch, in ns.
         chosen: limit of a usual step in ns; None for :class:`Hangs`' default.
         is_usual: whether the step has none of these so far.
-
     """
     limit = chosen
     if limit is None:
@@ -142,7 +139,6 @@ class _Watch:
     Args:
         run: the run.
         limit_ns: see :class:`Hangs`.
-
     """
 
     def __init__(self, run: RunContext, limit_ns: int | None) -> None:
@@ -244,7 +240,6 @@ class _Reports:
 
     Args:
         run: the run.
-
     """
 
     def __init__(self, run: RunContext) -> None:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext, StepRecord
     from lightning_memprof.schedule import Mark, Window
 
-__all__ = ["ActionMemory", "HostMemory", "ProcessLog"]
 
 _SIZES: Final = Path("/proc/self/smaps_rollup")
 # Workers that fill a cache do so in the first seconds; later a sample every 10 s shows a leak.
@@ -156,7 +155,6 @@ class ActionMemory:
 
     Args:
         known: actions with a slot in the step's clock: hooks that the program overrides.
-
     """
 
     def __init__(self, known: set[str]) -> None:
@@ -211,7 +209,6 @@ class ProcessLog:
         path: the file.
         offset_ns: of the run's times.
         spent: called with the nanoseconds of reading a worker.
-
     """
 
     def __init__(self, path: Path, offset_ns: int, spent: Callable[[int], None] = lambda _: None) -> None:

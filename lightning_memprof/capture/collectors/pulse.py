@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.base import DeviceTimer, RunContext, StepRecord
     from lightning_memprof.schedule import Window
 
-__all__ = ["ActionTotals", "Pulse", "PulseWriter", "device_columns"]
 
 _CHUNK_ROWS: Final = 64
 # What a killed run loses; a write takes about 50 µs.
@@ -109,7 +108,6 @@ class PulseWriter:
         device: device of the model.
         timer: the device's clock; None on a CPU.
         written: called with the rows and the records of each chunk when they are written.
-
     """
 
     def __init__(
@@ -194,7 +192,6 @@ class ActionTotals:
     Args:
         path: the file.
         actions: name and index of the phase of each slot of the clock; may grow.
-
     """
 
     def __init__(self, path: Path, actions: Sequence[tuple[str, int]]) -> None:

@@ -8,7 +8,6 @@ Differences from torch's tracker:
 - A module may be called any number of times. A call inside another call of the same module is part of it: under DDP
   and FSDP1 the LightningModule is called for the step, and by its own ``self(batch)`` in it.
 - torch updates all modules after every operator; here only those that run.
-
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.batches import Batches, TriedBatch
     from lightning_memprof.analysis.trial import Equality, Outcome, Trial
 
-__all__ = ["batches_document", "listing", "trial_document", "trial_section"]
 
 _NOTHING: Final = "None of the remedies makes the steps shorter or lowers the peak memory."
 _NONE: Final = "There was no remedy to try."
