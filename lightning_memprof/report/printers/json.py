@@ -356,8 +356,8 @@ def _ledger(ledger: TimeLedger | None) -> dict[str, Any] | None:
     return {
         **_fields(ledger, "step_ns", "median_ns", "steps", "basis", "stalls", "window_factor"),
         "parts_ns": {part: ledger.ns(part) for part in parts},
-        "lines": ledger.lines[:MAX_LEDGER_LINES],
-        "communication": ledger.communication[:MAX_LEDGER_LINES],
+        "lines": [_without(line, "inside") for line in ledger.lines[:MAX_LEDGER_LINES]],
+        "communication": [_without(line, "inside") for line in ledger.communication[:MAX_LEDGER_LINES]],
         "other_lines": len(ledger.lines[MAX_LEDGER_LINES:]),
         "other_ns": total(ledger.lines[MAX_LEDGER_LINES:]),
     }
