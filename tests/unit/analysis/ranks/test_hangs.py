@@ -44,9 +44,19 @@ def test_ranks_whose_last_calls_do_not_overlap_are_not_compared(tmp_path: Path) 
     assert difference(load_run(directory).ranks) is None
 
 
-def test_the_exception_of_a_run_is_the_first_one_with_its_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("function", "time_ns"),
+    [
+        ("train.step", 9),
+        # Clocks of machines differ: a lost connection in a collective is a consequence.
+        ("torch.distributed.distributed_c10d.all_reduce", 5),
+    ],
+)
+def test_the_exception_of_a_run_is_the_first_one_outside_a_collective(
+    tmp_path: Path, function: str, time_ns: int
+) -> None:
     directory = make_run(tmp_path, FakeRun(world_size=2, endings={0: "RuntimeError: closed", 1: "ValueError: empty"}))
-    for rank, error, time_ns in ((0, "RuntimeError: closed", 9), (1, "ValueError: empty", 7)):
-        row = {"kind": "exception", "error": error, "time_ns": time_ns, "function": "train.step", "place": "train.py:3"}
+    for rank, error, at, name in ((0, "RuntimeError: closed", time_ns, function), (1, "ValueError: empty", 7, "step")):
+        row = {"kind": "exception", "error": error, "time_ns": at, "function": name, "place": "train.py:3"}
         (directory / f"hangs.rank{rank:05d}.jsonl").write_text(json.dumps(row) + "\n")
     assert first_exception(load_run(directory).ranks) == "ValueError: empty (rank 1)"
