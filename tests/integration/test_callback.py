@@ -412,9 +412,11 @@ def test_the_summary_says_where_time_and_memory_went_and_what_to_type(
     printed = capsys.readouterr().out
     first = printed.strip().splitlines()[0]
     assert first.startswith("verdict")
-    for word in ("why", "next", "data wait", "forward", "backward", "optimizer", "untracked", "peak RSS",
-                 "profiler overhead", "lightning-memprof show"):  # fmt: skip
+    for word in ("why", "next", "peak RSS", "profiler overhead", "lightning-memprof show"):
         assert word in printed, word
+    # The machine decides which parts of a step are too small for a bar of their own.
+    for part in ("data wait", "forward", "backward", "optimizer", "untracked"):
+        assert part in printed or "smaller parts" in printed, part
 
 
 def test_the_manifest_ends_with_what_recording_cost(tmp_path: Path) -> None:
