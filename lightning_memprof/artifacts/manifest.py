@@ -47,6 +47,7 @@ class RunFacts(OpenRow):
     device: str | None = None
     collectors: list[str] = msgspec.field(default_factory=list)
     schedule: dict[str, Any] = msgspec.field(default_factory=dict)
+    operator_table: dict[str, Any] = msgspec.field(default_factory=dict)
     environment: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from lightning.pytorch import Callback, Trainer
@@ -23,7 +22,7 @@ from lightning_memprof.capture.observe import kept_interrupts
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.sources.memory import without_statistics
 from lightning_memprof.capture.triggers.watch import TriggerWatch
-from lightning_memprof.integration.background import RankSummaries, write_operator_table
+from lightning_memprof.integration.background import RankSummaries
 from lightning_memprof.integration.context import available_collectors, build_context
 from lightning_memprof.integration.curves import Curves, curves_of
 from lightning_memprof.integration.driver import StepDriver, position_source, stage_actions
@@ -56,7 +55,6 @@ class Attachment:
 
     def __init__(self, trainer: Trainer, stage: str, settings: Settings, place: RunPlace, ours: type[Callback]) -> None:
         self.place = place
-        self.table: Path | None = None
         self.tensors = TensorFeed(trainer)
         self._trainer = trainer
         self._stage = stage
@@ -64,7 +62,6 @@ class Attachment:
         self._ours = ours
         self._ended = False
         self._batches_before = 0
-        self._tabled = 0
         self._interrupts = ExitStack()
         self._tap = ActionTap(trainer.profiler, self.break_off)  # type: ignore[attr-defined]
         context = build_context(trainer, stage, settings, place, self._tap, self.tensors)
@@ -158,9 +155,6 @@ class Attachment:
             if self._curves is not None:
                 with self.run.faults.caught(Curves.name, "exit"):
                     self._curves.end()
-            # After an exception the process should end soon; `show` makes a missing table.
-            if exception is None and (self.table is None or self.session.windows > self._tabled):
-                self._write_table()
             named = self.place.directory / regions_name(self.run.rank)
             if named.exists():
                 sink.list_artifact(ArtifactSpec(path=named, type="series", collector="snapshots"))
@@ -191,16 +185,6 @@ class Attachment:
     def _window_closed(self, window: int, steps: Sequence[int], reason: str | None) -> None:
         if self._curves is not None:
             self._curves.window_closed(window, steps)
-        # After the last window of a schedule the table is made while training continues.
-        schedule = self._settings.schedule
-        is_last = isinstance(schedule, Schedule) and schedule.anchor == "fit" and window + 1 == schedule.windows
-        if is_last and reason is None:
-            self._tabled = window + 1
-            self.run.sink.in_background(self._write_table)
-
-    def _write_table(self) -> None:
-        with self.run.faults.caught("operator_table", "write"):
-            self.table = write_operator_table(self.run, self._settings.table)
 
 
 def _reserve() -> mmap.mmap | None:

@@ -1,9 +1,7 @@
-"""Results that are made beside or after the training: rank summaries, the operator table, the HTML report."""
+"""Results that are made beside or after the training: rank summaries and the HTML report."""
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
 import os
 import socket
@@ -12,22 +10,16 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from torch.autograd.profiler_util import EventList
-
 from lightning_memprof.analysis.ranks.summary import RankSummary, StepTime, WindowFiles, encode_summary, summarise
-from lightning_memprof.artifacts.naming import TraceName, summary_path, table_name
+from lightning_memprof.artifacts.naming import summary_path
 from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, StepRecord
-from lightning_memprof.errors import ReportError
 from lightning_memprof.report.written import PAGE_NAME
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.operators import TableOptions
     from lightning_memprof.schedule import Window
 
 log = logging.getLogger(__name__)
@@ -37,7 +29,6 @@ REPORT_VARIABLE: Final = "LIGHTNING_MEMPROF_REPORT"
 
 # Enough steps for a typical step time.
 _LAST_STEPS: Final = 512
-_TABLE_SECONDS: Final = 300
 # Without our pipes, whose end a caller waits for, and without the terminal, whose Ctrl-C is not for this process. The
 # shell exits at once: the process is not our child, may outlive the training, and leaves no zombie.
 _DETACHED: Final = '"$@" </dev/null >/dev/null 2>&1 &'
@@ -86,41 +77,6 @@ def _write_summary(run: RunContext, window: Window, times: Sequence[StepTime]) -
         ArtifactSpec(path=path, type="blob", collector=RankSummaries.name, window=window.index)
     ) as temporary:
         temporary.write_bytes(encode_summary(summarise(origin, times, files)) + b"\n")
-
-
-def write_operator_table(run: RunContext, options: TableOptions) -> Path | None:
-    """Write the operator table of all windows of this rank; return its path, or None where there is no trace.
-
-    A child process makes it: parsing a large trace takes seconds and would hold the GIL.
-
-    Raises:
-        ReportError: the child process failed; ``lightning-memprof show`` makes the table later.
-    """
-    traces = [artifact.path for artifact in run.sink.artifacts if artifact.type == "trace"]
-    name = TraceName.parse(traces[-1].name) if traces else None
-    if name is None:
-        return None
-    if options.include_python_functions is None:
-        # Torch has the parameter since it leaves them out.
-        leaves_out = "include_python_functions" in inspect.signature(EventList.key_averages).parameters
-        options = replace(options, include_python_functions=not leaves_out)
-    table = traces[-1].with_name(table_name(name.stage, name.filename, run.rank))
-    order = {"traces": [str(path) for path in traces], "out": str(table), "options": asdict(options)}
-    try:
-        subprocess.run(
-            own_program("lightning_memprof.analysis.trace.operators", "-"),
-            check=True,
-            capture_output=True,
-            input=json.dumps(order),
-            text=True,
-            timeout=_TABLE_SECONDS,
-        )
-    except subprocess.CalledProcessError as error:
-        raise ReportError(
-            f"the operator table could not be made: {error.stderr.strip()}; `lightning-memprof show` makes it"
-        ) from error
-    run.sink.list_artifact(ArtifactSpec(path=table, type="table", collector="operator_trace"))
-    return table
 
 
 def start_report(place: RunPlace) -> bool:

@@ -97,6 +97,7 @@ def available_collectors(run: RunContext, trainer: Trainer, settings: Settings) 
         **run_facts(trainer, run.stage, place.url or str(place.root), settings.schedule, available),
         every_collector=settings.every_collector,
         triggers=settings.triggers.file,
+        operator_table=settings.table.chosen(),
     )
     if trainer.is_global_zero and (note := choice_note(settings.ranks, trainer.world_size)):
         manifest.append("note", collector="ranks", message=note)

@@ -18,7 +18,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction
 
-from lightning_memprof.analysis.trace.operators import AVAILABLE_SORT_KEYS, TableOptions
+from lightning_memprof.analysis.trace.operators import (
+    AVAILABLE_SORT_KEYS,
+    TableOptions,
+    table_path,
+    write_operator_table,
+)
 from lightning_memprof.artifacts.remote import is_url
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
@@ -107,11 +112,11 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         **profiler_kwargs: Any,
     ) -> None:
         self._traces: tuple[Path, ...] = ()
-        self.table_path: Path | None = None
         self._events: EventList | None = None
         table_kwargs = dict(table_kwargs or {})
         # Lightning knows the arguments of torch's table alone; this one is of `key_averages()`.
-        python_functions = table_kwargs.pop("include_python_functions", None)
+        default = "include_python_functions" not in inspect.signature(EventList.key_averages).parameters
+        python_functions = table_kwargs.pop("include_python_functions", default)
         super().__init__(
             dirpath=dirpath if dirpath is None or isinstance(dirpath, str) else Path(dirpath),
             filename=filename or DEFAULT_FILENAME,
@@ -158,6 +163,23 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
     def function_events(self, events: EventList | None) -> None:
         self._events = events
 
+    @property
+    def table_path(self) -> Path | None:
+        """Path of the operator table of the last run; None before the first, and where its traces were removed.
+
+        The process of the report writes it after a fit, otherwise the first use does: seconds for large traces.
+
+        Raises:
+            ArtifactError: the traces have no operators.
+        """
+        path = table_path(self._traces[-1]) if self._traces else None
+        if path is None or path.exists():
+            return path
+        if not all(trace.exists() for trace in self._traces):
+            return None
+        write_operator_table(self._traces, path, self._table)
+        return path
+
     def start(self, action_name: str) -> None:
         """Record an action outside of a Trainer; during a run, a tap on this instance listens to the actions."""
         if self.profiler is None:
@@ -166,7 +188,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             if _profiler_enabled():
                 warnings.warn(f"{action_name!r} is not recorded: another torch profiler is running", stacklevel=2)
                 return
-            self._traces, self.table_path, self._events = (), None, None
+            self._traces, self._events = (), None
         super().start(action_name)
 
     def stop(self, action_name: str) -> None:
@@ -215,23 +237,22 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         )
 
     def take(self, attachment: Attachment) -> None:
-        """Keep the paths of the operator table and of the traces of a run that has ended."""
-        self.table_path = attachment.table
+        """Keep the paths of the traces of a run that has ended."""
         self._traces = tuple(artifact.path for artifact in attachment.run.sink.artifacts if artifact.type == "trace")
         self._events = None
 
     def summary(self) -> str:
         """Return the operator table of the last recording, with Lightning's heading."""
-        if self.table_path is None or not self.table_path.exists():
+        if (path := self.table_path) is None:
             return super().summary()
-        return self._stats_to_str({"records": self.table_path.read_text(encoding="utf-8")})
+        return self._stats_to_str({"records": path.read_text(encoding="utf-8")})
 
     def describe(self) -> None:
         """Write the table of a recording outside of a Trainer; of a run, Lightning's file if it has a name of yours."""
         if self.profiler is not None or self._events is not None:
             super().describe()
-        elif self.table_path is not None and self._is_named and self._local_rank is None:
-            copy = self.table_path.with_name(self._prepare_filename())
+        elif self._is_named and self._local_rank is None and (table := self.table_path) is not None:
+            copy = table.with_name(self._prepare_filename())
             try:
                 with copy.open("a", encoding="utf-8") as file:
                     file.write(self.summary())

@@ -15,6 +15,8 @@ import torch
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.trace.operators import ensure_operator_tables
 from lightning_memprof.artifacts import naming
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.trace_rewriting import original_categories
@@ -46,7 +48,6 @@ def test_the_default_leaves_every_artifact_under_its_documented_name(tmp_path: P
     assert (root / "memprofiler/pulse.rank00000.csv").is_file()
     assert (root / "memprofiler/window000/rank00000.host.jsonl").is_file()
     assert (root / "memprofiler/window000/rank00000.hooks.jsonl").is_file()
-    assert (root / "fit-fts_extended_pytorch_profiler-0.txt").is_file()
     (trace,) = root.glob("*.pt.trace.json.gz")
     name = naming.TraceName.parse(trace.name)
     assert name is not None
@@ -106,8 +107,9 @@ def test_repeat_gives_one_set_of_artifacts_a_window(tmp_path: Path) -> None:
     assert [(row["steps"], row["truncated"]) for row in windows(run)] == [([3, 4], False), ([7, 8], False)]
     assert len(list(run.parent.glob("*.pt.trace.json.gz"))) == 2
     assert (run / "window001/rank00000.host.jsonl").is_file()
-    table = (run.parent / "fit-fts_extended_pytorch_profiler-0.txt").read_text()
-    assert "aten::linear" in table
+    (table,) = ensure_operator_tables(load_run(run)).files("table")
+    assert "aten::linear" in table.file.read_text()
+    assert table.file.read_text().endswith("Windows: 2\n")
 
 
 def test_an_epoch_anchor_starts_the_cycle_again_in_each_epoch(tmp_path: Path) -> None:
@@ -223,8 +225,9 @@ def test_a_second_fit_into_the_same_log_dir_overwrites_nothing(tmp_path: Path) -
         trainer(tmp_path, callback).fit(Perceptron(), loader(5))
     root = tmp_path / "log"
     assert {path.name for path in root.glob("memprofiler*")} == {"memprofiler", "memprofiler-2"}
-    assert (root / "fit-fts_extended_pytorch_profiler-0.txt").is_file()
-    assert (root / "fit-fts_extended_pytorch_profiler-2-0.txt").is_file()
+    for run, name in (("memprofiler", "profiler"), ("memprofiler-2", "profiler-2")):
+        (table,) = ensure_operator_tables(load_run(root / run)).files("table")
+        assert table.file == root / f"fit-fts_extended_pytorch_{name}-0.txt"
     assert len(list(root.glob("*.pt.trace.json.gz"))) == 2
     assert callback.run_directory == root / "memprofiler-2"
 
@@ -456,24 +459,6 @@ def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_prog
     assert len(sizes) > 10
     # Held until the next garbage collection, a window's events took 5 MB and more.
     assert sizes[-1] - sizes[len(sizes) // 4] < 20e6
-
-
-def test_the_table_of_a_schedule_that_has_ended_is_made_while_the_training_goes_on(tmp_path: Path) -> None:
-    table = tmp_path / "log/fit-fts_extended_pytorch_profiler-0.txt"
-    seen: list[bool] = []
-
-    class Patient(Perceptron):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 8:
-                deadline = time.monotonic() + 60
-                while not table.exists() and time.monotonic() < deadline:
-                    time.sleep(0.05)
-                seen.append(table.exists())
-            return self.loss(batch)
-
-    trainer(tmp_path, recorder()).fit(Patient(), loader())
-    assert seen == [True]
-    assert len([row for row in rows_of(only_run(tmp_path), "artifact") if row["type"] == "table"]) == 1
 
 
 def test_a_run_that_is_refused_in_setup_says_so_in_its_manifest(tmp_path: Path) -> None:

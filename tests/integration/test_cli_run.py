@@ -202,6 +202,6 @@ def test_every_trainer_of_an_unchanged_program_is_recorded(command, script, tmp_
     rows = read_rows(run / manifest_name(0))[0]
     assert [row["status"] for row in rows if row["kind"] == "end"] == ["finished"]
     assert [row["steps"] for row in rows if row["kind"] == "window" and row["event"] == "close"] == [[2, 3]]
-    assert {row["type"] for row in rows if row["kind"] == "artifact"} >= {"series", "trace", "table", "pulse"}
+    assert {row["type"] for row in rows if row["kind"] == "artifact"} >= {"series", "trace", "pulse"}
     assert b"lightning-memprof show" in err
     assert b"lightning-memprof" not in out

@@ -16,7 +16,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.autograd.profiler_util import EventList
 
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.key_averages import collect_rows
+from lightning_memprof.analysis.trace.operators import ensure_operator_tables
 from lightning_memprof.collectors import OperatorTrace
 from training import Perceptron, loader, only_run, rows_of, trainer
 
@@ -48,6 +50,32 @@ def test_it_is_lightnings_profiler_and_takes_all_its_arguments(tmp_path: Path) -
     assert "Input Shapes" in table
     assert "CPU Mem" in table
     assert profiler.summary().endswith(table)
+
+
+def test_the_operator_table_is_made_with_the_profilers_options_by_whoever_asks_first(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler(sort_by_key="count", row_limit=3)
+    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader())
+    table = tmp_path / "log/fit-fts_extended_pytorch_profiler-0.txt"
+    assert not table.exists()
+    (shown,) = ensure_operator_tables(load_run(only_run(tmp_path))).files("table")
+    assert shown.file == table
+    by_show = table.read_text()
+    table.unlink()
+    assert profiler.table_path == table
+    assert table.read_text() == by_show
+    rows = by_show.splitlines()[3:-3]
+    assert len(rows) == 3
+    counts = [int(row.split()[-1]) for row in rows]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_without_its_traces_a_run_has_no_operator_table(tmp_path: Path) -> None:
+    profiler = ExtendedPyTorchProfiler()
+    assert profiler.table_path is None
+    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader())
+    for trace in traces(tmp_path / "log"):
+        trace.unlink()
+    assert profiler.table_path is None
 
 
 def test_a_path_of_ones_own_kind_is_taken_for_what_it_says(tmp_path: Path) -> None:
@@ -105,7 +133,8 @@ def test_every_stage_has_its_own_window_and_directory(tmp_path: Path) -> None:
             f"{stage}-fts_extended_pytorch_profiler-0[Strategy]SingleDeviceStrategy.{function}."
         )
         assert sum(name.startswith("ProfilerStep#") for name in names_in(trace)) == 2
-        assert (directory / f"{stage}-fts_extended_pytorch_profiler-0.txt").is_file()
+        (table,) = ensure_operator_tables(load_run(directory / "memprofiler")).files("table")
+        assert table.file == directory / f"{stage}-fts_extended_pytorch_profiler-0.txt"
         (closed,) = [row for row in rows_of(directory / "memprofiler", "window") if row["event"] == "close"]
         assert closed["steps"] == [2, 3]
 

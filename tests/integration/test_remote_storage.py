@@ -65,7 +65,7 @@ def test_a_run_goes_to_its_url_whole_and_leaves_nothing_here(tmp_path: Path) -> 
         run = load_run(found.path)
         assert run.status == "finished"
         assert run.problems == ()
-        assert {artifact.type for artifact in run.artifacts} >= {"trace", "pulse", "series", "table"}
+        assert {artifact.type for artifact in run.artifacts} >= {"trace", "pulse", "series"}
         assert all(artifact.state == "present" for artifact in run.artifacts)
         assert found.url == URL
         assert run.lead.facts.fields["root"] == URL

@@ -1,14 +1,8 @@
-"""The operator table of saved traces: the text that torch prints for the same profile, without torch.
-
-The module is also a program that writes the table to a file: the training process never pays for it.
-
-    python -m lightning_memprof.analysis.trace.operators '{"traces": ["..."], "out": "...", "options": {...}}'
-"""
+"""The operator table of saved traces: the text that torch prints for the same profile, without torch."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,8 +14,9 @@ import msgspec
 from lightning_memprof.analysis.run.model import ArtifactFile, Run
 from lightning_memprof.analysis.trace.key_averages import OperatorRow, OperatorRows, collect_rows
 from lightning_memprof.artifacts.files import own_temporary
+from lightning_memprof.artifacts.manifest import RunFacts
 from lightning_memprof.artifacts.naming import TraceName, table_name
-from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
+from lightning_memprof.errors import ArtifactError, ConfigError
 
 _WIDTH: Final = 12
 _SPACE: Final = "  "
@@ -97,6 +92,17 @@ class TableOptions:
         if self.time_unit not in {None, "s", "ms", "us"}:
             raise ConfigError(f"time_unit={self.time_unit!r} is not a unit; use s, ms or us")
 
+    def chosen(self) -> dict[str, Any]:
+        """Return the parameters that are not the default."""
+        values = {option.name: (getattr(self, option.name), option.default) for option in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def table_path(trace: Path) -> Path | None:
+    """Return the path of the operator table of a rank's traces, beside them; None for another tool's trace."""
+    name = TraceName.parse(trace.name)
+    return None if name is None else trace.with_name(table_name(name.stage, name.filename, name.rank))
+
 
 def operator_table(traces: Sequence[Path], options: TableOptions) -> str:
     """Return one table over all traces, a window each.
@@ -143,8 +149,8 @@ def ensure_operator_tables(run: Run) -> Run:
 
     traces: dict[Path, list[ArtifactFile]] = defaultdict(list)
     for trace in run.files("trace"):
-        if (name := TraceName.parse(trace.file.name)) is not None:
-            traces[trace.file.with_name(table_name(name.stage, name.filename, name.rank))].append(trace)
+        if (path := table_path(trace.file)) is not None:
+            traces[path].append(trace)
     artifacts = [
         artifact
         for artifact in run.artifacts
@@ -164,8 +170,7 @@ def ensure_operator_tables(run: Run) -> Run:
                         Problem(table.name, f"is not made outside of the run; `{command}` shows the operators", rank)
                     )
                     continue
-                options = TableOptions(include_python_functions=_has_python_functions(run, rank))
-                write_operator_table([source.file for source in sources], table, options)
+                write_operator_table([source.file for source in sources], table, _options(run, rank))
             artifacts.append(_table_artifact(run, table, sources[0]))
             problems = [problem for problem in problems if problem.piece.rpartition("/")[2] != table.name]
         except Exception as error:  # noqa: BLE001 a table that cannot be made must not hide the rest of the run
@@ -173,10 +178,11 @@ def ensure_operator_tables(run: Run) -> Run:
     return replace(run, artifacts=tuple(artifacts), problems=tuple(problems))
 
 
-def _has_python_functions(run: Run, rank: int) -> bool:
-    """Return whether the torch that recorded the rank has rows for Python functions by default: not since 2.14."""
-    versions = [str(found.facts.environment.get("torch", "")) for found in run.ranks if found.rank == rank]
-    return [int(part) for part in re.findall(r"\d+", versions[0])[:2]] < [2, 14] if versions else True
+def _options(run: Run, rank: int) -> TableOptions:
+    """Return the options of the rank's profiler; torch has rows for Python functions by default before 2.14."""
+    facts = next((found.facts for found in run.ranks if found.rank == rank), RunFacts())
+    torch = [int(part) for part in re.findall(r"\d+", str(facts.environment.get("torch", "")))[:2]]
+    return msgspec.convert({"include_python_functions": torch < [2, 14], **facts.operator_table}, TableOptions)
 
 
 def _table_artifact(run: Run, table: Path, trace: ArtifactFile) -> ArtifactFile:
@@ -302,45 +308,3 @@ def _memory(count: int) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} B"
-
-
-class _Request(msgspec.Struct, forbid_unknown_fields=True):
-    traces: list[str]
-    out: str
-    options: dict[str, Any] = {}
-
-
-def _parse(text: str) -> tuple[list[Path], Path, TableOptions]:
-    try:
-        request = msgspec.json.decode(text, type=_Request)
-        unknown = sorted(set(request.options) - {option.name for option in fields(TableOptions)})
-        if unknown:
-            raise ConfigError(f"options {', '.join(unknown)} are unknown to the operator table; remove them")
-        return (
-            [Path(trace) for trace in request.traces],
-            Path(request.out),
-            msgspec.convert(request.options, TableOptions),
-        )
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f'invalid request ({error}); expected {{"traces": [..], "out": .., "options": ..}}'
-        ) from error
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the table requested by the argument, or by stdin for ``-``: 0, or 1 and a line on stderr."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    try:
-        if len(arguments) != 1:
-            raise ConfigError(f"expected one argument, a JSON object, not {len(arguments)}")
-        # An argument of a process has a limit; a run of many windows has more traces than fit into it.
-        traces, out, options = _parse(sys.stdin.read() if arguments[0] == "-" else arguments[0])
-        write_operator_table(traces, out, options)
-    except (MemprofError, OSError) as error:
-        sys.stderr.write(f"operator table: {error}\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

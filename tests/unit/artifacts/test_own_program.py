@@ -7,21 +7,14 @@ import pytest
 
 from lightning_memprof.artifacts.own_program import own_program
 
-TABLE = '{"traces": [], "out": "table.txt", "options": {}}'
-
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "given"),
-    [
-        ("lightning_memprof.analysis.timeline.worker", [], ""),
-        ("lightning_memprof.analysis.trace.operators", ["-"], TABLE),
-    ],
+    ("module", "arguments"),
+    [("lightning_memprof.analysis.timeline.worker", []), ("lightning_memprof.report.written", ["nowhere"])],
 )
-def test_no_module_of_the_directory_it_is_started_in_is_run(
-    tmp_path: Path, module: str, arguments: list[str], given: str
-) -> None:
+def test_no_module_of_the_directory_it_is_started_in_is_run(tmp_path: Path, module: str, arguments: list[str]) -> None:
     for name in ("pickle", "dataclasses", "json", "copy"):
         (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()")
     command = own_program(module, *arguments)
-    ended = subprocess.run(command, check=False, input=given, text=True, capture_output=True, cwd=tmp_path)
+    ended = subprocess.run(command, check=False, input="", text=True, capture_output=True, cwd=tmp_path)
     assert not (tmp_path / "ran").exists(), ended.stderr

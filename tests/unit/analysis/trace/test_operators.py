@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import threading
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from lightning_memprof.analysis.trace.key_averages import OperatorRow, collect_r
 from lightning_memprof.analysis.trace.operators import (
     AVAILABLE_SORT_KEYS,
     TableOptions,
-    main,
     operator_table,
     write_operator_table,
 )
@@ -287,43 +285,6 @@ def test_lightnings_sort_keys_are_known():
     from lightning.pytorch.profilers import PyTorchProfiler
 
     assert PyTorchProfiler.AVAILABLE_SORT_KEYS <= AVAILABLE_SORT_KEYS
-
-
-def test_the_process_writes_the_table(tmp_path, run_python):
-    path = write_trace(tmp_path / "t.json.gz", [event_fields(made) for made in ACCELERATED])
-    out = tmp_path / "table.txt"
-    request = {"traces": [str(path)], "out": str(out), "options": {"sort_by": "cuda_time_total", "row_limit": 3}}
-    done = run_python("-m", "lightning_memprof.analysis.trace.operators", json.dumps(request))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert out.read_text() == operator_table([path], TableOptions(sort_by="cuda_time_total", row_limit=3))
-    assert {file.name for file in tmp_path.iterdir()} == {"t.json.gz", "table.txt"}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"traces": ["nowhere.json"]}, "nowhere.json: no such file"),
-        ({"options": {"sort_by": "speed"}}, "sort_by='speed' is not a sort key"),
-        ({"options": {"speed": 3}}, "options speed are unknown"),
-        ({"options": {"row_limit": "x"}}, "invalid request"),
-        ({"out": "/proc/nowhere/t.txt"}, "/proc/nowhere"),
-        ({"more": 1}, "invalid request"),
-    ],
-)
-def test_the_process_says_in_one_line_what_is_wrong(tmp_path, capsys, change, words):
-    path = write_trace(tmp_path / "t.json", [event_fields(made) for made in ACCELERATED])
-    request = {"traces": [str(path)], "out": str(tmp_path / "table.txt"), **change}
-    assert main([json.dumps(request)]) == 1
-    captured = capsys.readouterr()
-    assert words in captured.err
-    assert (captured.out, captured.err.count("\n")) == ("", 1)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("arguments", [[], ["{}", "{}"], ["no json"]])
-def test_the_process_wants_one_json_object(capsys, arguments):
-    assert main(arguments) == 1
-    assert capsys.readouterr().err.startswith("operator table: ")
 
 
 def test_a_failed_write_leaves_the_old_table(tmp_path):
