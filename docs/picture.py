@@ -2,7 +2,8 @@
 
 Without a name it is the summary in the README; ``holders``, ``workers`` and ``hangs`` are those of the guides, of their
 programs, with the section of this name. Run it in the directory where the run was recorded: the commands show paths
-relative to it.
+relative to it. With a title, RUN is a file with the output of a command and its colours:
+``python docs/picture.py OUTPUT budgets "pytest test_training.py"``.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ TARGET = Path(__file__).parent / "images"
 WIDTH = 100
 
 
-def main(run: str, name: str = "summary") -> None:
+def main(run: str, name: str = "summary", title: str = "") -> None:
     """Write the picture."""
     file = io.StringIO()
     page = Console(width=WIDTH, force_terminal=True, color_system="truecolor", file=file)
-    with opened([run]) as view:
-        document = document_of(view)
-        render(document, page)
-        if name != "summary":
-            print_lines(sections_page, document.only([name]), page)
+    if title:
+        file.write(Path(run).read_text(encoding="utf-8"))
+    else:
+        title = "trainer.fit(model)" if name == "summary" else f"lightning-memprof show RUN --section {name}"
+        with opened([run]) as view:
+            document = document_of(view)
+            render(document, page)
+            if name != "summary":
+                print_lines(sections_page, document.only([name]), page)
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     # An empty line at the end: the picture's edge cuts the descenders of the last line.
     console.print(Text.from_ansi(file.getvalue() + "\n"))
-    svg = console.export_svg(
-        title="trainer.fit(model)" if name == "summary" else f"lightning-memprof show RUN --section {name}",
-        theme=MONOKAI,
-        unique_id="memprof",
-    )
+    svg = console.export_svg(title=title, theme=MONOKAI, unique_id="memprof")
     # Rich links fonts from the network; a picture in a repository must not.
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     (TARGET / f"{name}.svg").write_text(svg.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas"), encoding="utf-8")

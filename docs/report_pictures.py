@@ -44,7 +44,8 @@ def main(report: str, *only: str) -> None:
             page.wait_for_timeout(1500)
             if scheme == "light" and not only:
                 page.screenshot(path=TARGET / "report.png")
-            for section in page.query_selector_all("main section")[1:]:
+            sections = page.query_selector_all("main section")
+            for section in sections[1:] or sections:
                 name = section.get_attribute("id") or ""
                 if (name in DARK) != (scheme == "dark") or (only and name not in only):
                     continue

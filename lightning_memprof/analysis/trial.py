@@ -10,13 +10,17 @@ from typing import Final, Literal
 
 import msgspec
 
-from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
+from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS, PairedChange, paired_change
 from lightning_memprof.artifacts.files import read_object
 from lightning_memprof.artifacts.naming import TRIED
 from lightning_memprof.units import percent
 
 # A smaller difference of the peak is the allocator's, or the machine's.
 _NOTABLE_PEAK: Final = 0.05
+# A gain that more rounds are worth: the least promised one, within these limits.
+_WORTH: Final = (0.02, 0.05)
+# Fewer rounds show too little of their spread to rule a gain out.
+_FEWEST_FOR_NONE: Final = 5
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -95,6 +99,7 @@ class Outcome:
         is_smaller: whether every run with the remedy had a notably lower peak than every run without it.
         peak_bytes: median peak memory with the remedy.
         step_ns: median of the mean step times with the remedy.
+        rounds: how often it was measured.
         equality: whether the training is the same.
         problem: why it could not be tried; everything else is then unknown.
     """
@@ -108,6 +113,7 @@ class Outcome:
     is_smaller: bool = False
     peak_bytes: int | None = None
     step_ns: float | None = None
+    rounds: int = 0
     equality: Equality | None = None
     problem: str = ""
 
@@ -120,6 +126,35 @@ class Outcome:
     def is_faster(self) -> bool:
         """Whether it makes steps shorter, and leaves the training the same."""
         return self.is_kept and self.time is not None and self.time.high < 0
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the interval contains both no gain and one that is worth having, or promised."""
+        return self.is_kept and self.time is not None and self.time.low <= -self._worth and self.time.high >= 0
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether further rounds are not needed.
+
+        A gain has to be twice the reach of its interval: who looks after each round, and stops at the first interval
+        without 0, finds gains by chance more often than 1 in 20.
+        """
+        if self.time is None or not self.is_kept:
+            return True
+        is_shown = self.time.high < 0 and self.time.high - self.time.change <= -self.time.high
+        return is_shown or (self.rounds >= _FEWEST_FOR_NONE and self.time.low > -self._worth)
+
+    @property
+    def needed(self) -> int | None:
+        """About how many rounds would decide whether there is a gain; None where it is decided."""
+        if self.time is None or not self.is_undecided:
+            return None
+        return self.time.pairs_needed(self.rounds, self._worth)
+
+    @property
+    def _worth(self) -> float:
+        least, most = _WORTH
+        return most if self.promised is None else min(max(self.promised[0], least), most)
 
     @property
     def gain(self) -> float:
@@ -138,7 +173,7 @@ class Trial:
 
     Attributes:
         program: its command line.
-        rounds: how often each was measured.
+        rounds: how often the unchanged program was measured.
         steps: measured steps of each run.
         compared: steps whose losses were compared.
         step_ns: median of the mean step times of the unchanged program.
@@ -147,6 +182,7 @@ class Trial:
         outcomes: of each remedy, in the order in which they were asked for.
         together: of the remedies that won, at once; None where fewer than two did.
         notes: what a reader of the figures has to know.
+        is_stopped: whether Ctrl-C ended it.
     """
 
     program: str
@@ -159,6 +195,7 @@ class Trial:
     outcomes: tuple[Outcome, ...] = ()
     together: Outcome | None = None
     notes: tuple[str, ...] = ()
+    is_stopped: bool = False
 
     @property
     def tried(self) -> list[Outcome]:
@@ -188,7 +225,7 @@ def equality(
         tolerance: the largest difference of a step's loss that the remedy may cause, as a share of the mean loss.
         is_mean: whether that is of the mean loss instead.
     """
-    difference = (_mean_difference if is_mean else _difference)(bare.losses, changed.losses)
+    difference = _difference(bare.losses, changed.losses, is_mean=is_mean)
     # Without losses nothing says how far the parameters may differ.
     is_unknown = not bare.losses and not changed.losses and tolerance > 0 and not _same(bare, changed)
     if is_unknown or not _same(bare, again):
@@ -206,22 +243,16 @@ def _same(a: Measured, b: Measured) -> bool:
     return a.weights == b.weights and a.losses == b.losses
 
 
-def _difference(a: Sequence[float | None], b: Sequence[float | None]) -> float | None:
-    """Return the largest difference of two losses as a share of the mean; None without losses to compare."""
-    known = [loss for loss in a if loss is not None]
-    if len(a) != len(b) or not known:
-        return None
-    scale = statistics.fmean(map(abs, known)) or 1.0
-    return max(abs(x - y) for x, y in zip(a, b, strict=True) if x is not None and y is not None) / scale
-
-
-def _mean_difference(a: Sequence[float | None], b: Sequence[float | None]) -> float | None:
-    """Return the difference of the mean losses as a share of the first one."""
+def _difference(a: Sequence[float | None], b: Sequence[float | None], *, is_mean: bool) -> float | None:
+    """Return the largest difference of two losses, or that of their means, as a share of the mean; None without any."""
     first, second = ([loss for loss in losses if loss is not None] for losses in (a, b))
     if len(a) != len(b) or not first or not second:
         return None
-    scale = statistics.fmean(map(abs, first)) or 1.0
-    return abs(statistics.fmean(first) - statistics.fmean(second)) / scale
+    if is_mean:
+        apart = abs(statistics.fmean(first) - statistics.fmean(second))
+    else:
+        apart = max((abs(x - y) for x, y in zip(a, b, strict=True) if x is not None and y is not None), default=0.0)
+    return apart / (statistics.fmean(map(abs, first)) or 1.0)
 
 
 def outcome(tried: Outcome, bare: Sequence[Measured], changed: Sequence[Measured], equal: Equality) -> Outcome:
@@ -230,12 +261,13 @@ def outcome(tried: Outcome, bare: Sequence[Measured], changed: Sequence[Measured
     Args:
         tried: the remedy, its code and its promise.
         bare: the unchanged program, by round.
-        changed: the program with the remedy, by round.
+        changed: the program with the remedy, in the first of these rounds.
         equal: whether the training is the same.
     """
     problem = next((run.problem for run in changed if run.problem), "")
-    if problem or not changed:
-        return replace(tried, problem=problem or "did not run")
+    if problem or len(changed) < FEWEST_PAIRS:
+        return replace(tried, problem=problem or f"stopped after {len(changed)} of {FEWEST_PAIRS} rounds")
+    bare = bare[: len(changed)]
     before = statistics.median(run.peak_bytes for run in bare)
     after = statistics.median(run.peak_bytes for run in changed)
     peak = after / before - 1 if before else None
@@ -247,6 +279,7 @@ def outcome(tried: Outcome, bare: Sequence[Measured], changed: Sequence[Measured
         is_smaller=peak is not None and peak <= -_NOTABLE_PEAK and most < least,
         peak_bytes=round(after),
         step_ns=statistics.median(run.step_ns for run in changed),
+        rounds=len(changed),
         equality=equal,
     )
 
@@ -258,7 +291,8 @@ def tried_words(found: Outcome) -> str:
     promise = promise_words(found.promised)
     between = f"{signed(found.time.low)} to {signed(found.time.high)}{f'; promised {promise}' if promise else ''}"
     peak = f", {signed(found.peak)} peak memory" if found.peak is not None and abs(found.peak) >= _NOTABLE_PEAK else ""
-    return f"{signed(found.time.change)} step time ({between}){peak}, {equality_words(found)}"
+    more = "" if found.needed is None else f", not decided: about {found.needed} rounds would"
+    return f"{signed(found.time.change)} step time ({between}){peak}, {equality_words(found)}{more}"
 
 
 def promise_words(shares: tuple[float, float] | None) -> str | None:
@@ -272,24 +306,16 @@ def equality_words(found: Outcome) -> str:
     if equal is None:
         return "not compared"
     differ = "mean loss differs by" if equal.is_mean else "losses differ by up to"
-    apart = "" if equal.difference is None else f"{differ} {small_share(equal.difference)}"
+    share = equal.difference
+    apart = "" if share is None else f"{differ} {f'{share:.1e}' if 0 < share < 0.001 else f'{share:.1%}'}"
     if equal.name == "within tolerance":
         return f"{apart} (tolerance {percent(equal.tolerance)})"
     if equal.name == "changes the training":
         return f"changes the training: {apart or 'losses or parameters differ'}"
     if equal.name == "not comparable":
-        return f"not comparable: {why_unknown(equal)}"
+        reason = "no loss is known" if share is None else "the unchanged program does not repeat itself"
+        return f"not comparable: {reason}"
     return equal.name
-
-
-def why_unknown(equal: Equality) -> str:
-    """Return why it is not known whether a training is the same."""
-    return "no loss is known" if equal.difference is None else "the unchanged program does not repeat itself"
-
-
-def small_share(value: float) -> str:
-    """Return a share that may be far below a percent."""
-    return f"{value:.1e}" if 0 < value < 0.001 else f"{value:.1%}"
 
 
 def signed(value: float) -> str:

@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import logging
+import math
 import signal
 import sys
 import time
@@ -36,6 +37,8 @@ TARGET_HELP: Final = f"{RUN_HELP}; or traces, snapshots, and folders of them"
 _MOST_NUMBERS: Final = 1_000_000
 # Shorter waits need no bar, and a bar that flickers is a distraction.
 PATIENCE_SECONDS: Final = 1.0
+# Of a log: a line for each run would hide the rest.
+_LINE_SECONDS: Final = 10.0
 # Thousands of ranks make millions of containers, and none of them is in a cycle.
 _GC_THRESHOLD: Final = 200_000
 _IRRELEVANT: Final = (
@@ -272,17 +275,25 @@ def merge_progress() -> Iterator[Callable[[int, int], None] | None]:
 
 @contextmanager
 def counting(first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Provide a function that shows what runs now, how many runs are done, and of how many.
+    """Provide a function that shows what runs now, and how much is done, of how much; 0 where that is not known.
 
-    Where standard error is not a terminal it shows nothing.
+    Where standard error is not a terminal it prints a line, and the next one after some seconds.
     """
     if not sys.stderr.isatty():
-        yield lambda _text, _done, _total: None
+        printed = -math.inf
+
+        def write(text: str, _done: int, _total: int) -> None:
+            nonlocal printed
+            if time.monotonic() - printed > _LINE_SECONDS:
+                printed = time.monotonic()
+                print(f"memprof: {text}", file=sys.stderr, flush=True)
+
+        yield write
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    columns = (BarColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task(first, total=None)
         yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total or None)

@@ -28,8 +28,8 @@ _MODULES: Final = {"try": "trial"}
 _WITH_PROGRAM: Final = {
     "run": (("--config",), ()),
     "try": (
-        ("--remedy", "--batch-size", "--limit", "--rounds", "--steps", "--time-limit", "--list", "--run", "--output",
-         "-o", "--format"),
+        ("--remedy", "--batch-size", "--limit", "--rounds", "--minutes", "--steps", "--time-limit", "--list", "--run",
+         "--output", "-o", "--format"),
         (),
     ),
     "estimate": (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentError
+import shlex
+from argparse import SUPPRESS, ArgumentError
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,12 +23,16 @@ from lightning_memprof.cli.command import (
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning_memprof.report.view import View
+    from lightning_memprof.trial.runner import Wanted
 
 _DESCRIPTION: Final = """\
 Run a training program with and without remedies, in turns, and show what each
 gains and whether the training is still the same. The program's own files stay
 as they are. Without --remedy, a first recorded run decides what is tried.
+Ctrl-C shows the results so far.
 
   SCRIPT ARGS...        the program; everything after SCRIPT belongs to it
   -m MODULE ARGS...     the program as a module, as with python -m
@@ -50,17 +55,21 @@ def _add_options(parser: ArgumentParser) -> None:
         "--limit", metavar="SIZE", default=None, help="memory for --batch-size max, as in 16GiB (default: what is free)"
     )
     parser.add_argument(
-        "--rounds", metavar="N", type=int, default=5, help="measurements of each (default: %(default)s)"
+        "--rounds", metavar="N", type=int, default=None, help="measurements of each (default: until each is decided)"
     )
     parser.add_argument(
-        "--steps", metavar="N", type=int, default=None, help="measured steps of a run (default: about 4 s)"
+        "--minutes", metavar="M", type=float, default=3.0, help="time without --rounds (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=None, help="measured steps of a run (default: about 2 s)"
     )
     parser.add_argument(
         "--time-limit", metavar="S", type=float, default=600.0, help="seconds for each run (default: %(default)s)"
     )
     parser.add_argument("--output", "-o", metavar="FILE", default=None, help="also write an HTML page")
     add_format(parser)
-    parser.add_argument("--all", action="store_true", help="all sections instead of the page that fits one screen")
+    # The page is always whole; other commands have the option.
+    parser.add_argument("--all", action="store_true", help=SUPPRESS)
 
 
 def _execute(options: Namespace) -> int:
@@ -75,27 +84,23 @@ def _execute(options: Namespace) -> int:
     from lightning_memprof.report.printers.html import trial_to_html
     from lightning_memprof.report.printers.json import trial_to_json
     from lightning_memprof.report.sections.trial import trial_document
-    from lightning_memprof.trial.runner import Wanted, try_program
+    from lightning_memprof.trial.runner import try_program
 
     require_program(options.program, "try")
     if options.batch_size is not None or options.limit is not None:
         return _largest(options, output)
     view = None if options.run is None else _opened(options.run)
     with counting("a first recorded run") as progress, sigterm_as_ctrl_c():
-        wanted = Wanted(
-            remedies=tuple(options.remedy or ()),
-            rounds=options.rounds,
-            steps=options.steps,
-            time_limit_s=options.time_limit,
-            progress=progress,
-        )
+        wanted = _wanted(options, progress)
         trial = try_program(options.program, wanted, None if view is None else view.findings)
     document = trial_document(trial)
     if view is not None:
         (view.run.directory / TRIED).write_text(json.dumps(trial_to_json(trial)), encoding="utf-8")
     if output is not None:
         output.write_text(trial_to_html(trial), encoding="utf-8")
-    write_document(document, options.format, partial(trial_to_json, trial), is_full=options.all)
+    write_document(document, options.format, partial(trial_to_json, trial), is_full=True)
+    if trial.is_stopped:
+        raise KeyboardInterrupt
     return 0
 
 
@@ -105,7 +110,6 @@ def _largest(options: Namespace, output: Path | None) -> int:
     from lightning_memprof.report.printers.json import batches_to_json
     from lightning_memprof.report.sections.trial import batches_document
     from lightning_memprof.trial.batches import find_largest
-    from lightning_memprof.trial.runner import Wanted
 
     if options.batch_size != "max":
         given = "is missing" if options.batch_size is None else f"is {options.batch_size}"
@@ -114,18 +118,20 @@ def _largest(options: Namespace, output: Path | None) -> int:
         raise ConfigError("--batch-size max: takes no remedies from a run; leave out --run")
     limit = None if options.limit is None else parse_bytes("--limit", options.limit)
     with counting("the program's own batch") as progress, sigterm_as_ctrl_c():
-        wanted = Wanted(
-            remedies=tuple(options.remedy or ()),
-            steps=options.steps,
-            time_limit_s=options.time_limit,
-            progress=progress,
-        )
-        found = find_largest(options.program, wanted, limit)
+        found = find_largest(options.program, _wanted(options, progress), limit)
     document = batches_document(found)
     if output is not None:
         output.write_text(render_document(document, {}), encoding="utf-8")
-    write_document(document, options.format, partial(batches_to_json, found), is_full=options.all)
+    write_document(document, options.format, partial(batches_to_json, found), is_full=True)
     return 0
+
+
+def _wanted(options: Namespace, progress: Callable[[str, int, int], None]) -> Wanted:
+    from lightning_memprof.trial.runner import Wanted
+
+    names = ("rounds", "minutes", "steps")
+    given = {name: options[name] for name in names}
+    return Wanted(remedies=options.remedy or (), time_limit_s=options.time_limit, progress=progress, **given)
 
 
 def _opened(target: str) -> View:
@@ -139,7 +145,6 @@ def _opened(target: str) -> View:
 
 
 def _list(options: Namespace) -> int:
-    from lightning_memprof.analysis.trial import Outcome
     from lightning_memprof.report.opened import opened
     from lightning_memprof.report.printers.json import document_to_json
     from lightning_memprof.report.sections.trial import listing
@@ -147,10 +152,8 @@ def _list(options: Namespace) -> int:
 
     with opened([options.list]) as view:
         found = advice(view.findings)
-    outcomes = [
-        Outcome(remedy=of.remedy.label, rule=of.rule, code=of.remedy.code, promised=of.promised) for of in found
-    ]
-    document = listing(options.list, outcomes, [of.remedy.tolerance for of in found])
+    program = shlex.join(options.program) or "SCRIPT ARGS..."
+    document = listing(options.list, [(each.empty(), each.tolerance) for each in found], program)
     write_document(document, options.format, partial(document_to_json, document), is_full=True)
     return 0
 

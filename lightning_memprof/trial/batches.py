@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,7 +70,7 @@ def find_largest(program: Sequence[str], wanted: Wanted, limit_bytes: int | None
         limits = (0, limit_bytes or 0) if is_device else (limit_bytes or 0, 0)
         tried = _search(own, limit_bytes, lambda samples: run(samples, *limits))
     return Batches(
-        program=" ".join(program),
+        program=shlex.join(program),
         remedies=tuple(wanted.remedies),
         samples=own.samples,
         limit_bytes=limit_bytes,

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
 import torch
@@ -72,17 +73,13 @@ class Stop(_Guest):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self._seen = 0
-        self._began = time.monotonic()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
-        super().on_train_start(trainer, pl_module)
-        self._began = time.monotonic()
+        self._began = 0.0
 
     def on_train_batch_end(self, trainer: Trainer, *given: Any) -> None:
-        """Count a step."""
+        """Count a step; the clock starts with the first."""
         super().on_train_batch_end(trainer, *given)
         self._seen += 1
+        self._began = self._began or time.monotonic()
         is_long = self._seen >= _FEWEST_RECORDED and time.monotonic() - self._began > _MOST_RECORDED_S
         if self._seen >= self._task.steps or is_long:
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
@@ -109,13 +106,18 @@ class Meter(_Guest):
 
     def apply(self, hook: str, *given: Any) -> None:
         """Call a hook of each remedy; end the process if one is refused."""
-        for remedy in self._remedies:
-            try:
+        with self._ending():
+            for remedy in self._remedies:
                 if self._task.is_check:
                     remedy.make_comparable()
                 getattr(remedy, hook)(*given)
-            except RefusedError as error:
-                end(self._task, Measured(problem=str(error)))
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        try:
+            yield
+        except RefusedError as error:
+            end(self._task, Measured(problem=str(error)))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Change what Lightning makes from here on; a spawned rank has none of its parent's changes."""
@@ -149,10 +151,8 @@ class Meter(_Guest):
         self._samples = samples if samples in {self._samples, None} or not self._loaders else None
         self._loaders += 1
         if self._task.samples:
-            try:
+            with self._ending():
                 set_batch_samples(loader, self._task.samples)
-            except RefusedError as error:
-                end(self._task, Measured(problem=str(error)))
             self._samples = self._task.samples
         # Compared runs have the same number of steps.
         stock = 0 if self._task.is_check else loader.num_workers * (loader.prefetch_factor or 0)

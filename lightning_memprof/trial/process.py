@@ -26,7 +26,8 @@ CAN_STOP: Final = hasattr(os, "waitid")
 
 _MOST_LINE: Final = 300
 _LOG: Final = "output.txt"
-_POLL_S: Final = 0.001
+# A look takes 50 µs, of a core that the program uses; a turn takes half a second.
+_POLL_S: Final = 0.02
 # Reading shared pages takes about a millisecond.
 _LOOK_S: Final = 0.05
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM)

@@ -1,9 +1,11 @@
 """Whether `try` finds what an edit of a program gains: faults of tests/verdicts, edited and under a stopwatch.
 
     python tests/benchmarks/remedied.py --rounds 5 --only workers
+    python tests/benchmarks/remedied.py --rounds 5 --keep build/remedied.json --minutes 8
 
 Each remedy is tried on its training. Then the script as it is and a copy with the change as text run in turns (A B B A
-...) under ``tests/verdicts/bare.py``, which knows nothing of trials.
+...) under ``tests/verdicts/bare.py``, which knows nothing of trials. With ``--keep`` a call goes on where the last one
+ended.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "verdicts"))
 
+import msgspec
 from page_commands import bare, command
 
 from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
@@ -35,7 +39,7 @@ else:
     from measured import table
 
 VERDICTS: Final = Path(__file__).resolve().parents[1] / "verdicts"
-STEPS: Final = 40
+STEPS: Final = 25
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,9 @@ CASES: Final = (
 class Row:
     """What `try` and the stopwatch found: changes of the step time and of the peak, and the unchanged step in ms."""
 
-    case: Case
+    remedy: str
+    training: str
+    rounds: int
     tried: PairedChange
     tried_peak: float
     tried_ms: float
@@ -133,7 +139,9 @@ def compared(case: Case, rounds: int) -> Row:
     peaks = [statistics.median(run["peak_mib"] for run in figures[program]) for program in (script, edited)]
     interval = found["time"]
     return Row(
-        case,
+        case.remedy,
+        case.training,
+        rounds,
         PairedChange(change=interval["change"], low=interval["low"], high=interval["high"]),
         found["peak"],
         shown["step_ns"] / 1e6,
@@ -167,27 +175,39 @@ def fragment(found: Sequence[Row], *, trial: bool) -> str:
     ]
     rows = [
         [
-            f"`{row.case.remedy}`", row.case.training, shown_change(row.tried), shown_change(row.timed),
+            f"`{row.remedy}`", row.training, shown_change(row.tried), shown_change(row.timed),
             f"{row.tried_peak:+.0%}", f"{row.timed_peak:+.0%}", f"{row.tried_ms:.1f}", f"{row.timed_ms:.1f}",
         ]
         for row in found
     ]  # fmt: skip
-    return "\n\n".join([targets(judged(goals, trial=trial)), table(heading, rows)])
+    counts = ", ".join(map(str, sorted({row.rounds for row in found})))
+    words = f"{len(found)} remedies, {counts} rounds of {STEPS} steps each; the stopwatch ran as many times."
+    return "\n\n".join([targets(judged(goals, trial=trial)), words, table(heading, rows)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="parts of remedies or trainings; nothing is written")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="what earlier calls measured, and this one")
+    parser.add_argument("--minutes", type=float, default=1e9, metavar="M", help="begin no further one after these")
     parser.add_argument("--quick", action="store_true", help="two remedies, three rounds: nothing is judged or written")
     options = parser.parse_args()
     words = options.only or [""]
     cases = [case for case in CASES if any(word in f"{case.remedy} {case.training}" for word in words)]
-    found = []
+    end = time.monotonic() + 60 * options.minutes
+    cases = cases[:2] if options.quick else cases
+    found = (
+        msgspec.json.decode(options.keep.read_bytes(), type=list[Row]) if options.keep and options.keep.exists() else []
+    )
+    known = {(row.remedy, row.training) for row in found}
     with progress() as bar:
-        task = bar.add_task("remedies", total=len(cases[:2] if options.quick else cases))
-        for case in cases[:2] if options.quick else cases:
-            found.append(compared(case, 3 if options.quick else options.rounds))
+        task = bar.add_task("remedies", total=len(cases))
+        for case in cases:
+            if (case.remedy, case.training) not in known and time.monotonic() < end:
+                found.append(compared(case, 3 if options.quick else options.rounds))
+                if options.keep is not None:
+                    options.keep.write_bytes(msgspec.json.encode(found))
             bar.update(task, advance=1, refresh=True)
     trial = options.quick or options.only is not None
     publish({"remedied": fragment(found, trial=trial)}, trial=trial)

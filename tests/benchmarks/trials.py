@@ -3,12 +3,14 @@
     python tests/benchmarks/trials.py --rounds 40
 
 Each round runs the program twice as it is and once with a delay in each step, in processes that alternate. Every five
-consecutive rounds are then one trial of five rounds.
+consecutive rounds are then one trial of five rounds; a trial without a number of rounds begins with each round, and
+ends where `try` ends it. The cost of the measuring callback is that of a fit to which it is added and removed in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
@@ -22,7 +24,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
+from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS, PairedChange, paired_change
+from lightning_memprof.analysis.trial import Equality, Measured, Outcome, outcome
+from lightning_memprof.trial.meter import Meter
 from lightning_memprof.trial.process import run_in_turns, started
 from lightning_memprof.trial.task import Task
 
@@ -92,13 +96,67 @@ def measured(rounds: int, steps: int) -> dict[str, list[float]]:
     return found
 
 
+class Toggle(pl.Callback):
+    """Adds and removes another callback every few steps, and notes the CPU time of each such block in s per step."""
+
+    def __init__(self, other: pl.Callback) -> None:
+        self.other = other
+        self.blocks: dict[bool, list[float]] = {True: [], False: []}
+        self.since = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, number: int) -> None:
+        if number % TURN:
+            return
+        callbacks = trainer.callbacks
+        is_there = self.other in callbacks
+        self.blocks[is_there].append((time.thread_time() - self.since) / TURN)
+        if is_there:
+            callbacks.remove(self.other)
+        else:
+            callbacks.append(self.other)
+        self.since = time.thread_time()
+
+
+def overhead(steps: int) -> float:
+    """Return the CPU time in s that the measuring callback takes per step; steps are short and on one core."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as place:
+        toggle = Toggle(Meter(Task(directory=place, steps=sys.maxsize)))
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[toggle],
+        )  # fmt: skip
+        trainer.fit(Busy(0.0), DataLoader(TensorDataset(torch.randn(steps, 512)), batch_size=1))
+    # The first block was before the first step.
+    pairs = zip(toggle.blocks[True], toggle.blocks[False][1:], strict=False)
+    return statistics.median(with_meter - without for with_meter, without in pairs)
+
+
+def decided(bare: Sequence[float], changed: Sequence[float]) -> Outcome:
+    """Return the outcome of rounds that go on until they decide, as those of `try`, or to the end of the given ones."""
+    runs = [[Measured(step_ns=step_ns, rss_bytes=1) for step_ns in side] for side in (bare, changed)]
+    found = Outcome(remedy="")
+    for count in range(FEWEST_PAIRS, len(bare) + 1):
+        before, after = (side[:count] for side in runs)
+        found = outcome(Outcome(remedy=""), before, after, Equality(name="bit-equal"))
+        if found.is_clear:
+            break
+    return found
+
+
 def trials(bare: Sequence[float], changed: Sequence[float], length: int) -> list[PairedChange]:
     """Return the change of every trial of consecutive rounds."""
     starts = range(len(bare) - length + 1)
     return [paired_change(bare[start : start + length], changed[start : start + length]) for start in starts]
 
 
-def fragment(found: dict[str, list[float]], *, trial: bool) -> str:
+def adaptive(bare: Sequence[float], changed: Sequence[float]) -> list[Outcome]:
+    """Return the outcome of a trial from each round on, where there are rounds enough for it to end by itself."""
+    starts = range(len(bare) - FEWEST_PAIRS + 1)
+    return [found for start in starts if (found := decided(bare[start:], changed[start:])).is_clear]
+
+
+def fragment(found: dict[str, list[float]], extra_s: float, *, trial: bool) -> str:
     bare = found[""]
     rows, goals = [], []
     for length in (5, 10):
@@ -109,12 +167,25 @@ def fragment(found: dict[str, list[float]], *, trial: bool) -> str:
         rows.append([str(length), f"{holds} of {len(equal)}", f"{sees} of {len(slower)}", f"±{reach:.1%}"])
         goals.append(Target(f"{length} rounds: 0 in 93% of equal programs", rows[-1][1], holds >= 0.93 * len(equal)))
         goals.append(Target(f"{length} rounds: 5% found in 90%", rows[-1][2], sees >= 0.9 * len(slower)))
+    # The slower program as the unchanged one: the equal one then is a remedy that gains 5%.
+    equals, gains = adaptive(bare, found["again"]), adaptive(found["slower"], bare)
+    intervals = [change.time for change in equals if change.time is not None]
+    holds, sees = sum(time.low <= 0 <= time.high for time in intervals), sum(change.is_faster for change in gains)
+    needed = statistics.mean(change.rounds for change in [*equals, *gains])
+    reach = statistics.median((time.high - time.low) / 2 for time in intervals)
+    words = f"until decided, {needed:.1f} in the mean"
+    rows.append([words, f"{holds} of {len(equals)}", f"{sees} of {len(gains)}", f"±{reach:.1%}"])
+    goals.append(Target("until decided: 0 in 93% of equal programs", rows[-1][1], holds >= 0.93 * len(equals)))
+    goals.append(Target("until decided: 5% found in 90%", rows[-1][2], sees >= 0.9 * len(gains)))
+    share = 1e9 * extra_s / min(bare)
+    goals.append(Target("cost of `try` per step: below 1%", f"{share:.2%}", share < 0.01))
     heading = ["rounds", "equal programs whose interval has 0", "slower programs found", "median half interval"]
     true = sum(found["slower"]) / sum(bare) - 1
     spread = (max(bare) - min(bare)) / min(bare)
     words = (
         f"{len(bare)} rounds; a step takes {min(bare) / 1e6:.1f} ms in the fastest unchanged run, {spread:.0%} more in "
-        f"the slowest; the delay is {true:.1%} of the mean. Trials of consecutive rounds overlap."
+        f"the slowest; the delay is {true:.1%} of the mean. Trials of consecutive rounds overlap. The callback that "
+        f"measures takes {1e6 * extra_s:.0f} µs of CPU time per step."
     )
     return "\n\n".join([targets(judged(goals, trial=trial)), words, table(heading, rows)])
 
@@ -129,7 +200,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="12 rounds of 20 steps: nothing is judged or written")
     options = parser.parse_args()
     rounds, steps = (12, 20) if options.quick else (options.rounds, options.steps)
-    publish({"trials": fragment(measured(rounds, steps), trial=options.quick)}, trial=options.quick)
+    extra_s = overhead(400 if options.quick else 8000)
+    publish({"trials": fragment(measured(rounds, steps), extra_s, trial=options.quick)}, trial=options.quick)
 
 
 if __name__ == "__main__":

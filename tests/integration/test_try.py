@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -260,9 +261,31 @@ def test_ctrl_c_ends_what_runs_and_leaves_nothing(program, tmp_path, environment
     assert left_behind(scratch) == []
 
 
+def test_ctrl_c_shows_what_is_known_and_a_log_what_runs(program, environment):
+    options = ["--remedy", "gc_freeze", "--remedy", "pin_memory", "--rounds", "99", "--steps", "2"]
+    command = [sys.executable, "-m", "lightning_memprof", "try", *options, program]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = subprocess.Popen(command, env=environment, text=True, **pipes)  # type: ignore[call-overload]  # pipes
+    assert started.stderr is not None
+    lines = []
+    for line in started.stderr:
+        lines.append(line)
+        shown = re.match(r"memprof: round (\d+): gc_freeze, about [\d,]+0 seconds left$", line)
+        if shown is not None and int(shown[1]) > 3:
+            break
+    started.send_signal(signal.SIGINT)
+    page, _ = started.communicate(timeout=60)
+    assert started.returncode == 130, lines
+    assert lines[0].startswith("memprof: comparison of losses: unchanged")
+    assert re.search(r"gc_freeze +[+-]?\d+%", page)
+    assert "the training is on the CPU" in page
+    assert "Stopped before its end." in page
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--minutes", "0"], "--minutes 0: must be more than 0"),
         (["--rounds", "2"], "--rounds 2: must be at least 3"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--time-limit", "0"], "--time-limit 0: must be more than 0 seconds"),
@@ -297,7 +320,10 @@ def test_the_remedies_of_a_recorded_run_are_listed(recorded, capsys):
     page = capsys.readouterr().out
     assert "workers=" in page
     assert "num_workers=" in page
-    assert "lightning-memprof try --remedy workers=" in " ".join(page.split())
+    # Programs and their arguments are not recorded.
+    assert re.search(r"lightning-memprof try --remedy workers=.* SCRIPT ARGS\.\.\.", " ".join(page.split()))
+    assert main(["try", "--list", "logs", "train.py", "two words"]) == 0
+    assert "train.py 'two words'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_page_of_a_run_shows_what_its_remedies_gained(recorded, program, capsys):
@@ -311,7 +337,7 @@ def test_the_page_of_a_run_shows_what_its_remedies_gained(recorded, program, cap
     assert main(["show", "logs", "--all"]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "Tried gc_freeze: " in page
-    assert "Each of 3 rounds measured 3 steps of train.py and of each remedy." in page
+    assert "train.py ran in rounds of 3 steps, unchanged and with each remedy." in page
 
 
 def test_a_damaged_trial_hides_nothing_of_a_run(recorded, capsys):

@@ -81,6 +81,20 @@ class PairedChange:
     low: float
     high: float
 
+    def pairs_needed(self, pairs: int, worth: float) -> int:
+        """Return about how many pairs, ``pairs`` or more, would tell the change from 0 or from a decrease by ``worth``.
+
+        The interval of n pairs reaches ``t(n - 1) * spread / sqrt(n)`` to each side, in logarithms: these pairs give
+        the spread. The number is the least n whose interval reaches less far than from the change to 0 or to
+        ``worth``, whichever is farther.
+        """
+        log_change = math.log1p(self.change)
+        apart = max(-log_change, log_change - math.log1p(-worth))
+        spread = (math.log1p(self.high) - math.log1p(self.low)) / 2 * math.sqrt(pairs) / _student(pairs - 1)
+        while _student(pairs - 1) * spread > apart * math.sqrt(pairs):
+            pairs += 1
+        return pairs
+
 
 def paired_change(a: Sequence[float], b: Sequence[float]) -> PairedChange:
     """Return the change from A to B, measured in turns: a slow phase of the machine slows both of a pair.
@@ -101,7 +115,7 @@ def paired_change(a: Sequence[float], b: Sequence[float]) -> PairedChange:
     ratios = np.diff(np.log(pairs), axis=0)
     if count - 2 < len(_STUDENT):
         middle = float(ratios.mean())
-        reach = _STUDENT[count - 3] * float(ratios.std(ddof=1)) / math.sqrt(count)
+        reach = _student(count - 1) * float(ratios.std(ddof=1)) / math.sqrt(count)
         ends = (middle - reach, middle + reach)
     else:
         middle = float(_middle_half(ratios)[0])
@@ -119,11 +133,15 @@ def _middle_half(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _tail(count: int) -> float:
     """Return the share of resamples to leave out on each side for an interval of 95%."""
-    normal = statistics.NormalDist()
-    z = normal.inv_cdf((1 + CONFIDENCE) / 2)
-    free = count - 1
-    student = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    return normal.cdf(-math.sqrt(count / free) * student)
+    return statistics.NormalDist().cdf(-math.sqrt(count / (count - 1)) * _student(count - 1))
+
+
+def _student(free: int) -> float:
+    """Return the 97.5% quantile of Student's t for 2 and more degrees of freedom."""
+    if free - 2 < len(_STUDENT):
+        return _STUDENT[free - 2]
+    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
 
 
 def _thinned(steps: Sequence[float]) -> Sequence[float]:

@@ -42,7 +42,7 @@ def trial_chart(trial: Trial | None) -> Chart | None:
             line_color=None,
         )
         items.append(("promised", [bars]))
-    for words, color, is_faster in (("shorter steps", colour(_KEPT), True), ("no gain", colour(_SAME), False)):
+    for words, color, is_faster in (("shorter steps", colour(_KEPT), True), ("not recommended", colour(_SAME), False)):
         shown = [(found.remedy, found.time) for found in tried if found.time and found.is_faster is is_faster]
         if not shown:
             continue
@@ -60,5 +60,5 @@ def trial_chart(trial: Trial | None) -> Chart | None:
         items.append((words, [lines, points]))
     plot.add_layout(Span(location=0, dimension="height", line_color=MARK, line_dash="dashed"))
     legend(plot, items)
-    summary = f"Each line is the 95% interval of {trial.rounds} rounds; left of 0 steps are shorter."
+    summary = f"Each line is the 95% interval of up to {trial.rounds} rounds; left of 0 steps are shorter."
     return made("tried", "Change of the step time", summary, plot, height=_REST + _ROW * len(tried))

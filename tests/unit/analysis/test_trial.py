@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memprof.analysis.compare.significance import PairedChange
-from lightning_memprof.analysis.trial import Equality, Measured, Outcome, Trial, equality, outcome, why_unknown
+from lightning_memprof.analysis.trial import Equality, Measured, Outcome, Trial, equality, equality_words, outcome
 
 SAME = Equality(name="bit-equal", difference=0.0)
 LOSSES = st.lists(st.floats(min_value=0.001, max_value=1e6), min_size=1, max_size=30)
@@ -84,7 +84,7 @@ def test_without_losses_the_parameters_decide():
     # Manual optimization returns no loss: nothing says how far apart rounding has led.
     unknown = equality(none, none, run([], "b"), 0.5)
     assert (unknown.name, unknown.difference) == ("not comparable", None)
-    assert why_unknown(unknown) == "no loss is known"
+    assert equality_words(Outcome(remedy="a", equality=unknown)) == "not comparable: no loss is known"
 
 
 @given(LOSSES, st.floats(min_value=0.0, max_value=0.5))
@@ -114,6 +114,53 @@ def test_a_remedy_is_faster_where_its_whole_interval_is_below_zero():
 def test_memory_is_saved_where_every_peak_is_below_every_other_and_the_median_by_a_twentieth(sizes, saves):
     bare = rounds([100.0] * 3, [1000, 1010, 1005])
     assert outcome(Outcome(remedy="a"), bare, rounds([100.0] * 3, sizes), SAME).saves_memory is saves
+
+
+def between(low: float, change: float, high: float, rounds: int = 5, **values: object) -> Outcome:
+    interval = PairedChange(change=change, low=low, high=high)
+    return Outcome(remedy="a", time=interval, rounds=rounds, equality=SAME, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "is_undecided", "is_clear"),
+    [
+        # Both no gain and a gain of 5% are in the interval.
+        (between(-0.56, -0.26, 0.24), True, False),
+        (between(-0.056, -0.01, 0.03), True, False),
+        (between(-0.04, -0.01, 0.02), False, True),
+        # 3 rounds of equal programs may lie close by chance.
+        (between(-0.04, -0.01, 0.02, rounds=3), False, False),
+        # The interval reaches more than half of the way to 0.
+        (between(-0.3, -0.2, -0.01), False, False),
+        (between(-0.3, -0.2, -0.11, rounds=3), False, True),
+        (between(0.01, 0.1, 0.2), False, True),
+        # The promise is less than 5%, or far more.
+        (between(-0.04, -0.01, 0.02, promised=(0.03, 0.1)), True, False),
+        (between(-0.056, -0.01, 0.03, promised=(0.3, 0.4)), True, False),
+        (replace(between(-0.56, -0.26, 0.24), equality=Equality(name="changes the training")), False, True),
+    ],
+)
+def test_a_remedy_is_undecided_where_its_interval_contains_no_gain_and_a_gain_that_is_worth_it(
+    found, is_undecided, is_clear
+):
+    assert (found.is_undecided, found.is_clear, found.needed is not None) == (is_undecided, is_clear, is_undecided)
+
+
+def test_more_noise_needs_more_rounds():
+    quiet, noisy = between(-0.06, -0.02, 0.02).needed, between(-0.3, -0.02, 0.3).needed
+    assert quiet is not None
+    assert noisy is not None
+    assert 5 < quiet < noisy
+
+
+def test_a_remedy_that_was_decided_early_is_compared_with_the_first_rounds():
+    bare = rounds([100.0, 100.0, 100.0, 200.0, 200.0], [1000] * 5)
+    found = outcome(Outcome(remedy="a"), bare, rounds([50.0, 50.0, 50.0], [1000] * 3), SAME)
+    assert found.time is not None
+    assert found.time.change == pytest.approx(-0.5)
+    assert found.rounds == 3
+    few = outcome(Outcome(remedy="a"), bare, rounds([50.0, 50.0], [1000] * 2), SAME)
+    assert few.problem == "stopped after 2 of 3 rounds"
 
 
 def test_the_workers_memory_and_the_devices_count():

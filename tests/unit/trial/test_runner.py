@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+import pytest
+
 from lightning_memprof.analysis.compare.significance import PairedChange
-from lightning_memprof.analysis.trial import Equality, Outcome
+from lightning_memprof.analysis.trial import Equality, Measured, Outcome
+from lightning_memprof.trial import runner
 from lightning_memprof.trial.remedies import parse_remedy
-from lightning_memprof.trial.runner import winners
+from lightning_memprof.trial.runner import Wanted, try_program, winners
+from lightning_memprof.trial.task import Task
 
 
 def labels(**changes: float) -> list[str]:
@@ -29,3 +37,85 @@ def test_of_remedies_that_replace_each_other_the_best_is_tried_with_the_others()
 def test_what_may_be_noise_has_not_won():
     assert labels(gc_freeze=-0.04, two=-0.2) == ["workers=2"]
     assert labels(gc_freeze=0.3) == []
+
+
+Played = Callable[..., list[list[str]]]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    """Give a function that replaces the program's processes, and returns the remedies of each round as they run."""
+
+    def play(noise: float, gains: dict[str, float], stop_after: int = 1000) -> list[list[str]]:
+        rng, ran = random.Random(4), []
+
+        @contextmanager
+        def started(_program: object, task: Task, *_: object):
+            yield task
+
+        def run_in_turns(tasks: Sequence[Task]) -> list[Measured]:
+            names = ["+".join(task.remedies) for task in tasks]
+            if not tasks[0].is_check:
+                ran.append(names)
+                if len(ran) > stop_after:
+                    raise KeyboardInterrupt
+            times = [1e8 * (1 + gains.get(name, 0.0)) * rng.lognormvariate(0, noise) for name in names]
+            return [Measured(step_ns=time, rss_bytes=1, losses=[1.0], weights="a", is_in_group=True) for time in times]
+
+        monkeypatch.setattr(runner, "started", started)
+        monkeypatch.setattr(runner, "run_in_turns", run_in_turns)
+        return ran
+
+    return play
+
+
+def test_a_clear_gain_leaves_the_rounds_and_the_others_go_on_until_they_are_decided(played):
+    ran = played(0.02, {"workers=2": -0.5, "gc_freeze": 0.0})
+    trial = try_program(["train.py"], Wanted(remedies=["workers=2", "gc_freeze"]))
+    workers, frozen = trial.outcomes
+    assert (workers.rounds, workers.is_faster) == (3, True)
+    assert 5 <= frozen.rounds < 30
+    assert frozen.is_clear
+    assert not frozen.is_undecided
+    assert ran == [["", "workers=2", "gc_freeze"]] * 3 + [["", "gc_freeze"]] * (frozen.rounds - 3)
+    assert trial.rounds == frozen.rounds
+
+
+def test_rounds_end_with_the_minutes_and_a_number_of_rounds_is_kept(played):
+    ran = played(0.5, {})
+    trial = try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=1e-9))
+    assert (len(ran), trial.outcomes[0].is_undecided) == (3, True)
+    ran.clear()
+    try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=7, minutes=1e-9))
+    assert len(ran) == 7
+    ran.clear()
+    # Also where the first three decide.
+    played(0.001, {"workers=2": -0.5})
+    assert try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=7)).outcomes[0].rounds == 7
+
+
+def test_the_number_of_rounds_that_a_page_names_decides(played):
+    played(0.1, {"workers=2": -0.06})
+    first = try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=4)).outcomes[0]
+    assert first.needed is not None
+    again = try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=first.needed)).outcomes[0]
+    assert again.rounds == first.needed > 4
+    assert not again.is_undecided
+
+
+@pytest.mark.parametrize(("after", "rounds", "problem"), [(4, 4, ""), (2, 0, "stopped after 2 of 3 rounds")])
+def test_ctrl_c_in_a_round_keeps_the_rounds_before_it(played, after, rounds, problem):
+    played(0.5, {}, stop_after=after)
+    trial = try_program(["train.py"], Wanted(remedies=["workers=2"]))
+    (found,) = trial.outcomes
+    assert (trial.is_stopped, trial.rounds) == (True, after)
+    assert (found.rounds, found.problem) == (rounds, problem)
+
+
+def test_the_time_left_is_shown(played):
+    shown: list[str] = []
+    played(0.5, {})
+    wanted = Wanted(remedies=["workers=2"], minutes=2, progress=lambda text, *_: shown.append(text))
+    try_program(["train.py"], wanted)
+    assert shown[0] == "comparison of losses: unchanged, about 120 seconds left"
+    assert "round 1: workers=2, about 120 seconds left" in shown

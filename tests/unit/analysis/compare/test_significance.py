@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -37,6 +39,24 @@ def test_the_interval_contains_the_change_and_is_the_same_each_time(pairs):
     change = paired_change(a, b)
     assert change.low - 1e-9 <= change.change <= change.high + 1e-9
     assert paired_change(a, b) == change
+
+
+@pytest.mark.parametrize(
+    ("middle", "reach", "needed"),
+    [
+        # The spread is 0.1 * 2 / 3.182 = 0.0629, and ln(0.95) = -0.0513: 2.365 * 0.0629 / sqrt(8) = 0.0526 is too far,
+        # 2.306 * 0.0629 / sqrt(9) = 0.0483 is not.
+        (0.0, 0.1, 9),
+        # 0 and a change by -5% are as far: 2.060 * 0.0629 / sqrt(26) = 0.0254 is less than half of it.
+        (-0.02565, 0.1, 26),
+        # 0.0629 * 2.776 / sqrt(5) = 0.078 is less than the change.
+        (-0.08, 0.1, 5),
+        (-0.3, 0.1, 4),
+    ],
+)
+def test_the_needed_pairs_tell_a_change_from_none_or_from_one_that_is_worth_it(middle, reach, needed):
+    low, change, high = (math.expm1(middle + side * reach) for side in (-1, 0, 1))
+    assert PairedChange(change=change, low=low, high=high).pairs_needed(4, 0.05) == needed
 
 
 @pytest.mark.parametrize(("a", "b"), [([1, 1], [1, 1]), ([1, 1, 0], [1, 1, 1]), ([1, 1, 1], [1, 1, -1])])
