@@ -5,14 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
 from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS, PairedChange, paired_change
-from lightning_memprof.artifacts.files import read_object
-from lightning_memprof.artifacts.naming import TRIED
 from lightning_memprof.units import percent
 
 # A smaller difference of the peak is the allocator's, or the machine's.
@@ -321,12 +318,3 @@ def equality_words(found: Outcome) -> str:
 def signed(value: float) -> str:
     """Return a change in percent with its sign."""
     return f"{value:+.0%}".replace("+0%", "0%").replace("-0%", "0%")
-
-
-def read_trial(directory: Path) -> Trial | None:
-    """Return the trial that was written into a run's directory; None without one.
-
-    Raises:
-        ArtifactError: the file is damaged.
-    """
-    return read_object(directory / TRIED, Trial, "a trial")

@@ -31,8 +31,9 @@ from lightning_memprof.analysis.steps.statistics import (
 )
 from lightning_memprof.analysis.steps.system import RankSystem, systems
 from lightning_memprof.analysis.steps.throughput import RankThroughput, throughputs
-from lightning_memprof.analysis.trial import read_trial, tried_words
-from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_numbered
+from lightning_memprof.analysis.trial import Trial, tried_words
+from lightning_memprof.artifacts.files import read_object
+from lightning_memprof.artifacts.naming import RUN_DIRECTORY, TRIED, parse_numbered
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.document import Command
 from lightning_memprof.report.named import NamedMoment, named_moments
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.problems import Problem
     from lightning_memprof.analysis.snapshot.report import SnapshotReport
     from lightning_memprof.analysis.trace.model import TraceReport
-    from lightning_memprof.analysis.trial import Trial
 
 
 ShownStatus = Literal["finished", "exception", "running or killed", "did not start"]
@@ -230,7 +230,7 @@ def _named_as_listed(run: Run, findings: tuple[Finding, ...]) -> tuple[Finding, 
 def _tried(run: Run) -> tuple[Trial | None, tuple[Note, ...]]:
     """Return the trial of the run's program, and a note where it is damaged."""
     try:
-        return read_trial(run.directory), ()
+        return read_object(run.directory / TRIED, Trial, "a trial"), ()
     except ArtifactError as error:
         return None, (Note(run.lead.rank, "run", str(error)),)
 

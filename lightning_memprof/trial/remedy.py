@@ -17,7 +17,7 @@ class RefusedError(Exception):
 
 
 class Remedy:
-    """A change of a training that can be tried.
+    """A change of a training that can be tried; its methods raise RefusedError where it does not apply.
 
     Attributes:
         name: on the command line.
@@ -80,29 +80,13 @@ class Remedy:
         """Let a compared run draw the random numbers of the unchanged program, where that costs time."""
 
     def on_fit(self, trainer: Trainer, model: LightningModule) -> None:
-        """Change the Trainer before ``fit``.
-
-        Raises:
-            RefusedError: the remedy does not apply.
-        """
+        """Change the Trainer before ``fit``."""
 
     def on_model(self, model: LightningModule) -> None:
-        """Change the model when it has all its modules, before it is on its device.
-
-        Raises:
-            RefusedError: the remedy does not apply.
-        """
+        """Change the model when it has all its modules, before it is on its device."""
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
-        """Change a training DataLoader before its first batch.
-
-        Raises:
-            RefusedError: the remedy does not apply.
-        """
+        """Change a training DataLoader before its first batch."""
 
     def on_start(self, trainer: Trainer, model: LightningModule) -> None:
-        """Change what exists when the first step begins, such as optimizers.
-
-        Raises:
-            RefusedError: the remedy does not apply.
-        """
+        """Change what exists when the first step begins, such as optimizers."""

@@ -98,10 +98,6 @@ class Candidate:
         """The largest difference of a step's loss that they may cause."""
         return sum(remedy.tolerance for remedy in self.remedies)
 
-    def environment(self) -> dict[str, str]:
-        """Return environment variables of the program's process."""
-        return {name: value for remedy in self.remedies for name, value in remedy.environment().items()}
-
     def empty(self) -> Outcome:
         """Return the outcome before anything is known."""
         code = tuple(line for remedy in self.remedies for line in remedy.code)
@@ -135,7 +131,7 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
             if not candidates:
                 notes.append("The findings advise nothing that can be tried from outside the program.")
         checks = runs.checks(candidates)
-        steps = wanted.steps or _steps_for(checks[""].step_ns)
+        steps = wanted.steps or int(min(max(_RUN_NS / max(checks[""].step_ns, 1.0), _FEWEST), _MOST))
         working = [candidate for candidate in candidates if not checks[candidate.label].problem]
         measured = runs.in_turns(working, steps, checks, _ALONE if len(working) > 1 else 1.0)
         outcomes = [_outcome(candidate, measured, checks) for candidate in candidates]
@@ -279,8 +275,11 @@ class _Runs:
                 place = running.enter_context(TemporaryDirectory(dir=self._directory, ignore_cleanup_errors=True))
                 names = tuple(remedy.label for remedy in candidate.remedies)
                 task = Task(directory=place, steps=steps, remedies=names, turn=turn, is_check=is_check)
-                limit_s, environment = self._wanted.time_limit_s, candidate.environment()
-                processes.append(running.enter_context(started(self._program, task, limit_s, environment)))
+                variables = {
+                    name: value for remedy in candidate.remedies for name, value in remedy.environment().items()
+                }
+                process = started(self._program, task, self._wanted.time_limit_s, variables)
+                processes.append(running.enter_context(process))
             return run_in_turns(processes)
 
 
@@ -341,7 +340,3 @@ def _together(
         return None
     working = [] if checks[both.label].problem else [both]
     return _outcome(both, runs.in_turns(working, steps, checks), checks)
-
-
-def _steps_for(step_ns: float) -> int:
-    return int(min(max(_RUN_NS / max(step_ns, 1.0), _FEWEST), _MOST))

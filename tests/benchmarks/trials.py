@@ -75,8 +75,9 @@ def train(kind: str) -> None:
     trainer.fit(Busy(SLOWER * STEP_S if kind == "slower" else 0.0), data)
 
 
-def measured(rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return the mean step times in ns by kind and round."""
+def measured(rounds: int, steps: int) -> tuple[dict[str, list[float]], float]:
+    """Return the mean step times in ns by kind and round, and the share of a core that the process takes that waits."""
+    began, wall = time.process_time(), time.perf_counter()
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as place, progress() as bar:
         shown = bar.add_task("trials", total=rounds)
@@ -93,7 +94,7 @@ def measured(rounds: int, steps: int) -> dict[str, list[float]]:
                     raise SystemExit(run.problem)
                 found[kind].append(run.step_ns)
             bar.update(shown, advance=1, refresh=True)
-    return found
+    return found, (time.process_time() - began) / (time.perf_counter() - wall)
 
 
 class Toggle(pl.Callback):
@@ -156,7 +157,7 @@ def adaptive(bare: Sequence[float], changed: Sequence[float]) -> list[Outcome]:
     return [found for start in starts if (found := decided(bare[start:], changed[start:])).is_clear]
 
 
-def fragment(found: dict[str, list[float]], extra_s: float, *, trial: bool) -> str:
+def fragment(found: dict[str, list[float]], waiting: float, extra_s: float, *, trial: bool) -> str:
     bare = found[""]
     rows, goals = [], []
     for length in (5, 10):
@@ -185,7 +186,8 @@ def fragment(found: dict[str, list[float]], extra_s: float, *, trial: bool) -> s
     words = (
         f"{len(bare)} rounds; a step takes {min(bare) / 1e6:.1f} ms in the fastest unchanged run, {spread:.0%} more in "
         f"the slowest; the delay is {true:.1%} of the mean. Trials of consecutive rounds overlap. The callback that "
-        f"measures takes {1e6 * extra_s:.0f} µs of CPU time per step."
+        f"measures takes {1e6 * extra_s:.0f} µs of CPU time per step, "
+        f"the process that waits for the runs {waiting:.1%} of a core."
     )
     return "\n\n".join([targets(judged(goals, trial=trial)), words, table(heading, rows)])
 
@@ -201,7 +203,7 @@ def main() -> None:
     options = parser.parse_args()
     rounds, steps = (12, 20) if options.quick else (options.rounds, options.steps)
     extra_s = overhead(400 if options.quick else 8000)
-    publish({"trials": fragment(measured(rounds, steps), extra_s, trial=options.quick)}, trial=options.quick)
+    publish({"trials": fragment(*measured(rounds, steps), extra_s, trial=options.quick)}, trial=options.quick)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 
 from fake_runs import make_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
-from lightning_memprof.cli.command import check_output, parse_numbers
+from lightning_memprof.cli.command import check_output, counting, parse_numbers
 from lightning_memprof.cli.main import main
 from lightning_memprof.errors import ConfigError
 
@@ -54,3 +54,17 @@ def test_numbers_and_ranges_are_read() -> None:
     for wrong in ("", "1-", "-1", "1;2", "0-99999999999"):
         with pytest.raises(ConfigError, match="--ranks"):
             parse_numbers("--ranks", wrong)
+
+
+def test_a_log_has_a_line_about_what_runs_and_the_next_one_after_some_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 0.0, 3.0, 30.0, 30.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    with counting("the first") as progress:
+        for number in range(3):
+            progress(f"round {number}, about 20 seconds left", number, 3)
+    assert capsys.readouterr().err.splitlines() == [
+        "memprof: round 0, about 20 seconds left",
+        "memprof: round 2, about 20 seconds left",
+    ]
