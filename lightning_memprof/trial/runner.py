@@ -39,9 +39,6 @@ _TURN_NS: Final = 500_000_000
 _FEWEST_IN_TURN: Final = 2
 _SPARE: Final = 1.3
 
-Progress = Callable[[str, int, int], None]
-"""Shows a text, and a share of the whole as two numbers; 0 and 0 where that is not known."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
@@ -53,7 +50,7 @@ class Wanted:
         minutes: how long the trial may take without ``rounds``; it has three rounds at least.
         steps: measured steps of each run; None takes as many as last two seconds.
         time_limit_s: of each run.
-        progress: is called before each part of the trial.
+        progress: shows a text, and how much of how much is done; 0 and 0 where that is not known.
 
     Raises:
         ConfigError: a value is invalid.
@@ -64,7 +61,7 @@ class Wanted:
     minutes: float = 3.0
     steps: int | None = None
     time_limit_s: float = 600.0
-    progress: Progress = lambda _text, _done, _total: None
+    progress: Callable[[str, int, int], None] = lambda _text, _done, _total: None
 
     def __post_init__(self) -> None:
         """Validate the values before the program runs."""

@@ -3,28 +3,33 @@
     python tests/benchmarks/remedied.py --rounds 5 --only workers
     python tests/benchmarks/remedied.py --rounds 5 --keep build/remedied.json --minutes 8
 
-Each remedy is tried on its training. Then the script as it is and a copy with the change as text run in turns (A B B A
-...) under ``tests/verdicts/bare.py``, which knows nothing of trials. With ``--keep`` a call goes on where the last one
-ended.
+Each remedy is tried on its training. Then the script as it is and a copy with the change as text run under
+``tests/verdicts/bare.py``, which knows nothing of trials; one of both is stopped, in turns of half a second. With
+``--keep`` a call goes on where the last one ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "verdicts"))
 
 import msgspec
-from page_commands import bare, command
+from bare import SKIPPED
+from page_commands import ENVIRONMENT, command
 
 from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
 
@@ -38,6 +43,7 @@ else:
 
     from measured import table
 
+SLICE_S: Final = 0.5
 VERDICTS: Final = Path(__file__).resolve().parents[1] / "verdicts"
 STEPS: Final = 25
 
@@ -116,6 +122,38 @@ class Row:
         return self.tried.low <= self.timed.change <= self.tried.high
 
 
+def timed(programs: Sequence[Path], training: str, directory: Path) -> list[tuple[float, float]]:
+    """Return the mean step time in ms and the peak in MiB of programs that run in turns, without the time of others."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(VERDICTS / "bare.py"), str(program), training],
+            cwd=directory, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        )
+        for program in programs
+    ]  # fmt: skip
+    slices: dict[int, list[tuple[float, float]]] = {process.pid: [] for process in running}
+    for process in running:
+        os.killpg(process.pid, signal.SIGSTOP)
+    while any(process.poll() is None for process in running):
+        for process in running:
+            if process.poll() is None:
+                began = time.perf_counter()
+                os.killpg(process.pid, signal.SIGCONT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(SLICE_S)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGSTOP)
+                slices[process.pid].append((began, time.perf_counter()))
+    found = []
+    for process in running:
+        figures = json.loads(process.communicate()[0].splitlines()[-1])
+        first, last = figures["ends_s"][SKIPPED], figures["ends_s"][-1]
+        spent = sum(max(min(end, last) - max(start, first), 0.0) for start, end in slices[process.pid])
+        found.append((1e3 * spent / (len(figures["ends_s"]) - 1 - SKIPPED), figures["peak_mib"]))
+    return found
+
+
 def compared(case: Case, rounds: int) -> Row:
     """Try the remedy, then time the script and its edited copy."""
     with tempfile.TemporaryDirectory(prefix="remedied-") as name:
@@ -131,12 +169,9 @@ def compared(case: Case, rounds: int) -> Row:
         (found,) = shown["outcomes"]
         if found["problem"]:
             raise SystemExit(f"{case.remedy} on {case.training}: {found['problem']}")
-        figures: dict[Path, list[Any]] = {script: [], edited: []}
-        for turn in range(rounds):
-            for program in [script, edited][:: -1 if turn % 2 else 1]:
-                figures[program].append(bare(str(program), case.training, directory, is_healthy=False))
-    before, after = ([run["mean_ms"] for run in figures[program]] for program in (script, edited))
-    peaks = [statistics.median(run["peak_mib"] for run in figures[program]) for program in (script, edited)]
+        pairs = [timed((script, edited), case.training, directory) for _ in range(rounds)]
+    before, after = ([pair[side][0] for pair in pairs] for side in (0, 1))
+    peaks = [statistics.median(pair[side][1] for pair in pairs) for side in (0, 1)]
     interval = found["time"]
     return Row(
         case.remedy,

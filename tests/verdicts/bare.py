@@ -54,6 +54,7 @@ def main() -> None:
         "peak_mib": round(peaks[0]),
         "workers_peak_mib": round(peaks[1]),
         "wall_s": round(time.perf_counter() - began, 1),
+        "ends_s": [round(end, 5) for end in ends],
     }
     print(json.dumps(figures))
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 __all__ = ["bare", "command"]
 
@@ -23,11 +23,11 @@ def command(*arguments: str, directory: Path) -> str:
     return _output([str(COMMAND), *arguments], directory)
 
 
-def bare(script: str, name: str, directory: Path, *, is_healthy: bool) -> dict[str, float]:
+def bare(script: str, name: str, directory: Path, *, is_healthy: bool) -> dict[str, Any]:
     """Run a training without the profiler and return its figures, those of ``bare.py``."""
     healthy = ["--healthy"] if is_healthy else []
     text = _output([sys.executable, str(HERE / "bare.py"), script, name, *healthy], directory)
-    figures: dict[str, float] = json.loads(text.splitlines()[-1])
+    figures: dict[str, Any] = json.loads(text.splitlines()[-1])
     return figures
 
 

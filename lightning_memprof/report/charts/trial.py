@@ -19,23 +19,20 @@ _SAME: Final = "other"
 
 def trial_chart(trial: Trial | None) -> Chart | None:
     """Return the changes of the step time as points with their intervals; None where nothing was measured."""
-    if trial is None:
-        return None
-    tried = [found for found in trial.tried if found.time is not None]
-    if not tried:
+    tried = [] if trial is None else [found for found in trial.tried if found.time is not None]
+    if trial is None or not tried:
         return None
     names = [found.remedy for found in tried]
     plot = new_figure(_REST + _ROW * len(tried), "change of the step time", y_range=FactorRange(factors=names[::-1]))
     plot.xaxis.formatter = NumeralTickFormatter(format="+0%")
     plot.ygrid.grid_line_color = None
-    promised = [found for found in tried if found.promised is not None]
+    promised = [(found.remedy, found.promised) for found in tried if found.promised is not None]
     items: list[tuple[str, list[Renderer]]] = []
     if promised:
-        ranges = [found.promised for found in promised if found.promised is not None]
         bars = plot.hbar(
-            y=[found.remedy for found in promised],
-            left=[-most for _, most in ranges],
-            right=[-least for least, _ in ranges],
+            y=[name for name, _ in promised],
+            left=[-most for _, (_, most) in promised],
+            right=[-least for _, (least, _) in promised],
             height=0.6,
             fill_color=colour("before"),
             fill_alpha=0.4,
@@ -46,13 +43,8 @@ def trial_chart(trial: Trial | None) -> Chart | None:
         shown = [(found.remedy, found.time) for found in tried if found.time and found.is_faster is is_faster]
         if not shown:
             continue
-        columns = {
-            "name": [name for name, _ in shown],
-            "low": [time.low for _, time in shown],
-            "high": [time.high for _, time in shown],
-            "change": [time.change for _, time in shown],
-        }
-        data = ColumnDataSource(columns)
+        columns = {part: [getattr(time, part) for _, time in shown] for part in ("low", "high", "change")}
+        data = ColumnDataSource({"name": [name for name, _ in shown], **columns})
         lines = plot.segment("low", "name", "high", "name", source=data, line_width=3, line_color=color)
         points = plot.scatter("change", "name", source=data, size=11, color=color)
         tips = [("change", "@change{+0.0%}"), ("95% interval", "@low{+0.0%} to @high{+0.0%}")]

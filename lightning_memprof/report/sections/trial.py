@@ -43,7 +43,6 @@ _NOTHING: Final = "None of the remedies makes the steps shorter or lowers the pe
 _NONE: Final = "There was no remedy to try."
 # More lines are a part of the page.
 _MOST_CODE: Final = 2
-_REFUSED: Final = "None of the remedies could be tried."
 
 
 def trial_document(trial: Trial) -> Document:
@@ -114,13 +113,14 @@ def _verdict(trial: Trial, best: Outcome | None, undecided: Outcome | None) -> W
         gain, least, most = (percent(-share) for share in (best.time.change, best.time.high, best.time.low))
         return f"{best.remedy} makes each step {gain} shorter (95% interval: {least} to {most})."
     if best is not None:
-        return f"{best.remedy} lowers the peak memory by {percent(-(best.peak or 0.0))}; the steps are not shorter."
+        time = "whether steps are shorter is not decided" if best.is_undecided else "the steps are not shorter"
+        return f"{best.remedy} lowers the peak memory by {percent(-(best.peak or 0.0))}; {time}."
     if undecided is not None and undecided.time is not None:
         change, low, high = map(signed, (undecided.time.change, undecided.time.low, undecided.time.high))
         return f"Not decided: {undecided.remedy} changes the step time by {change} (95% interval: {low} to {high})."
     if not trial.outcomes:
         return _NONE
-    return _REFUSED if all(found.problem for found in trial.outcomes) else _NOTHING
+    return "None of the remedies could be tried." if all(found.problem for found in trial.outcomes) else _NOTHING
 
 
 def batches_document(found: Batches) -> Document:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lightning_memprof.analysis.compare.significance import PairedChange
@@ -28,6 +29,13 @@ def test_an_interval_with_no_gain_and_a_gain_in_it_is_not_decided():
     assert "Not decided: threads=2 changes the step time by -26% (95% interval: -56% to +24%)." in shown
     assert f"Its 5 rounds differ: about {found.needed} would decide" in shown
     assert f"next lightning-memprof try --rounds {found.needed} --remedy threads=2 train.py --lr 1" in shown
+
+
+def test_less_memory_says_nothing_of_the_steps_where_those_are_not_decided():
+    less = replace(tried(-0.56, -0.26, 0.24), peak=-0.2, is_smaller=True)
+    assert "threads=2 lowers the peak memory by 20%; whether steps are shorter is not decided." in page(less)
+    equal = replace(tried(-0.03, 0.0, 0.03), peak=-0.2, is_smaller=True)
+    assert "threads=2 lowers the peak memory by 20%; the steps are not shorter." in page(equal)
 
 
 def test_without_a_gain_in_any_interval_there_is_none():
