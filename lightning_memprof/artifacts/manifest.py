@@ -118,10 +118,80 @@ class TrainingFacts(OpenRow):
     threads: Int64 | None = None
 
 
+class OomHost(Row):
+    """The process, the machine and the limits of the process when memory ran out, in bytes."""
+
+    rss_bytes: Int64 | None = None
+    vms_bytes: Int64 | None = None
+    total_bytes: Int64 | None = None
+    available_bytes: Int64 | None = None
+    rlimit_as_bytes: Int64 | None = None
+    rlimit_data_bytes: Int64 | None = None
+    cgroup_limit_bytes: Int64 | None = None
+    cgroup_used_bytes: Int64 | None = None
+
+
+class OomHeld(Row):
+    """Live bytes by category when memory ran out."""
+
+    parameter_bytes: Int64 | None = None
+    gradient_bytes: Int64 | None = None
+    optimizer_state_bytes: Int64 | None = None
+    buffer_bytes: Int64 | None = None
+    other_bytes: Int64 | None = None
+
+
+class OomTensor(Row):
+    """One of the largest live tensors."""
+
+    bytes: Int64 = 0
+    dtype: str | None = None
+    shape: Any = None
+    name: str | None = None
+    holder: str | None = None
+
+
+class OomForwards(Row):
+    """The source lines of the modules' forwards: file, first and last line, and by path the class and index of them."""
+
+    sources: list[tuple[str, Int64, Int64] | None] = msgspec.field(default_factory=list)
+    modules: dict[str, tuple[str, Int64 | None]] = msgspec.field(default_factory=dict)
+
+
 class OomRow(OpenRow):
-    """An out-of-memory event; ``fields`` has its facts."""
+    """An out-of-memory event, as in the rank's OOM file; a row of the manifest lacks what is long."""
 
     number: Int64 | None = None
+    time_ns: Int64 | None = None
+    memory: str | None = None
+    device: str | None = None
+    seen: str | None = None
+    ended_run: bool = False
+    exception: str | None = None
+    step: Int64 | None = None
+    global_step: Int64 | None = None
+    epoch: Int64 | None = None
+    phase: str | None = None
+    point: str | None = None
+    function: str | None = None
+    stage: str | None = None
+    window: Int64 | None = None
+    thread: str | None = None
+    module: str | None = None
+    module_class: str | None = None
+    asked_bytes: Int64 | None = None
+    asked_source: str | None = None
+    limit_bytes: Int64 | None = None
+    total_bytes: Int64 | None = None
+    free_bytes: Int64 | None = None
+    snapshot: str | None = None
+    stack: list[tuple[str, Int64, str]] = msgspec.field(default_factory=list)
+    statistics: dict[str, Int64] | None = None
+    host: OomHost = msgspec.field(default_factory=OomHost)
+    held: OomHeld | None = None
+    tensors: list[OomTensor] | None = None
+    forwards: OomForwards = msgspec.field(default_factory=OomForwards)
+    unavailable: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class WindowRow(Row, tag_field="kind", tag="window"):

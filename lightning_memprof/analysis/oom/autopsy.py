@@ -27,11 +27,10 @@ from lightning_memprof.analysis.oom.causes import (
 )
 from lightning_memprof.analysis.oom.events import OomEvent
 from lightning_memprof.analysis.run.model import Rank, Run
-from lightning_memprof.analysis.run.rows import mapping, text, whole
 from lightning_memprof.analysis.snapshot.reader import read_snapshot
 from lightning_memprof.analysis.snapshot.replay import Replay, replay
 from lightning_memprof.analysis.stacks import Frame, parse_frame, user_frame
-from lightning_memprof.artifacts.manifest import TrainingFacts
+from lightning_memprof.artifacts.manifest import OomForwards, OomRow, TrainingFacts
 from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.units import format_bytes, format_count
@@ -170,32 +169,31 @@ def autopsy(
         max_bytes: skip a snapshot larger than this; None reads it.
     """
     facts = event.facts
-    is_host = facts.get("memory") == "host"
-    device = text(facts, "device") or ("cpu" if is_host else "?")
+    is_host = facts.memory == "host"
+    device = facts.device or ("cpu" if is_host else "?")
     ring, trouble = _replay(event, device, max_bytes)
     snapshot = None if ring is None else ring.snapshot
     memory = host_memory(facts) if is_host else device_memory(facts, snapshot)
-    asked = whole(facts, "asked_bytes")
-    cause, why = host_cause(asked, facts, memory) if is_host else device_cause(asked, facts, memory, snapshot)
-    stacks = ModuleStacks(mapping(facts, "forwards") or {})
+    cause, why = host_cause(facts, memory) if is_host else device_cause(facts, memory, snapshot)
+    stacks = ModuleStacks(facts.forwards)
     by_stack, by_module = _sites(ring, stacks)
     note = trouble or (None if by_stack else _no_stacks(facts, is_host=is_host))
-    frames = _frames(facts)
+    frames = [Frame(*place) for place in facts.stack]
     user = user_frame(frames)
-    module = text(facts, "module")
     found = Autopsy(
         rank=event.rank,
         number=event.number,
         device=device,
         is_host=is_host,
-        ended_run=facts.get("ended_run") is True,
-        exception=text(facts, "exception"),
-        time_ns=whole(facts, "time_ns"),
-        seen=text(facts, "seen") or "?",
-        place={key: facts.get(key) for key in PLACE} | {"module": stacks.name_of(frames) if module is None else module},
+        ended_run=facts.ended_run,
+        exception=facts.exception,
+        time_ns=facts.time_ns,
+        seen=facts.seen or "?",
+        place={key: getattr(facts, key) for key in PLACE}
+        | {"module": stacks.name_of(frames) if facts.module is None else facts.module},
         line=None if user is None else str(user),
-        asked_bytes=asked,
-        asked_source=text(facts, "asked_source"),
+        asked_bytes=facts.asked_bytes,
+        asked_source=facts.asked_source,
         cause=cause,
         why=why,
         memory=memory,
@@ -206,7 +204,7 @@ def autopsy(
         by_module=tuple(by_module[:TOP]),
         by_module_note=note,
         next_steps=(),
-        unavailable=mapping(facts, "unavailable") or {},
+        unavailable=facts.unavailable,
     )
     expands = snapshot is not None and snapshot.is_expandable
     situation = _situation(found, training or TrainingFacts(), world_size, blocks, is_expandable=expands)
@@ -242,11 +240,10 @@ def _replay(event: OomEvent, device: str, max_bytes: int | None) -> tuple[Replay
         return None, str(error)
 
 
-def _no_stacks(facts: Mapping[str, Any], *, is_host: bool) -> str:
+def _no_stacks(facts: OomRow, *, is_host: bool) -> str:
     if is_host:
         return "the host allocator has no history"
-    unavailable = mapping(facts, "unavailable") or {}
-    return text(unavailable, "snapshot") or NO_HISTORY
+    return facts.unavailable.get("snapshot") or NO_HISTORY
 
 
 def _sites(ring: Replay | None, stacks: ModuleStacks) -> tuple[list[Holder], list[Holder]]:
@@ -274,37 +271,23 @@ def _summed(holders: Iterable[Holder]) -> list[Holder]:
     return sorted(sums.values(), key=lambda holder: (-holder.bytes, holder.name))
 
 
-def _held(facts: Mapping[str, Any], memory: Memory, *, is_host: bool) -> tuple[Holder, ...]:
-    held = mapping(facts, "held")
-    if held is None:
+def _held(facts: OomRow, memory: Memory, *, is_host: bool) -> tuple[Holder, ...]:
+    if facts.held is None:
         return ()
-    found = [Holder(name=label, bytes=size) for key, label in HELD if (size := whole(held, f"{key}_bytes"))]
+    found = [Holder(name=label, bytes=size) for key, label in HELD if (size := getattr(facts.held, f"{key}_bytes"))]
     rest = (memory.allocated_bytes or 0) - sum(holder.bytes for holder in found)
     if rest > 0:
         found.append(Holder(name=HOST_REST if is_host else UNHELD, bytes=rest))
     return tuple(found)
 
 
-def _tensors(facts: Mapping[str, Any]) -> tuple[Holder, ...]:
-    rows = facts.get("tensors")
+def _tensors(facts: OomRow) -> tuple[Holder, ...]:
     found = []
-    for row in rows if isinstance(rows, list) else ():
-        if isinstance(row, dict):
-            shape = f"{text(row, 'dtype')} {row.get('shape')}"
-            name, holder = text(row, "name"), text(row, "holder")
-            detail = shape if name else (f"held by {holder}" if holder else None)
-            found.append(Holder(name=name or shape, detail=detail, bytes=whole(row, "bytes") or 0, blocks=1))
+    for row in facts.tensors or ():
+        shape = f"{row.dtype} {row.shape}"
+        detail = shape if row.name else (f"held by {row.holder}" if row.holder else None)
+        found.append(Holder(name=row.name or shape, detail=detail, bytes=row.bytes, blocks=1))
     return tuple(_summed(found)[:TOP])
-
-
-def _frames(facts: Mapping[str, Any]) -> list[Frame]:
-    rows = facts.get("stack")
-    found = []
-    for row in rows if isinstance(rows, list) else ():
-        match row:
-            case [str() as file, int() as line, str() as name]:
-                found.append(Frame(file, line, name))
-    return found
 
 
 class ModuleStacks:
@@ -314,23 +297,17 @@ class ModuleStacks:
     pattern that their paths share.
 
     Args:
-        forwards: ``{"sources": [[file, first line, last line], ...], "modules": {path: [class, index of source]}}``;
-            entries of another form are ignored.
+        forwards: the lines, and the modules by path.
     """
 
-    def __init__(self, forwards: Mapping[str, Any]) -> None:
-        self._classes: dict[str, str] = {}
-        self._sources: dict[str, int | None] = {}
-        for path, written in (mapping(forwards, "modules") or {}).items():
-            match written:
-                case [str() as name, (int() | None) as source]:
-                    self._classes[path], self._sources[path] = name, source
+    def __init__(self, forwards: OomForwards) -> None:
+        self._classes = {path: name for path, (name, _) in forwards.modules.items()}
+        self._sources = {path: source for path, (_, source) in forwards.modules.items()}
         self._lines: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        sources = forwards.get("sources")
-        for index, place in enumerate(sources if isinstance(sources, list) else ()):
-            match place:
-                case [str() as file, int() as first, int() as last]:
-                    self._lines[file].append((first, last, index))
+        for index, place in enumerate(forwards.sources):
+            if place is not None:
+                file, first, last = place
+                self._lines[file].append((first, last, index))
         self._paths: dict[int | None, list[str]] = defaultdict(list)
         for path, source in self._sources.items():
             self._paths[source].append(path)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from lightning_memprof.analysis.run.rows import mapping, text, whole
 from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot
-from lightning_memprof.artifacts.manifest import DataLoaderFacts, OptimizerFacts, TrainingFacts
+from lightning_memprof.artifacts.manifest import DataLoaderFacts, OomRow, OptimizerFacts, TrainingFacts
 from lightning_memprof.units import GIB, format_bytes
 
 Cause = Literal["too large", "fragmented", "other process", "limited", "full"]
@@ -78,20 +77,20 @@ class Memory:
     other_bytes: int | None
 
 
-def device_memory(facts: Mapping[str, Any], snapshot: DeviceSnapshot | None) -> Memory:
+def device_memory(facts: OomRow, snapshot: DeviceSnapshot | None) -> Memory:
     """Return the memory of a device, from its counters, or from a snapshot where there are none."""
-    statistics = mapping(facts, "statistics") or {}
-    allocated = whole(statistics, "allocated_bytes.all.current")
-    reserved = whole(statistics, "reserved_bytes.all.current")
+    statistics = facts.statistics or {}
+    allocated = statistics.get("allocated_bytes.all.current")
+    reserved = statistics.get("reserved_bytes.all.current")
     if snapshot is not None:
         allocated = snapshot.allocated_bytes if allocated is None else allocated
         reserved = snapshot.reserved_bytes if reserved is None else reserved
-    total = whole(facts, "total_bytes") or whole(facts, "limit_bytes")
-    free = whole(facts, "free_bytes")
+    total = facts.total_bytes or facts.limit_bytes
+    free = facts.free_bytes
     other = None if None in (total, free, reserved) else max(0, (total or 0) - (free or 0) - (reserved or 0))
     return Memory(
         total_bytes=total,
-        limit_bytes=whole(facts, "limit_bytes") or total,
+        limit_bytes=facts.limit_bytes or total,
         free_bytes=free,
         allocated_bytes=allocated,
         reserved_bytes=reserved,
@@ -101,32 +100,26 @@ def device_memory(facts: Mapping[str, Any], snapshot: DeviceSnapshot | None) -> 
     )
 
 
-def host_memory(facts: Mapping[str, Any]) -> Memory:
+def host_memory(facts: OomRow) -> Memory:
     """Return the memory of the host; the limit is the smallest one that applies to the process."""
-    host = mapping(facts, "host") or {}
-    total, available = whole(host, "total_bytes"), whole(host, "available_bytes")
-    limits = [
-        limit
-        for name in ("rlimit_as_bytes", "rlimit_data_bytes", "cgroup_limit_bytes")
-        if (limit := whole(host, name)) is not None
-    ]
-    rss = whole(host, "rss_bytes")
+    host = facts.host
+    total, available, rss = host.total_bytes, host.available_bytes, host.rss_bytes
+    known = (host.rlimit_as_bytes, host.rlimit_data_bytes, host.cgroup_limit_bytes)
+    limits = [limit for limit in known if limit is not None]
     other = None if None in (total, available, rss) else max(0, (total or 0) - (available or 0) - (rss or 0))
     return Memory(
         total_bytes=total,
         limit_bytes=min([*limits, total or limits[0]]) if limits else total,
         free_bytes=available,
         allocated_bytes=rss,
-        reserved_bytes=whole(host, "vms_bytes"),
+        reserved_bytes=host.vms_bytes,
         unused_bytes=None,
         largest_free_bytes=None,
         other_bytes=other,
     )
 
 
-def device_cause(
-    asked: int | None, facts: Mapping[str, Any], memory: Memory, snapshot: DeviceSnapshot | None
-) -> tuple[Cause, str]:
+def device_cause(facts: OomRow, memory: Memory, snapshot: DeviceSnapshot | None) -> tuple[Cause, str]:
     """Return the cause of a failed device allocation, and a sentence with its evidence.
 
     An allocation larger than the limit can never succeed. Otherwise unused reserved memory, at least 10% of it, or the
@@ -134,6 +127,7 @@ def device_cause(
     too large if it exceeds all live tensors together and a quarter of the limit.
     """
     limit, free, reserved, unused = memory.limit_bytes, memory.free_bytes, memory.reserved_bytes, memory.unused_bytes
+    asked = facts.asked_bytes
     named = _bytes(asked)
     if asked is None or limit is None:
         return (
@@ -153,9 +147,7 @@ def device_cause(
         )
     others = max(0, (memory.other_bytes or 0) - CONTEXT_BYTES)
     fits_others = others > 0 and asked <= min((free or 0) + others, limit - (reserved or 0))
-    processes = [
-        f"process {pid} uses {size} {unit}" for pid, size, unit in PROCESS.findall(text(facts, "exception") or "")
-    ]
+    processes = [f"process {pid} uses {size} {unit}" for pid, size, unit in PROCESS.findall(facts.exception or "")]
     if fits_others and not (fits_unused and (unused or 0) >= others):
         users = "; ".join(processes) or "other processes, or libraries in this one that bypass torch's allocator"
         return "other process", (
@@ -186,25 +178,24 @@ def _without_room(asked: int, memory: Memory, limit: int, room: int) -> tuple[Ca
     )
 
 
-def host_cause(asked: int | None, facts: Mapping[str, Any], memory: Memory) -> tuple[Cause, str]:
+def host_cause(facts: OomRow, memory: Memory) -> tuple[Cause, str]:
     """Return the cause of a failed host allocation, and a sentence with its evidence.
 
     A limit is the cause only where the machine had more memory than the limit left, and less than the allocation or a
     tenth of the limit was left: the C allocator reserves more than it returns.
     """
-    host = mapping(facts, "host") or {}
+    host, asked = facts.host, facts.asked_bytes
     named = "the allocation" if asked is None else f"an allocation of {_bytes(asked)}"
-    space, data, group = (whole(host, name) for name in ("rlimit_as_bytes", "rlimit_data_bytes", "cgroup_limit_bytes"))
     if asked is not None and memory.total_bytes is not None and asked > memory.total_bytes:
         return (
             "too large",
             f"A single allocation of {_bytes(asked)} is larger than the machine's {_bytes(memory.total_bytes)}.",
         )
-    used, room = memory.reserved_bytes or 0, whole(host, "available_bytes")
+    used, room = memory.reserved_bytes or 0, host.available_bytes
     for limit, name, taken in (
-        (space, "RLIMIT_AS (ulimit -v)", used),
-        (data, "RLIMIT_DATA (ulimit -d)", used),
-        (group, "memory.max of the control group", whole(host, "cgroup_used_bytes") or 0),
+        (host.rlimit_as_bytes, "RLIMIT_AS (ulimit -v)", used),
+        (host.rlimit_data_bytes, "RLIMIT_DATA (ulimit -d)", used),
+        (host.cgroup_limit_bytes, "memory.max of the control group", host.cgroup_used_bytes or 0),
     ):
         if limit is None or (room is not None and limit - taken > room):
             continue

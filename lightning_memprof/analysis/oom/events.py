@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_memprof.analysis.run.rows import Row, text, whole
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.manifest import Manifest, OomRow
 from lightning_memprof.artifacts.naming import oom_name
+from lightning_memprof.artifacts.rows import salvaged
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class OomEvent:
 
     rank: int
     number: int
-    facts: Mapping[str, Any]
+    facts: OomRow
     snapshot: Path | None
 
 
@@ -35,10 +34,8 @@ def oom_events(directory: Path, rank: int, manifest: Manifest) -> tuple[OomEvent
     full = _in_file(directory / oom_name(rank))
     events = []
     for number, row in sorted(listed.items()):
-        facts = {**row.fields, **full.get(number, {})}
-        events.append(
-            OomEvent(rank=rank, number=number, facts=facts, snapshot=_snapshot(directory, text(facts, "snapshot")))
-        )
+        facts = salvaged({**row.fields, **full.get(number, {})}, OomRow)
+        events.append(OomEvent(rank=rank, number=number, facts=facts, snapshot=_snapshot(directory, facts.snapshot)))
     return tuple(events)
 
 
@@ -52,10 +49,10 @@ def _snapshot(directory: Path, name: str | None) -> Path | None:
         return None
 
 
-def _in_file(path: Path) -> dict[int, Row]:
+def _in_file(path: Path) -> dict[int, dict[str, Any]]:
     try:
         events = json.loads(read_plain(path))["events"]
-        return {number: event for event in events if (number := whole(event, "number")) is not None}
+        return {event["number"]: event for event in events if isinstance(event, dict) and type(event["number"]) is int}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         # The manifest rows remain; the damaged file is reported with the other files.
         return {}

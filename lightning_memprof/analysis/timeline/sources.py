@@ -15,7 +15,6 @@ import msgspec
 
 from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
-from lightning_memprof.analysis.run.rows import integer
 from lightning_memprof.analysis.timeline.clocks import Clocks
 from lightning_memprof.analysis.timeline.events import Source, TimelineEvent
 from lightning_memprof.analysis.trace.text import BASE_TIME, UNREADABLE, open_trace
@@ -322,7 +321,7 @@ def _pauses(path: Path) -> Iterator[TimelineEvent]:
 
 def _counters(process: str, path: Path) -> Iterator[TimelineEvent]:
     for row in _rows(path, dict):
-        if (time := integer(row.get("time_ns"))) is not None:
+        if (time := _whole(row.get("time_ns"))) is not None:
             for key, value in row.items():
                 if key not in _PLACE and _is_figure(value):
                     yield _counter(process, key, time, value)
@@ -330,7 +329,7 @@ def _counters(process: str, path: Path) -> Iterator[TimelineEvent]:
 
 def _allocator(path: Path) -> Iterator[TimelineEvent]:
     for row in _rows(path, dict):
-        if (time := integer(row.get("time_ns"))) is not None:
+        if (time := _whole(row.get("time_ns"))) is not None:
             device = row.get("device") or "device"
             for key in _CURVES:
                 if _is_figure(row.get(key)):
@@ -340,6 +339,11 @@ def _allocator(path: Path) -> Iterator[TimelineEvent]:
 
 def _counter(process: str, name: str, time: int, value: float) -> TimelineEvent:
     return TimelineEvent(ph="C", name=name, start_ns=time, process=process, cat="counter", args={"value": value})
+
+
+def _whole(value: object) -> int | None:
+    """Return a value where it is a whole number of 64 bits: larger ones are damage."""
+    return value if type(value) is int and -(1 << 63) <= value < 1 << 63 else None
 
 
 def _is_figure(value: object) -> bool:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from lightning_memprof.analysis.run.rows import text as text_of
-from lightning_memprof.analysis.run.rows import whole
+from lightning_memprof.artifacts.manifest import TrainingFacts
 from lightning_memprof.report.document import (
     Cell,
     Document,
@@ -122,22 +121,19 @@ def _sections(view: View) -> Iterator[Section | None]:
 
 
 def _title(view: View) -> str:
-    model = (view.training or {}).get("model")
-    named = f"{model} · " if isinstance(model, str) else ""
+    training = view.run.lead.training
+    named = f"{training.model} · " if training and training.model else ""
     return f"{named}{view.run.directory.parent.name}/{view.run.directory.name}"
 
 
 def _about(view: View) -> Words:
     """Return the stage, the model, the device and the number of steps."""
-    parameters = whole(view.training, "parameters")
-    model = text_of(view.training, "model")
-    strategy = text_of(view.facts, "strategy")
-    device = text_of(view.facts, "device") or "?"
+    facts, training = view.run.lead.facts, view.run.lead.training or TrainingFacts()
     parts: list[str | Cell | None] = [
-        f"{text_of(view.facts, 'stage') or 'fit'}{f' of {model}' if model else ''}",
-        rate(parameters, "parameters") if parameters is not None else None,
-        text_of(view.training, "precision"),
-        f"on {device}" + (f" with {strategy}" if strategy else ""),
+        facts.stage + (f" of {training.model}" if training.model else ""),
+        rate(training.parameters, "parameters") if training.parameters is not None else None,
+        training.precision,
+        f"on {facts.device or '?'}" + (f" with {facts.strategy}" if facts.strategy else ""),
         f"{len(view.ranks)} ranks" if len(view.ranks) > 1 else None,
         format_count(view.lead.steps, "step"),
     ]

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from lightning_memprof.analysis.run.locate import shown_place
 from lightning_memprof.analysis.run.model import ArtifactFile
-from lightning_memprof.analysis.run.rows import mapping
 from lightning_memprof.report.document import (
     Cell,
     Chart,
@@ -76,8 +75,8 @@ def configuration_section(view: View) -> Section:
     parts: list[Facts] = [
         Facts("Run", _facts({name: facts.get(name) for name in RUN_FACTS})),
         Facts("Training", _facts(trained)),
-        Facts("Schedule", _facts(mapping(facts, "schedule") or {})),
-        Facts("Environment", _facts(mapping(facts, "environment") or {})),
+        Facts("Schedule", _facts(view.run.lead.facts.schedule)),
+        Facts("Environment", _facts(view.run.lead.facts.environment)),
     ]
     for name, title in (("optimizers", "Optimizer"), ("dataloaders", "DataLoader")):
         listed = training.get(name)

@@ -18,7 +18,8 @@ from lightning_memprof.analysis.oom.events import OomEvent, oom_events
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.snapshot.reader import read_snapshot
 from lightning_memprof.analysis.snapshot.replay import replay
-from lightning_memprof.artifacts.manifest import Manifest, OomRow, TrainingFacts
+from lightning_memprof.artifacts.manifest import Manifest, OomForwards, OomRow, TrainingFacts
+from lightning_memprof.artifacts.rows import salvaged
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.units import GIB, MIB
 
@@ -95,7 +96,9 @@ def host(**changes: Any) -> dict[str, Any]:
 def understood(
     known: Mapping[str, Any], snapshot: Path | None = None, training: Mapping[str, Any] | None = None
 ) -> Autopsy:
-    return autopsy(OomEvent(0, 0, known, snapshot), msgspec.convert(training or {}, TrainingFacts))
+    return autopsy(
+        OomEvent(0, 0, salvaged(dict(known), OomRow), snapshot), msgspec.convert(training or {}, TrainingFacts)
+    )
 
 
 def statistics(allocated: int, reserved: int) -> dict[str, int]:
@@ -235,7 +238,7 @@ def test_a_damaged_snapshot_hides_nothing_else(tmp_path: Path) -> None:
 
 def test_a_snapshot_that_would_take_long_to_read_is_left_for_the_command(tmp_path: Path) -> None:
     path = written(tmp_path / "a.pickle", segment(block(GIB, frames=BLOCK)))
-    found = autopsy(OomEvent(0, 0, facts(), path), max_bytes=10)
+    found = autopsy(OomEvent(0, 0, salvaged(facts(), OomRow), path), max_bytes=10)
     assert "lightning-memprof show reads it" in (found.by_stack_note or "")
 
 
@@ -359,19 +362,18 @@ def test_modules_that_hold_most_are_named_where_checkpointing_helps(tmp_path: Pa
     ],
 )
 def test_a_stack_names_the_modules_that_it_can_have_been_in(stack: list[Any], name: str | None) -> None:
-    stacks = ModuleStacks(
-        {
-            "sources": [["net.py", 1, 9], ["block.py", 1, 9], ["linear.py", 1, 9]],
-            "modules": {
-                "": ["Net", 0],
-                "stack.0": ["Block", 1],
-                "stack.0.fc1": ["Linear", 2],
-                "stack.1": ["Block", 1],
-                "stack.1.fc1": ["Linear", 2],
-                "only": ["Linear", 2],
-            },
-        }
-    )
+    written = {
+        "sources": [["net.py", 1, 9], ["block.py", 1, 9], ["linear.py", 1, 9]],
+        "modules": {
+            "": ["Net", 0],
+            "stack.0": ["Block", 1],
+            "stack.0.fc1": ["Linear", 2],
+            "stack.1": ["Block", 1],
+            "stack.1.fc1": ["Linear", 2],
+            "only": ["Linear", 2],
+        },
+    }
+    stacks = ModuleStacks(msgspec.convert(written, OomForwards))
     assert stacks.name_of(stack) == name
 
 
@@ -388,8 +390,8 @@ def recorded(tmp_path: Path, *rows: dict[str, Any], file: str | None = None) -> 
 def test_a_run_carries_its_events_with_what_its_file_adds(tmp_path: Path) -> None:
     recorded(tmp_path, {"number": 0, "memory": "device", "ended_run": False}, {"number": 1, "memory": "host"})
     run = load_run(tmp_path)
-    assert [(oom.rank, oom.number, oom.facts["memory"]) for oom in run.ooms] == [(0, 0, "device"), (0, 1, "host")]
-    assert run.ooms[0].facts["statistics"] == facts()["statistics"]
+    assert [(oom.rank, oom.number, oom.facts.memory) for oom in run.ooms] == [(0, 0, "device"), (0, 1, "host")]
+    assert run.ooms[0].facts.statistics == facts()["statistics"]
     assert [oom.cause for oom in autopsies(run)] == ["full", "full"]
 
 
@@ -408,7 +410,7 @@ def test_a_full_host_names_the_memory_of_its_workers(tmp_path: Path) -> None:
 def test_where_the_file_is_damaged_the_manifests_rows_are_left(tmp_path: Path, file: str) -> None:
     recorded(tmp_path, {key: value for key, value in facts().items() if key != "statistics"}, file=file)
     (event,) = load_run(tmp_path).ooms
-    assert event.facts["asked_bytes"] == 3 * GIB
+    assert event.facts.asked_bytes == 3 * GIB
     found = autopsy(event)
     assert found.memory.allocated_bytes is None
     assert found.next_steps
