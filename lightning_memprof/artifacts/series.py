@@ -148,7 +148,8 @@ class ProcessRow(SeriesRow, gc=False):
     A worker has its number in its loader and the loader's data set, the bytes that it shares with other processes, and
     since its start: processor time, time ready to run without a core, time waiting for block devices and bytes read;
     batches, the time and the processor time in which it made them, the part of ``collate_fn``, and the time in which it
-    had nothing to do. ``exit_code`` is of one that died, a signal's number with a minus sign.
+    had nothing to do. ``lock_waits`` of the ``looks`` at its first fetches saw it wait for a lock of several processes,
+    mostly at the line ``lock``. ``exit_code`` is of one that died, a signal's number with a minus sign.
     """
 
     series = "processes"
@@ -172,6 +173,9 @@ class ProcessRow(SeriesRow, gc=False):
     fetch_cpu_ns: Int64 | None = None
     collate_ns: Int64 | None = None
     queue_wait_ns: Int64 | None = None
+    looks: Int64 | None = None
+    lock_waits: Int64 | None = None
+    lock: str | None = None
     exit_code: Int64 | None = None
 
 

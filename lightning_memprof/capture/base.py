@@ -151,13 +151,15 @@ OnRows = Callable[[Sequence["PulseRow"]], None]
 class TimedPart(NamedTuple):
     """A method of an object of the Trainer that is not a profiler action, and the action name for its calls.
 
-    ``always`` is whether its calls are so rare or so slow that they are timed in every step, not only in windows.
+    ``always`` is whether its calls are so rare or so slow that they are timed in every step, not only in windows;
+    ``meets`` whether it may wait for other ranks, which does not belong to the phase that it is called in.
     """
 
     owner: Any
     method: str
     action: str
     always: bool = False
+    meets: bool = False
 
 
 def unix_offset_ns() -> int:

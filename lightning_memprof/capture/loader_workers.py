@@ -10,17 +10,20 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from mmap import mmap
 from multiprocessing import process
 from pathlib import Path
 from struct import unpack_from
-from time import perf_counter_ns, process_time_ns
-from types import TracebackType
+from time import perf_counter_ns, process_time_ns, sleep
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.torch_internals import _IterableDatasetFetcher, _MapDatasetFetcher, _utils
 from lightning_memprof.units import KIB
 
@@ -31,12 +34,25 @@ if TYPE_CHECKING:
 _TORCH_LOOP: Final[Any] = getattr(getattr(_utils, "worker", None), "_worker_loop", None)
 _LOOP: Final = "_worker_loop"
 _PAGE: Final = "lightning-memprof-worker"
-# The counters of a page, each an int64, then the name of the data set, then the last batches: start and duration.
-_COUNTERS: Final = ("worker", "batches", "fetch_ns", "fetch_cpu_ns", "collate_ns", "queue_wait_ns", "waits_since_ns")
+# The counters of a page, each an int64, then the name of the data set, then the last batches: start and duration, and
+# the line at which it waits for locks.
+_COUNTERS: Final = (
+    "worker", "batches", "fetch_ns", "fetch_cpu_ns", "collate_ns", "queue_wait_ns", "waits_since_ns",
+    "looks", "lock_waits",
+)  # fmt: skip
 _NAME_AT: Final = 8 * len(_COUNTERS)
 _BATCHES_AT: Final = 512
 _LAST_BATCHES: Final = 64
-_PAGE_BYTES: Final = _BATCHES_AT + 16 * _LAST_BATCHES
+_LOCK_AT: Final = _BATCHES_AT + 16 * _LAST_BATCHES
+_LOCK_BYTES: Final = 256
+_PAGE_BYTES: Final = _LOCK_AT + _LOCK_BYTES
+# A look takes about 30 µs; these are 10 s of fetches.
+_LOOK_S: Final = 0.05
+_LOOKS: Final = 200
+# The calls of the kernel that take a lock: futex (of semaphores too), flock, and fcntl, by machine.
+_LOCK_CALLS: Final = {"x86_64": (202, 73, 72), "aarch64": (98, 32, 25)}
+_PRIVATE_FUTEX: Final = 0x80
+_WAITS_FOR_LOCK: Final = (7, 38)  # F_SETLKW, F_OFD_SETLKW
 _TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 # Fields of proc(5)'s stat after the command: utime, stime and delayacct_blkio_ticks.
 _UTIME, _STIME, _BLKIO = 11, 12, 39
@@ -142,7 +158,8 @@ def worker_counts(pid: int) -> dict[str, Any]:
     found: dict[str, Any] = dict(zip(_COUNTERS, unpack_from(f"={len(_COUNTERS)}q", page), strict=True))
     if since := found.pop("waits_since_ns"):
         found["queue_wait_ns"] += max(perf_counter_ns() - since, 0)
-    found["dataset"] = page[_NAME_AT:_BATCHES_AT].rstrip(b"\0").decode("utf-8", "replace")
+    for name, start, end in (("dataset", _NAME_AT, _BATCHES_AT), ("lock", _LOCK_AT, _PAGE_BYTES)):
+        found[name] = page[start:end].rstrip(b"\0").decode("utf-8", "replace") or None
     return found
 
 
@@ -203,7 +220,24 @@ def _count(bound: Mapping[str, Any], counting: ExitStack) -> None:
     counting.enter_context(wrapped(bound["index_queue"], "get", page.waits))
     for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
         counting.enter_context(wrapped(fetcher, "fetch", page.fetches))
+    threading.Thread(target=page.look, args=(threading.get_ident(), threading.get_native_id()), daemon=True).start()
     counting.enter_context(wrapped(_utils.worker.ExceptionWrapper, "__init__", _hidden))
+
+
+def waits_for_lock(call: str) -> bool:
+    """Return whether a thread waits for a lock that other processes use too, by ``syscall`` of proc(5)."""
+    number, *arguments = call.split()[:3] or [""]
+    futex, flock, fcntl = _LOCK_CALLS.get(os.uname().machine, (-1, -1, -1))
+    if number == str(futex):
+        return not int(arguments[1], 16) & _PRIVATE_FUTEX
+    return number == str(flock) or (number == str(fcntl) and int(arguments[1], 16) in _WAITS_FOR_LOCK)
+
+
+def _line(frame: FrameType | None) -> str:
+    """Return the innermost line of the program, with its function."""
+    while frame is not None and (is_library(frame.f_code.co_filename) or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
 
 
 def _hidden(link: Link) -> Callable[..., None]:
@@ -234,12 +268,30 @@ class _Page:
         os.ftruncate(file, _PAGE_BYTES)
         self._bytes = mmap(file, _PAGE_BYTES)
         self._counts = memoryview(self._bytes).cast("q")
+        self._is_fetching = False
 
     def begin(self, worker: int, dataset: str) -> None:
         """Write who this is."""
         name = dataset.encode()[: _BATCHES_AT - _NAME_AT]
         self._bytes[_NAME_AT : _NAME_AT + len(name)] = name
         self._counts[_COUNTERS.index("worker")] = worker
+
+    def look(self, ident: int, thread: int) -> None:
+        """Look now and then whether a thread's fetches wait for a lock, and at which line; then end."""
+        counts, places = self._counts, Counter[str]()
+        looks, waits = _COUNTERS.index("looks"), _COUNTERS.index("lock_waits")
+        # Where the kernel does not tell, nothing is known.
+        with suppress(OSError, ValueError):
+            while counts[looks] < _LOOKS:
+                sleep(_LOOK_S)
+                if not self._is_fetching:
+                    continue
+                counts[looks] += 1
+                if waits_for_lock(_read(f"/proc/self/task/{thread}/syscall").decode()):
+                    counts[waits] += 1
+                    places[_line(sys._current_frames().get(ident))] += 1  # noqa: SLF001 the only way to another thread's frame
+                    line = places.most_common(1)[0][0].encode()[:_LOCK_BYTES]
+                    self._bytes[_LOCK_AT:_PAGE_BYTES] = line.ljust(_LOCK_BYTES, b"\0")
 
     def waits(self, link: Link) -> Callable[..., Any]:
         """Return a queue's ``get`` that counts the time until it returns."""
@@ -263,10 +315,12 @@ class _Page:
 
         def fetch(fetcher: Any, *arguments: Any, **keywords: Any) -> Any:
             began, cpu_began = perf_counter_ns(), process_time_ns()
+            self._is_fetching = True
             try:
                 with wrapped(fetcher, "collate_fn", self._collates):
                     return link.call(fetcher, *arguments, **keywords)
             finally:
+                self._is_fetching = False
                 elapsed = perf_counter_ns() - began
                 counts[cpu] += process_time_ns() - cpu_began
                 counts[wall] += elapsed

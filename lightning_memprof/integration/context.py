@@ -137,16 +137,23 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     can_log = hasattr(module, "log") and not unsupported_method(module, "log")
-    shared = _COLLECTIVES if trainer.world_size > 1 else ()
+    several = trainer.world_size > 1
+    shared = _COLLECTIVES if several else ()
     parts = [
         *_of("Precision", strategy.precision_plugin, _PRECISION),
-        *_of("Strategy", strategy, (*_STRATEGY, *shared)),
+        *_of("Strategy", strategy, _STRATEGY),
+        *_of("Strategy", strategy, shared, always=True, meets=True),
         *_of("CheckpointIO", strategy.checkpoint_io, ("save_checkpoint", "remove_checkpoint")),
         *(part for logger in trainer.loggers for part in _of("Logger", logger, ("log_metrics",), always=True)),
         *(part for logger in trainer.loggers for part in _of("Logger", logger, ("save",))),
-        *(part for metric in _metrics(trainer) for part in _of("Metric", metric, ("update", "compute"), always=True)),
+        *(part for metric in _metrics(trainer) for part in _of("Metric", metric, ("update",), always=True)),
+        *(
+            part
+            for metric in _metrics(trainer)
+            for part in _of("Metric", metric, ("compute",), always=True, meets=several)
+        ),
         *(TimedPart(trainer._logger_connector, method, "logging") for method in _LOGGING),
-        *(_of("LightningModule", module, ("log",)) if can_log else ()),
+        *(_of("LightningModule", module, ("log",), always=several, meets=several) if can_log else ()),
     ]
     if stage == "fit":
         loop = trainer.fit_loop.epoch_loop
@@ -167,9 +174,11 @@ def _metrics(trainer: Trainer) -> list[torch.nn.Module]:
     return [module for module in modules if any((b.__module__, b.__name__) == kind for b in type(module).__mro__)]
 
 
-def _of(kind: str, owner: object, methods: Iterable[str], *, always: bool = False) -> Iterator[TimedPart]:
+def _of(
+    kind: str, owner: object, methods: Iterable[str], *, always: bool = False, meets: bool = False
+) -> Iterator[TimedPart]:
     for method in methods:
-        yield TimedPart(owner, method, f"[{kind}]{type(owner).__name__}.{method}", always)
+        yield TimedPart(owner, method, f"[{kind}]{type(owner).__name__}.{method}", always, meets)
 
 
 def peak_flops(trainer: Trainer) -> float | None:

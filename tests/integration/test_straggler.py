@@ -80,3 +80,25 @@ def test_the_same_ranks_with_none_late_have_no_straggler(tmp_path: Path, capsys:
     assert document["across_ranks"]["waiting"]["collectives"] >= 3
     assert document["verdict"]["rule"] != "straggler"
     assert {finding["severity"] for finding in document["findings"] if finding["rule"] == "straggler"} <= {"info"}
+
+
+@pytest.mark.parametrize("slow", [pytest.param("1", id="straggler"), pytest.param("-1", id="healthy")])
+def test_who_waits_for_a_slow_forward_in_self_log_waits_for_that_rank_and_not_for_logging(
+    slow: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "run"
+    assert launch("straggling_ranks.py", directory, f"slow={slow}", "log=1", "steps=40", world=2) == [0, 0]
+    assert main(["show", str(only_run(directory)), "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    found = {finding["rule"]: finding for finding in document["findings"]}
+    # Its own work, on a busy machine too.
+    assert found["logging_bound"]["recovers"]["max"] < 25_000_000 if "logging_bound" in found else True
+    if slow == "-1":
+        assert "straggler" not in found or found["straggler"]["severity"] == "info"
+        return
+    assert document["verdict"]["sentence"].startswith("Rank 1 is the straggler: its forward takes ")
+    straggler = document["across_ranks"]["straggler"]
+    assert (straggler["rank"], straggler["cause"]) == (1, "compute")
+    # The other rank waits at least half of the sleep, and regains that.
+    assert straggler["caused_ns"] > 25_000_000
+    assert found["straggler"]["recovers"]["max"] > 25_000_000

@@ -1,7 +1,8 @@
-"""One rank of the demo's model under DDP on gloo: ``python straggling_ranks.py DIRECTORY [slow=R] [steps=N]``.
+"""One rank of the demo's model under DDP on gloo: ``python straggling_ranks.py DIRECTORY [slow=R] [steps=N] [log=1]``.
 
 Every sample of the slow rank takes as much more as its training step took, at least 50 ms: on a machine of any speed it
-is the straggler.
+is the straggler. With ``log=1`` its forward does so instead, each step logs the mean loss of the ranks, and the
+schedule is the default one, whose window has two steps.
 """
 
 from __future__ import annotations
@@ -43,17 +44,33 @@ class Bytes(Dataset[Any]):
         return self._batches[index, :, :-1], self._batches[index, :, 1:]
 
 
+class Logged(LitGPT):
+    """Logs a mean over the ranks in each step; the forward of the slow rank takes longer."""
+
+    def __init__(self, config: GPTConfig, *, slow: bool) -> None:
+        super().__init__(config)
+        self._slow = slow
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        begun = time.monotonic()
+        loss = super().training_step(batch)
+        if self._slow:
+            time.sleep(max(LEAST_SECONDS, time.monotonic() - begun))
+        self.log("mean_loss", loss, sync_dist=True)
+        return loss
+
+
 def main(directory: Path, options: dict[str, str]) -> None:
     rank, steps = int(os.environ["LOCAL_RANK"]), int(options.get("steps", "13"))
-    config = GPTConfig()
-    data = Bytes(2 * steps, min(config.context, 16), slow=rank == int(options.get("slow", "-1")))
+    config, logs, slow = GPTConfig(), "log" in options, rank == int(options.get("slow", "-1"))
+    data = Bytes(2 * steps, min(config.context, 16), slow=slow and not logs)
     trainer(
         directory,
-        MemProfilerCallback(schedule=Schedule(wait=2, warmup=1, active=8, repeat=1)),
+        MemProfilerCallback() if logs else MemProfilerCallback(schedule=Schedule(wait=2, warmup=1, active=8, repeat=1)),
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
         profiler=ExtendedPyTorchProfiler(),
-    ).fit(LitGPT(config), DataLoader(data, batch_size=None))
+    ).fit(Logged(config, slow=slow) if logs else LitGPT(config), DataLoader(data, batch_size=None))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ DOING: Final = {
     "other": "untracked time",
 }
 # Also a late rank that the program did not cause decides what the others do.
-MEETING: Final[Mapping[str, TimePart]] = {"waiting for the late rank": "rank_wait", "communication": "collective"}
+MEETING: Final[Mapping[str, TimePart]] = {"waiting for other ranks": "rank_wait", "communication": "collective"}
 # A Trainer that has reached max_epochs ends a second fit at once.
 SECOND_FIT: Final = "; a Trainer that has reached max_epochs needs a larger one"
 

@@ -197,6 +197,8 @@ def _next_steps(
 SEVERE_WAIT: Final = 0.30
 # Causes that a busy core does not slow down.
 NOT_SHARED: Final = frozenset({"data_wait", "callbacks", "gc_pauses"})
+# A rank's own waits for a core that explain less of its lateness are not the cause.
+WAITED_ITSELF: Final = 0.5
 SHARED: Final = " All ranks share the cores of one machine: other programs there can delay a rank too."
 WORDS: Final = {
     "data_wait": "its data wait takes",
@@ -227,7 +229,7 @@ def straggler(facts: Facts) -> list[Finding]:
         return []
     at_stake = found.caused_ns if found.caused_ns is not None else (found.own_ns or 0) - (found.others_ns or 0)
     share = min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0
-    by_chance = found.cause not in NOT_SHARED and _share_cores(facts)
+    by_chance = found.cause not in NOT_SHARED and _waits_itself(facts, found)
     severity = Severity.CRITICAL if share >= SEVERE_WAIT else Severity.WARNING
     next_step = NEXT.get(found.cause, UNKNOWN) if found.cause else UNKNOWN
     several = len({rank.facts.host for rank in facts.run.ranks}) > 1
@@ -250,17 +252,24 @@ def straggler(facts: Facts) -> list[Finding]:
 
 def _recovery(caused_ns: float, others: Sequence[TimeLedger]) -> Recovery | None:
     """Return what the ranks regain that wait in each step for the late one."""
-    waiting = sorted(others, key=lambda ledger: ledger.communicates("rank_wait"))
-    if not waiting or not (most := min(waiting[-1].communicates("rank_wait"), caused_ns)):
-        return None
-    least = min(waiting[0].communicates("rank_wait"), most)
-    return Recovery(unit="ns", min=least, max=most, whole=waiting[-1].step_ns)
+    waits = [(min(ledger.communicates("rank_wait"), caused_ns), ledger.step_ns) for ledger in others]
+    most, step_ns = max(waits, default=(0, 0))
+    return Recovery(unit="ns", min=min(waits)[0], max=most, whole=step_ns) if most else None
 
 
-def _share_cores(facts: Facts) -> bool:
-    """Return whether the ranks are processes without a device on one machine."""
+def _waits_itself(facts: Facts, found: Straggler) -> bool:
+    """Return whether a rank without a device may be late because it waits for a core that all ranks share.
+
+    A pulse that shows it late tells its own waits for a core too.
+    """
     device = facts.run.lead.facts.device or ""
-    return device.startswith("cpu") and facts.ranks is not None and len({rank.host for rank in facts.ranks.ranks}) == 1
+    if not device.startswith("cpu") or facts.ranks is None or len({rank.host for rank in facts.ranks.ranks}) > 1:
+        return False
+    waits = {rank: ledger.ns("core_wait") for rank, ledger in facts.ledgers.items()}
+    others = [ns for rank, ns in waits.items() if rank != found.rank]
+    if found.pulse_steps is None or not found.caused_ns or found.rank not in waits or not any(waits.values()):
+        return True
+    return waits[found.rank] - statistics.median(others) >= WAITED_ITSELF * found.caused_ns
 
 
 def _evidence(facts: Facts, found: Straggler) -> tuple[Evidence, ...]:
@@ -276,6 +285,8 @@ def _sentence(found: Straggler) -> str:
         return f"Rank {found.rank} is the straggler: the other ranks wait for it."
     named = found.cause == "callbacks" and found.callback
     words = f"its callback {found.callback} takes" if named else WORDS[found.cause]
+    if found.cause == "compute" and found.pulse_steps is not None:
+        words = "its forward takes"
     own, others = format_ns(found.own_ns), format_ns(found.others_ns)
     return f"Rank {found.rank} is the straggler: {words} {own} per step, {others} on the other ranks."
 

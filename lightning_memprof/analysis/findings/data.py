@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from lightning_memprof.analysis.findings.measures import (
-    MANY_PER_CORE,
     Rhythm,
     cores_of_loading,
+    more_workers,
     rhythm,
     sample_method,
+    takes_turns,
     torch_threads,
     worker_advice,
 )
@@ -40,6 +41,7 @@ from lightning_memprof.analysis.findings.traces import (
 from lightning_memprof.analysis.ledger.model import TimeLedger, total
 from lightning_memprof.analysis.ledger.run import RESTART
 from lightning_memprof.analysis.run.model import Rank
+from lightning_memprof.analysis.steps.workers import Loading
 from lightning_memprof.analysis.trace.model import Copies, TraceReport
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import ThroughputRow
@@ -112,7 +114,7 @@ def input_bound(facts: Facts) -> list[Finding]:
             severity=Severity.INFO if few is not None and few.is_hiccup else worth.severity,
             sentence=(
                 f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {percent(share)} of each "
-                f"step{facts.on_rank(rank)}{_cause(ledger, loaders, at_epoch_starts, few)}."
+                f"step{facts.on_rank(rank)}{_cause(ledger, loaders, at_epoch_starts, few, takes_turns(rank))}."
             ),
             why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
             next_steps=_next_steps(
@@ -191,6 +193,8 @@ def _recovery(
     # One batch every `loading` ns from one worker; the loop takes one every `others` ns at best.
     loading = wait if not workers else ledger.step_ns * workers
     wanted = min(MORE_WORKERS, cores) if not workers else min(2 * workers, max(cores, workers))
+    if (turns := takes_turns(rank)) is not None:
+        loading, wanted = loading * (1 - turns.lock_share), workers
     least, most = max(ledger.step_ns - max(others, loading / wanted), 0.0), wait
     if not workers and (busy := cores_of_loading(facts, rank, ledger)) is not None:
         most = min(wait, max(ledger.step_ns * (1 - busy / cores), 0.0))
@@ -226,11 +230,19 @@ def _share_at_epoch_starts(rank: Rank) -> float:
     return starts / total if total else 0.0
 
 
-def _cause(ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float, few: Rhythm | None) -> str:
+def _cause(
+    ledger: TimeLedger,
+    loaders: Sequence[DataLoaderFacts],
+    at_epoch_starts: float,
+    few: Rhythm | None,
+    turns: Loading | None,
+) -> str:
     """Return what the wait is for, to end the sentence: few steps, workers, or the part of loading in this process."""
     workers = (loaders[0].num_workers or 0) if loaders else None
     if workers and at_epoch_starts >= EPOCH_STARTS_SHARE:
         return ": its workers restart every epoch" if loaders[0].persistent_workers is False else " as epochs start"
+    if turns is not None:
+        return f": its {workers} workers take turns at a lock{f' in {turns.lock}' if turns.lock else ''}"
     part = _slowest_part(ledger, few)
     if few is not None and few.period is not None:
         owners = {line.name.rpartition(".")[0] for line in ledger.of("data_wait") if line.name.endswith(METHODS)}
@@ -298,24 +310,11 @@ def _next_steps(
             # Batches in stock cover a few slow ones; they do not help workers that are slower than the training.
             prefetch = loader.prefetch_factor or DEFAULT_PREFETCH
             steps.append(f"prefetch_factor is {prefetch}: use DataLoader(prefetch_factor={2 * prefetch}).")
-        steps.append((measured or _more_workers(workers, cores, sample_method(loaders))) + share)
+        steps.append((measured or more_workers(workers, cores, sample_method(loaders))) + share)
         steps += keep if not epochs else []
     if loader.pin_memory is False and not rank.facts.is_cpu:
         steps.append("pin_memory is False: use DataLoader(pin_memory=True) to overlap copies with the step.")
     return (*steps, LESS_PER_SAMPLE.format(method=sample_method(loaders)))
-
-
-def _more_workers(workers: int, cores: int | None, method: str) -> str:
-    slow = f"{workers} worker{'s' * (workers > 1)} cannot keep up: "
-    if cores is not None and workers >= MANY_PER_CORE * cores:
-        return f"{slow}make {method} faster, or preprocess the samples before training."
-    if cores is not None and workers >= cores:
-        return (
-            f"{slow}make {method} faster; if it waits for disk or network, use more workers than the {cores} cores: "
-            f"DataLoader(num_workers={2 * workers})."
-        )
-    wanted = min(2 * workers, cores) if cores else 2 * workers
-    return f"{slow}use DataLoader(num_workers={wanted}), or make {method} faster."
 
 
 # Lengths vary in every data set, and batches of whole samples are never full.

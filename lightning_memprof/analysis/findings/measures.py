@@ -16,10 +16,10 @@ from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import OWN_WORK
 from lightning_memprof.analysis.steps.statistics import PulseStatistics
 from lightning_memprof.analysis.steps.system import systems
-from lightning_memprof.analysis.steps.workers import loading
+from lightning_memprof.analysis.steps.workers import Loading, loading
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import HookRow
-from lightning_memprof.units import format_count, format_ns
+from lightning_memprof.units import format_count, format_ns, percent
 
 # A step stands out if a phase takes this many times its median.
 STANDS_OUT: Final = 4
@@ -45,6 +45,8 @@ MIN_PERIODIC: Final = 3
 MANY_PER_CORE: Final = 4
 # Of a wait for data: then it does not sleep.
 COMPUTING: Final = 0.5
+# Workers that wait for a lock for this share of their fetches take turns: more of them wait longer.
+TAKE_TURNS: Final = 0.25
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -227,6 +229,13 @@ def cores_of_loading(facts: Facts, rank: Rank, ledger: TimeLedger) -> float | No
     return busy if busy * ledger.step_ns - operators >= COMPUTING * wait else None
 
 
+def takes_turns(rank: Rank) -> Loading | None:
+    """Return the cost of a batch where workers wait for one another at a lock, else None."""
+    cost, loaders = loading(rank), rank.training.dataloaders if rank.training else ()
+    workers = max((loader.num_workers or 0 for loader in loaders), default=0)
+    return cost if cost is not None and workers > 1 and cost.lock_share >= TAKE_TURNS else None
+
+
 def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
     """Return the number of workers that removes the wait, from their times; None where they do not show one.
 
@@ -241,6 +250,12 @@ def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
     method = "collate_fn" if cost.collate_ns > cost.fetch_ns / 2 else sample_method(loaders)
     here = sum(other.facts.host == rank.facts.host for other in facts.run.ranks)
     wanted = cost.workers_for(step_ns)
+    if (turns := takes_turns(rank)) is not None:
+        return (
+            f"Let each worker load without the lock in {turns.lock or method}, through a file or connection of its own "
+            f"that worker_init_fn opens: it waits there for {percent(turns.lock_share)} of a batch, with more workers "
+            "longer."
+        )
     times = f"a worker needs {format_ns(cost.fetch_ns)} per batch, a step {format_ns(step_ns)} without the wait"
     if cores is not None and cost.is_cpu_bound:
         free = max((cores - here) / here, 1.0)
@@ -255,3 +270,17 @@ def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
         return f"Make {method} faster: {times}; {wanted} workers would keep up, too many for {cores} cores."
     blocked = "" if cost.is_cpu_bound else f", mostly waiting for disk, network, a lock or sleep in {method}"
     return f"Use DataLoader(num_workers={wanted}): {times}{blocked}; the quotient is {cost.fetch_ns / step_ns:.1f}."
+
+
+def more_workers(workers: int, cores: int | None, method: str) -> str:
+    """Return what to do with workers that cannot keep up, where their times are not known."""
+    slow = f"{workers} worker{'s' * (workers > 1)} cannot keep up: "
+    if cores is not None and workers >= MANY_PER_CORE * cores:
+        return f"{slow}make {method} faster, or preprocess the samples before training."
+    if cores is not None and workers >= cores:
+        return (
+            f"{slow}make {method} faster; if it waits for disk or network, use more workers than the {cores} cores: "
+            f"DataLoader(num_workers={2 * workers})."
+        )
+    wanted = min(2 * workers, cores) if cores else 2 * workers
+    return f"{slow}use DataLoader(num_workers={wanted}), or make {method} faster."

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from lightning_memprof.analysis.ledger.memory import ByteLedger, run_bytes
 from lightning_memprof.analysis.ledger.model import TimeLedger
 from lightning_memprof.analysis.ledger.peaks import Peaks
-from lightning_memprof.analysis.ledger.ranks import with_waits
+from lightning_memprof.analysis.ledger.ranks import log_waits, with_waits
 from lightning_memprof.analysis.ledger.run import run_ledger
 from lightning_memprof.analysis.memory.report import MemoryReport
 from lightning_memprof.analysis.ranks.report import RankReport, rank_report
@@ -173,8 +173,16 @@ class Facts:
         recorded = {trace.rank: trace.host_ledger for trace in reversed(self.traces)}
         alone = recorded.get(None) if len(self.run.ranks) == 1 else None
         waits = self.ranks.waits_ns if self.ranks is not None else {}
+        in_log = log_waits(self.run.ranks, recorded) if self.ranks is not None else {}
         found = {
-            rank.rank: run_ledger(rank, recorded.get(rank.rank) or alone, waits.get(rank.rank))
+            rank.rank: run_ledger(
+                rank,
+                recorded.get(rank.rank) or alone,
+                {
+                    **(late := waits.get(rank.rank, {})),
+                    "self_log": max(late.get("self_log", 0), in_log.get(rank.rank, 0)),
+                },
+            )
             for rank in self.run.ranks
             if rank.rank in self.statistics
         }

@@ -6,7 +6,6 @@ backward, it belongs to what these run. Operators of backward belong to the modu
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -15,7 +14,7 @@ import numpy as np
 from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
 from lightning_memprof.analysis.ledger.work import operator_work, shaped
-from lightning_memprof.analysis.steps.events import action_name, is_profiler, part_of
+from lightning_memprof.analysis.steps.events import action_name, is_profiler, meeting, part_of
 from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind
 from lightning_memprof.analysis.trace.communication import common_name
 from lightning_memprof.analysis.trace.intervals import (
@@ -58,10 +57,6 @@ _STEP: Final = "Optimizer.step#"
 # A hook of Python that begins or ends a range takes less.
 RANGE_NS: Final = 50_000
 _HOOKS: Final = ("[pl][forward_hook]", "[pl][backward_hook]")
-_ACTIONS: Final[Mapping[HostPart, re.Pattern[str]]] = {
-    "metric": re.compile(r"\[Metric\]"),
-    "self_log": re.compile(r"\[LightningModule\].*\.log\Z"),
-}
 _OF_PART: Final[Mapping[str, HostPart]] = {"callbacks": "callback", "other": "untracked"}
 _NONE: Final = -1
 # Collectives of the host run on threads of their backend; the training thread waits in the call, or in no operator.
@@ -109,8 +104,8 @@ def host_ledger(
     if not whole:
         return None
     found = _Threads(columns, lane, threads or HostThreads(columns), stage)
-    tables, computed = _tables(found, spans)
     exposed = _exposed(found, spans)
+    tables, computed = _tables(found, spans, exposed)
     durations = [step.end - step.start for step in steps] or [whole]
     return TimeLedger(
         step_ns=whole / count,
@@ -253,7 +248,7 @@ def _part(name: str, stage: str) -> int:
     action = name.removeprefix(_ACTION)
     if is_profiler(action):
         return _PARTS.index("profiler")
-    if (own := next((part for part, matches in _ACTIONS.items() if matches.match(action)), None)) is not None:
+    if (own := meeting(action)) is not None:
         return _PARTS.index(own)
     found = part_of(action, "", stage)
     if not found:
@@ -293,8 +288,11 @@ def _communication(columns: TraceColumns, exposed: Intervals, steps: int) -> Ite
             )
 
 
-def _tables(threads: _Threads, spans: Intervals) -> tuple[list[Table], list[Table]]:
-    """Return the owners of the time in ``spans``, and the time of operators by their recorded inputs."""
+def _tables(threads: _Threads, spans: Intervals, exposed: Intervals) -> tuple[list[Table], list[Table]]:
+    """Return the owners of the time in ``spans``, and the time of operators by their recorded inputs.
+
+    ``exposed`` is the time in collectives: from then on ``self.log`` waits for other ranks, for it sends a few bytes.
+    """
     columns, training = threads.columns, threads.training
     waiting, left = _waiting(columns, training, spans), spans
     default = _PARTS.index("untracked" if threads.is_lightning else "forward")
@@ -308,7 +306,9 @@ def _tables(threads: _Threads, spans: Intervals) -> tuple[list[Table], list[Tabl
     tables, computed = [], []
     for thread, taken, part in taken_by:
         own = _own(columns, thread, taken)
-        tables.append(_table(columns, thread, own, spans, part))
+        in_log = thread.part == _PARTS.index("self_log")
+        waits = _own(columns, thread, intersection(taken, _since_met(columns, thread, in_log, exposed))) * in_log
+        tables += [_table(columns, thread, own - waits, spans, part), _waits(thread, waits)]
         if len(columns.shapes.rows):
             computed.append(_computed(columns, thread, own, part))
     rest = int(np.sum(spans.ends - spans.starts)) - sum(int(np.sum(table[4])) for table in tables)
@@ -356,6 +356,24 @@ def _table(columns: TraceColumns, thread: _Thread, own: Column, spans: Intervals
     inside = np.bincount(thread.parents[counted & (thread.parents >= 0)], minlength=len(starts))
     calls = counted & thread.called
     return summed(part, label, thread.module, thread.operator, own, counted, calls, inside, longest)
+
+
+def _since_met(columns: TraceColumns, thread: _Thread, in_log: NDArray[np.bool_], exposed: Intervals) -> Intervals:
+    """Return the time in each call of ``self.log`` since its first collective began."""
+    calls = np.flatnonzero(in_log & ((thread.parents < 0) | ~in_log[thread.parents]))
+    starts, ends = columns.starts[thread.rows[calls]], thread.ends[calls]
+    first = np.searchsorted(exposed.ends, starts, side="right")
+    met = first < len(exposed.starts)
+    begins = np.maximum(starts[met], exposed.starts[first[met]])
+    meets = begins < ends[met]
+    return union(begins[meets], ends[met][meets])
+
+
+def _waits(thread: _Thread, waits: Column) -> Table:
+    """Return the waits for other ranks in a thread's calls of ``self.log``."""
+    rows = np.flatnonzero(waits)
+    part, label = _PARTS.index("rank_wait"), thread.label[rows]
+    return summed(*np.broadcast_arrays(part, label, _NONE, _NONE, waits[rows], 0, 0, 0, 0))
 
 
 def _double_backward(threads: _Threads, steps: Sequence[Step]) -> float:

@@ -10,12 +10,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_memprof.analysis.ranks.arrivals import RankTrack, WindowWaits, window_waits
+from lightning_memprof.analysis.ranks.lateness import meeting_ns
 from lightning_memprof.analysis.trace.intervals import Intervals, difference, intersection, length_within, union
 from lightning_memprof.analysis.trace.model import TraceReport
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
+    from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.trace.communication import Collective
+
+
+def log_waits(ranks: Sequence[Rank], recorded: Mapping[int | None, TimeLedger | None]) -> dict[int, float]:
+    """Return how long each rank waits for others in ``self.log`` in the mean step; empty where no trace shows it.
+
+    Its own work there, which a trace tells from collectives, is the same on all ranks.
+    """
+    spent = {rank.rank: meeting_ns(rank)["self_log"] for rank in ranks}
+    own = [
+        spent[rank] * ledger.ns("self_log") / ledger.ns("self_log", "rank_wait")
+        for rank, ledger in recorded.items()
+        if rank in spent and ledger is not None and ledger.ns("rank_wait")
+    ]
+    return {rank: max(ns - min(own), 0.0) for rank, ns in spent.items()} if own else {}
 
 
 def meeting_ranks(traces: Sequence[TraceReport]) -> Iterator[tuple[dict[int, TraceReport], WindowWaits]]:

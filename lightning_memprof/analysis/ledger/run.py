@@ -17,6 +17,7 @@ from lightning_memprof.analysis.steps.events import (
     action_name,
     classify,
     is_profiler,
+    meeting,
     part_of,
     rank_events,
 )
@@ -36,15 +37,14 @@ EPOCHS: Final = 3
 _STEADY: Final[tuple[HostPart, ...]] = ("forward", "backward", "optimizer")
 # The parts of a trace that are inside them.
 _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
-    "forward": ("forward_hook", "self_log"),
+    "forward": ("forward_hook", "self_log", "rank_wait"),
     "backward": ("backward_hook",),
 }
 # The parts in which ranks meet.
 _MEETING: Final = (*_STEADY, "untracked", "rank_wait")
-_METRIC: Final = "[Metric]"
 _MODULE: Final = "[LightningModule]"
 # Actions inside forward, backward and optimizer that are separate lines.
-_WITHIN: Final = ("gc_pauses", "metric", "module_hook", "callback")
+_WITHIN: Final = ("gc_pauses", "metric", "module_hook", "callback", "self_log")
 _NAMED_PARTS: Final[Mapping[str, HostPart]] = {
     "data_wait": "data_wait",
     "transfer": "transfer",
@@ -64,7 +64,7 @@ _PART_OF_PHASE: Final[Mapping[str, HostPart]] = {
 
 
 def run_ledger(
-    rank: Rank, host: TimeLedger | None = None, waits_ns: Mapping[str, int] | None = None
+    rank: Rank, host: TimeLedger | None = None, waits_ns: Mapping[str, float] | None = None
 ) -> TimeLedger | None:
     """Return the time ledger of a rank's mean step, None where its pulse has no timed step.
 
@@ -77,7 +77,7 @@ def run_ledger(
     Args:
         rank: the rank.
         host: the host ledger of a trace of the rank.
-        waits_ns: wait for a late rank, by phase.
+        waits_ns: wait for a late rank by phase, and that in ``self.log`` and metrics by their part.
     """
     typical = rank.typical_steps
     if typical is None:
@@ -93,6 +93,9 @@ def run_ledger(
         for of in (steps, typical.steps)
     )
     named = _named(rank)
+    # Of a run of several ranks `self.log` is timed in every step.
+    is_logged = any(line.part == "self_log" for lines in named.values() for line in lines)
+    logged = {"self_log", "rank_wait"} if is_logged else set()
     inside = host if host is not None and typical.clock == "host" else None
     lines = [
         TimeLine(part="stall", ns=sum(stalled.values()), count=len(stalls) / len(steps)),
@@ -101,12 +104,11 @@ def run_ledger(
     for phase, running in mean.items():
         # A phase may consist of stalls only; rounding can make the rest negative.
         part, ns = _PART_OF_PHASE[phase], max(running - stalled.get(phase, 0.0), 0.0)
-        mine = _owners(rank, phase, ns, named.get(phase, []))
-        if waits_ns and (wait := min(waits_ns.get(phase, 0), ns - total(mine))) > 0:
-            mine = [*mine, TimeLine(part="rank_wait", name=phase, ns=wait)]
-        whole = _divided(ns, mine, TimeLine(part=part, ns=0))
+        owners = _with_waits(_owners(rank, phase, ns, named.get(phase, [])), phase, ns, waits_ns or {})
+        whole = _divided(ns, owners, TimeLine(part=part, ns=0))
         lines += whole[:-1]
-        detail = corrected(inside.of(part, *_INSIDE.get(part, ())), whole[-1].ns) if inside and part in _STEADY else ()
+        parts = {part, *_INSIDE.get(part, ())} - logged
+        detail = corrected(inside.of(*parts), whole[-1].ns) if inside and part in _STEADY else ()
         lines += detail or whole[-1:]
     return TimeLedger(
         step_ns=total(lines),
@@ -129,6 +131,16 @@ def _owners(rank: Rank, phase: str, ns: float, named: Sequence[TimeLine]) -> lis
     if phase == "other":
         return [*named, *_restarts(rank, ns - total(named))]
     return [line for line in named if _PART_OF_PHASE[phase] not in _STEADY or line.part in _WITHIN]
+
+
+def _with_waits(lines: Sequence[TimeLine], phase: str, ns: float, waits_ns: Mapping[str, float]) -> list[TimeLine]:
+    """Return the lines of a phase with a line of waits for other ranks, those in ``self.log`` and metrics included."""
+    inside = {part: waits_ns.get(part, 0.0) if phase == "other" else 0.0 for part in ("self_log", "metric")}
+    whole = {part: total(line for line in lines if line.part == part) for part in inside}
+    left = {part: max(1 - inside[part] / whole[part], 0.0) for part in inside if whole[part]}
+    own = [replace(line, ns=line.ns * left.get(line.part, 1.0)) for line in lines]
+    wait = total(lines) - total(own) + max(min(waits_ns.get(phase, 0.0), ns - total(lines)), 0.0)
+    return [*own, TimeLine(part="rank_wait", name=phase, ns=wait)] if wait > 0 else own
 
 
 def _of_passes(recorded: TimeLedger | None, passes_ns: float) -> float:
@@ -336,8 +348,8 @@ def _owner(action: str, part: str) -> tuple[HostPart, str] | None:
         return "profiler", ""
     if action == GC_PAUSE:
         return "gc_pauses", ""
-    if action.startswith(_METRIC):
-        return "metric", action_name(action)
+    if (own := meeting(action)) is not None:
+        return own, action_name(action)
     if action.rpartition(".")[2] == "on_save_checkpoint" or action_name(action).startswith("ModelCheckpoint."):
         return "checkpoint", action_name(action)
     if part in _NAMED_PARTS:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from lightning_memprof.analysis.run.model import Rank
-from lightning_memprof.analysis.steps.events import action_name
+from lightning_memprof.analysis.steps.events import action_name, meeting
 from lightning_memprof.analysis.steps.statistics import Breakdown
 from lightning_memprof.artifacts.series import GC_PAUSE
 
@@ -54,7 +54,8 @@ class Lateness:
 class PulseLateness:
     """What the pulses of all ranks tell: ``steps`` that all of them have, and the late rank, None where none is.
 
-    ``waits_ns`` is how long each other rank waits for it in the mean step, by phase.
+    ``waits_ns`` is how long each other rank waits for it in the mean step: by phase, and of ``other`` that in
+    ``self.log`` and in metrics by their parts of the ledger.
     """
 
     steps: int
@@ -67,8 +68,9 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
 
     A rank is late in a step by the time by which its data wait, callbacks and optimizer exceed those of every other
     rank, who then wait in collectives, in their other phases. A longer forward, or more untracked time, counts if the
-    others' backward is longer for it. One slow step is chance, and so are ranks that are late in turns: the largest
-    step of a rank, and the lateness of the second rank, are subtracted before the sum counts.
+    others' backward is longer for it, or their collectives outside the passes, such as those of ``self.log``. One slow
+    step is chance, and so are ranks that are late in turns: the largest step of a rank, and the lateness of the second
+    rank, are subtracted before the sum counts.
     """
     typical = {rank.rank: rank.typical_steps for rank in ranks if rank.in_full}
     if len(typical) < max(len(ranks), 2) or any(each is None or each.clock != "host" for each in typical.values()):
@@ -99,7 +101,7 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
             if cause == "callbacks"
             else None,
         ),
-        waits_ns={each: _waits(table, rank, each, caused) for each in table if each != rank},
+        waits_ns={each: _waits(table, by_number[rank], by_number[each], caused) for each in table if each != rank},
     )
 
 
@@ -124,8 +126,8 @@ def _late(
         (rank, most), (_, second), *_ = Counter(own).most_common(2)
         late = most - second
         if meeting:
-            backward = {each: _ns(rows[at], "backward") for each, rows in table.items()}
-            late = min(late, min(ns for each, ns in backward.items() if each != rank) - backward[rank])
+            meets = {each: _ns(rows[at], *({"backward", "other"} - {meeting})) for each, rows in table.items()}
+            late = min(late, min(ns for each, ns in meets.items() if each != rank) - meets[rank])
         if late > 0:
             caused[rank] += late
             largest[rank] = max(largest[rank], late)
@@ -159,17 +161,29 @@ def _cause(
     return cause, own, usual
 
 
-def _waits(table: dict[int, list[Breakdown]], late: int, rank: int, caused_ns: float) -> dict[str, int]:
+def _waits(table: dict[int, list[Breakdown]], late: Rank, rank: Rank, caused_ns: float) -> dict[str, int]:
     """Return how long a rank waits for the late one by phase: by which the phase is longer, at most the lateness."""
-    steps = len(table[rank])
+    rows, steps = (table[rank.rank], table[late.rank]), len(table[rank.rank])
     more = {
-        phase: sum(_ns(mine, phase) - _ns(its, phase) for mine, its in zip(table[rank], table[late], strict=True))
-        / steps
+        phase: sum(_ns(mine, phase) - _ns(its, phase) for mine, its in zip(*rows, strict=True)) / steps
         for phase in _MEETING
     }
+    mine, its = meeting_ns(rank), meeting_ns(late)
+    for part in mine:
+        more[part] = max(min(mine[part] - its[part], more["other"]), 0.0)
+        more["other"] -= more[part]
     longer = {phase: ns for phase, ns in more.items() if ns > 0}
     scale = min(1.0, caused_ns / sum(longer.values())) if longer else 0.0
     return {phase: round(ns * scale) for phase, ns in longer.items()}
+
+
+def meeting_ns(rank: Rank) -> Counter[str]:
+    """Return the time of ``self.log`` and metrics in the mean step outside windows, in which ranks meet."""
+    found = Counter[str]()
+    for row in rank.actions:
+        if row.action and row.phase == "other" and not row.in_window and row.steps and (part := meeting(row.action)):
+            found[part] += (row.total_ns or 0) // row.steps
+    return found
 
 
 def _garbage_ns(rank: Rank) -> float:

@@ -331,10 +331,6 @@ def _straggler(
         rest = [rank for rank in ranks if rank is not mine]
         if late.cause in OWN_PHASES:  # the figures of the page's table
             own, others = mine.phases_ns.get(late.cause, own), _median(rest, late.cause)
-        elif late.cause == "compute":
-            computes = [rank.compute_ns for rank in rest if rank.compute_ns is not None]
-            own = mine.compute_ns or sum(mine.phases_ns.get(phase, 0) for phase in ("forward", "backward"))
-            others = statistics.median_low(computes) if computes and mine.compute_ns else max(own - late.caused_ns, 0)
         cause = _Excess(late.cause, own, others, late.callback)
         return replace(_found(mine, cause, late.caused_ns, None), caused_share=late.share, pulse_steps=pulse.steps)
     found = _of_windows(ranks, by_rank, waiting)

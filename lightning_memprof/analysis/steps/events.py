@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_memprof.artifacts.series import PHASES, HookRow
 
@@ -38,6 +39,9 @@ OWN_WORK: Final = "[MemProfiler]"
 # The profiler's own callbacks: their hooks open and close windows.
 _PROFILERS: Final = frozenset({"AttachedCallback", "MemProfilerCallback"})
 LOGGER: Final = "[Logger]"
+_LOG: Final = re.compile(r"\[LightningModule\].*\.log\Z")
+_METRIC: Final = "[Metric]"
+_WAIT: Final = re.compile(r"\[Strategy\].*\.(barrier|broadcast_sigterm)\Z")
 VALIDATION: Final = "run_validation"
 TRANSFER: Final = frozenset(
     {
@@ -125,6 +129,18 @@ def is_profiler(action: str) -> bool:
     return action.startswith(OWN_WORK) or (
         action.startswith(CALLBACK) and class_name(action.rpartition(".")[0]) in _PROFILERS
     )
+
+
+def meeting(action: str) -> Literal["self_log", "metric", "rank_wait"] | None:
+    """Return the part of the ledger of an action in which ranks may meet, None for others.
+
+    A barrier, and the flag that Lightning's loop sends in each step, are nothing but a wait for other ranks.
+    """
+    if _LOG.match(action):
+        return "self_log"
+    if _WAIT.match(action):
+        return "rank_wait"
+    return "metric" if action.startswith(_METRIC) else None
 
 
 def classify(action: str, stage: str) -> str | None:

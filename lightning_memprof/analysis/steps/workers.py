@@ -13,6 +13,8 @@ from lightning_memprof.artifacts.series import ProcessRow
 
 # Fewer batches do not represent a worker.
 MIN_BATCHES: Final = 4
+# Fewer looks at the fetches of all workers show no usual place.
+MIN_LOOKS: Final = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +107,14 @@ class Loading:
     """What one batch costs a worker.
 
     ``fetch_ns`` without waits for a core, of which ``cpu_ns`` are on a core, and ``collate_ns`` in ``collate_fn``.
+    ``lock_share`` of the fetches the worker waits for a lock of several processes, mostly at the line ``lock``.
     """
 
     fetch_ns: float
     cpu_ns: float
     collate_ns: float = 0.0
+    lock_share: float = 0.0
+    lock: str | None = None
 
     @property
     def is_cpu_bound(self) -> bool:
@@ -140,7 +145,15 @@ def loading(rank: Rank) -> Loading | None:
 
     cpu, fetch = per_batch("fetch_cpu_ns"), per_batch("fetch_ns")
     waited = per_batch("core_wait_ns")
-    return Loading(fetch_ns=max(fetch - waited, cpu), cpu_ns=cpu, collate_ns=per_batch("collate_ns"))
+    last = [after for _, after in spans]
+    looks, locks = sum(row.looks or 0 for row in last), sum(row.lock_waits or 0 for row in last)
+    return Loading(
+        fetch_ns=max(fetch - waited, cpu),
+        cpu_ns=cpu,
+        collate_ns=per_batch("collate_ns"),
+        lock_share=locks / looks if looks >= MIN_LOOKS else 0.0,
+        lock=max(last, key=lambda row: row.lock_waits or 0).lock,
+    )
 
 
 def _spans(rank: Rank) -> Iterator[tuple[ProcessRow, ProcessRow]]:

@@ -200,7 +200,7 @@ def timed_parts(parts: Iterable[TimedPart], start: Report, stop: Report) -> Iter
 
     with ExitStack() as undo:
         undo.callback(is_open.clear)
-        for owner, method, action, _ in parts:
+        for owner, method, action, *_ in parts:
             known = actions.setdefault((type(owner), method), {})
             if isinstance(inspect.getattr_static(type(owner), method, None), FunctionType):
                 known[id(owner)] = action

@@ -43,6 +43,7 @@ _CHUNK_NS: Final = 2_000_000_000
 # After a training step the caches are cold, and reading memory costs as much as the rest of the pulse.
 _MEMORY_NS: Final = 10_000_000
 _CALLBACKS: Final = PHASES.index("callbacks")
+_OTHER: Final = PHASES.index("other")
 _UNREAD: Final = (None, None, None)
 _NO_DEVICE: Final = (None,) * (1 + len(PHASES))
 _ACTIONS_NS: Final = 60_000_000_000
@@ -339,8 +340,16 @@ def _followed_actions(run: RunContext) -> Iterator[ActionTotals]:
     path = run.sink.place.directory / actions_name(run.rank)
     totals = ActionTotals(path, clock.actions)
     parts = [part for part in run.parts() if part.always]
+    meeting = {part.action: clock.slot(part.action, _OTHER) for part in parts if part.meets}
+
+    def enter(action: str) -> None:
+        if (slot := meeting.get(action)) is None:
+            clock.enter_within(action)
+        else:
+            clock.enter(slot)
+
     try:
-        with timed_parts(parts, clock.enter_within, lambda _: clock.leave()), gc_pauses(clock):
+        with timed_parts(parts, enter, lambda _: clock.leave()), gc_pauses(clock):
             yield totals
     finally:
         if totals.write():

@@ -35,7 +35,7 @@ LABELS: Final[Mapping[str, str]] = {
     "pending": "pending free",
     "python": "Python",
     "queue": "queued, not started",
-    "rank_wait": "waiting for the late rank",
+    "rank_wait": "waiting for other ranks",
     "workers": "worker processes",
 }
 # The stack of a block.

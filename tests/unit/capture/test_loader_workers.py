@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from lightning_memprof.capture import loader_workers
 from lightning_memprof.capture.loader_workers import (
     counted_workers,
     exit_code,
+    waits_for_lock,
     worker_batches,
     worker_counts,
     worker_memory,
@@ -107,6 +113,72 @@ def test_workers_count_their_batches_with_every_start_method(start: str) -> None
         for pid in worker_pids():
             assert sum(ns for _, ns in worker_batches(pid)) == worker_counts(pid)["fetch_ns"]
         del loader
+
+
+class Slow(Dataset[torch.Tensor]):
+    """Each sample sleeps, one at a time where there is a lock: of several processes, or a file's."""
+
+    def __init__(self, guard: Any) -> None:
+        self.guard = guard
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if isinstance(self.guard, Path):
+            with self.guard.open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                time.sleep(0.05)
+                return torch.zeros(1)
+        with self.guard:
+            time.sleep(0.05)
+            return torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("guard", "is_lock"),
+    [
+        pytest.param(lambda _: multiprocessing.Lock(), True, id="lock of processes"),
+        pytest.param(lambda path: path / "lock", True, id="lock of a file"),
+        pytest.param(lambda _: contextlib.nullcontext(), False, id="sleep"),
+        pytest.param(lambda _: multiprocessing.Semaphore(3), False, id="free lock"),
+    ],
+)
+def test_a_worker_sees_that_it_waits_for_a_lock_of_others_and_at_which_line(
+    guard: Callable[[Path], Any], is_lock: bool, tmp_path: Path
+) -> None:
+    with counted_workers():
+        loader = DataLoader(
+            Slow(guard(tmp_path)), batch_size=4, num_workers=3, persistent_workers=True, multiprocessing_context="fork"
+        )
+        list(loader)
+        found = [worker_counts(pid) for pid in worker_pids()]
+        del loader
+    share = sum(counts["lock_waits"] for counts in found) / sum(counts["looks"] for counts in found)
+    # Two of three wait for the third.
+    assert share > 0.4 if is_lock else share < 0.2
+    if is_lock:
+        assert {counts["lock"].partition(":")[0] for counts in found} == {"__getitem__ (test_loader_workers.py"}
+
+
+@pytest.mark.parametrize(
+    ("call", "waits"),
+    [
+        ("202 0x7f94c381c000 0x109 0x0 0x0 0x0 0xffffffff 0x7ffd 0x7f94", True),
+        ("202 0x559990ce2530 0x89 0x0 0x7ffd 0x0 0xffffffff 0x7ffd 0x7f94", False),  # of threads of one process
+        ("73 0xd 0x2 0x0 0x7f94 0x0 0x0 0x7ffd 0x7f94", True),
+        ("72 0x11 0x7 0x7ffd 0x7f94 0x0 0x0 0x7ffd 0x7f94", True),
+        ("72 0x11 0x1 0x7ffd 0x7f94 0x0 0x0 0x7ffd 0x7f94", False),
+        ("230 0x1 0x1 0x7ffd 0x0 0x0 0x0 0x7ffd 0x7f94", False),
+        ("running", False),
+        ("", False),
+    ],
+)
+def test_locks_of_several_processes_are_told_by_the_call_of_the_kernel(
+    call: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="x86_64"))
+    assert waits_for_lock(call) == waits
 
 
 class Broken(Dataset[torch.Tensor]):

@@ -171,5 +171,5 @@ def test_waiting_for_a_late_rank_is_not_called_the_backward_pass(tmp_path: Path)
 
     run = load_run(make_run(tmp_path, FakeRun(world_size=2, phases=phases, trace=False)))
     found = nothing_found(Facts.of(run))
-    assert found.sentence == "Waiting for the late rank takes 60% of each step."
+    assert found.sentence == "Waiting for other ranks takes 60% of each step."
     assert "the second largest part is the backward pass 20%" in found.why

@@ -9,6 +9,7 @@ import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, examine, examine_files
+from lightning_memprof.analysis.findings.data import input_bound
 from lightning_memprof.analysis.findings.measures import worker_advice
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import RunPlace, Sink
@@ -142,3 +143,31 @@ def test_the_slow_part_of_workers_is_named_by_their_counters(tmp_path: Path, col
     advice = worker_advice(facts, facts.run.lead, facts.ledgers[0])
     assert advice is not None
     assert advice.startswith(f"Make {method} faster: a worker needs 400 ms per batch")
+
+
+@pytest.mark.parametrize(
+    ("lock_waits", "next_step"),
+    [
+        (60, "Let each worker load without the lock in read (data.py:7), "),
+        (20, "Use DataLoader(num_workers=7): a worker needs 400 ms per batch"),
+    ],
+)
+def test_workers_that_take_turns_at_a_lock_need_no_more_workers(
+    tmp_path: Path, lock_waits: int, next_step: str
+) -> None:
+    loader = {"num_workers": 3, "dataset": "Images", "persistent_workers": True}
+    usual = sum(HEALTHY.values()) - HEALTHY["data_wait"]
+    fake = FakeRun(phases=lambda *_: {**HEALTHY, "data_wait": 60 * MS}, training={"dataloaders": [loader]})
+    directory = make_run(tmp_path, fake)
+    rows = [
+        {"kind": "worker", "pid": 7, "worker": 0, "step": n, "time_ns": n * 10**9, "batches": 10 * n,
+         "fetch_ns": 4000 * MS * n, "fetch_cpu_ns": 10 * MS * n, "collate_ns": 0, "looks": 100,
+         "lock_waits": lock_waits, "lock": "read (data.py:7)"}
+        for n in (1, 3)
+    ]  # fmt: skip
+    (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = input_bound(Facts.of(load_run(directory)))
+    assert found.next_steps[0].startswith(next_step.replace("=7", f"={-(-400 * MS // usual)}"))
+    assert ("its 3 workers take turns at a lock in read (data.py:7)" in found.sentence) == (lock_waits == 60)
+    assert found.recovers is not None
+    assert found.recovers.max <= 60 * MS

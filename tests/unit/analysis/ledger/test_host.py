@@ -392,6 +392,21 @@ def test_logging_and_metrics_in_forward_own_their_time(tmp_path: Path) -> None:
     }
 
 
+def test_a_collective_in_self_log_is_a_wait_for_other_ranks_and_the_rest_is_logging(tmp_path: Path) -> None:
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        action(FORWARD, 0, 80),
+        operator("aten::mm", 0, 20),
+        action("[pl][profile][LightningModule]Net.log", 20, 70),
+        operator("c10d::allreduce_", 30, 32),
+        {**operator("gloo:all_reduce", 31, 65), "cat": "user_annotation", "tid": 77},
+        action("[pl][profile][LightningModule]Net.log", 72, 78),
+    )
+    assert (found.ns("rank_wait"), found.ns("self_log"), found.ns("forward")) == (39_000, 17_000, 24_000)
+    assert total(found.lines) == found.step_ns
+
+
 def penalized(net: Any, batch: Any) -> Any:
     import torch
 

@@ -76,6 +76,13 @@ def test_the_others_wait_in_the_phases_that_are_longer_than_the_late_ranks(tmp_p
     assert total(facts.ledgers[0].lines) == facts.ledgers[0].step_ns
 
 
+def test_a_longer_forward_is_late_where_the_others_wait_in_collectives_outside_the_phases(tmp_path: Path) -> None:
+    found = compared(tmp_path, lambda rank, _: {"forward": 30} if rank == 1 else {"other": 30}, waits=False)
+    assert found.late is not None
+    assert (found.late.rank, found.late.cause) == (1, "compute")
+    assert found.waits_ns == {0: {"other": 30 * MS}}
+
+
 def test_a_rank_for_which_nobody_waits_is_no_straggler(tmp_path: Path) -> None:
     assert compared(tmp_path, lambda rank, _: {"data_wait": 30} if rank == 1 else {}, waits=False).late is None
 
