@@ -98,7 +98,8 @@ class TrainingFacts(OpenRow):
 
     ``parameters`` counts numbers, ``threads`` are those of one operator, ``parameter_dtypes`` has bytes by dtype,
     ``not_optimized`` the paths of modules whose parameters need gradients and are in no optimizer, ``compiled`` those
-    of the modules that torch.compile has compiled, ``""`` for the model.
+    of the modules that torch.compile has compiled, ``""`` for the model. ``clips_itself`` is whether the module has its
+    own ``configure_gradient_clipping``.
     """
 
     num_batches: Int64 | None = None
@@ -115,6 +116,7 @@ class TrainingFacts(OpenRow):
     not_optimized: list[str] = msgspec.field(default_factory=list)
     compiled: list[str] = msgspec.field(default_factory=list)
     detect_anomaly: bool | None = None
+    clips_itself: bool | None = None
     threads: Int64 | None = None
 
 

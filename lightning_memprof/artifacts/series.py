@@ -236,7 +236,8 @@ class SavedTensorsRow(SeriesRow):
     """Saved activations at the start of a backward, or bytes by category at the end of a step (``held``).
 
     By module: ``modules`` has the bytes saved in it and with its submodules, the count of forwards, their ns, and the
-    bytes of their inputs; ``parameters`` the bytes of parameters and gradients.
+    bytes of their inputs; ``parameters`` the bytes of parameters and gradients. ``detects_anomaly`` is whether a
+    module's forward ran under autograd's anomaly detection.
     """
 
     series = "saved_tensors"
@@ -251,6 +252,7 @@ class SavedTensorsRow(SeriesRow):
     held: dict[str, Int64 | None] | None = None
     parameters: dict[str, list[Int64 | None]] = msgspec.field(default_factory=dict)
     note: str | None = None
+    detects_anomaly: bool | None = None
 
 
 class PeakRow(SeriesRow):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import lightning
 import psutil
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import IterableDataset
 
 import lightning_memprof
@@ -116,6 +117,7 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "parameter_dtypes": {} if parameters is None else _bytes_by_dtype(parameters),
         "largest_parameters": [] if lazy else _largest_parameters(module),
         "detect_anomaly": torch.is_anomaly_enabled(),
+        "clips_itself": is_overridden("configure_gradient_clipping", module),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "profiler": type(trainer.profiler).__name__,  # type: ignore[attr-defined]
         "threads": torch.get_num_threads(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +20,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from faults import Samples, Steady, Training, findings_of, findings_of_run
-from lightning_memprof import Schedule
+from lightning_memprof import ExtendedPyTorchProfiler, Schedule
 from lightning_memprof.analysis.findings import Finding, Severity
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
+from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import Holders, HookTimings, Pulse, SavedTensors
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import MIB
@@ -381,3 +383,112 @@ def test_a_rank_that_holds_more_memory_than_the_other_is_found(tmp_path: Path) -
     assert finding.numbers["peak_bytes"] - finding.numbers["others_bytes"] == pytest.approx(400 * MIB, rel=0.2)
     assert finding.evidence[0].artifact == "memprofiler/pulse.rank00001.csv"
     assert "memory_imbalance" not in findings_of_run(only_run(directory / "even"))
+
+
+class Clipping(Steady):
+    """Looks at its gradients for longer than the rest of the step takes, or leaves clipping to the Trainer."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *limits: Any, **options: Any) -> None:
+        time.sleep(self.seconds)
+
+
+@pytest.mark.parametrize("model", [Clipping, Steady])
+def test_a_module_that_clips_gradients_itself_is_named(tmp_path: Path, model: type[Steady]) -> None:
+    found = findings_of(
+        tmp_path, Training(model=model(), options={"gradient_clip_val": 1.0} if model is Steady else {})
+    )
+    assert ("hook_bound" in severities(found)) == (model is Clipping)
+    if model is Clipping:
+        assert found["hook_bound"].sentence.startswith("The hook Clipping.configure_gradient_clipping of the module ")
+        assert "clip_grad_norm_" in found["hook_bound"].next_steps[0]
+
+
+class Guarded(Wide):
+    """A deep network; its step is in a region of anomaly detection, or not."""
+
+    def __init__(self, is_guarded: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)), nn.Linear(256, 1))
+        self.automatic_optimization = False
+        self.is_guarded = is_guarded
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        with torch.autograd.set_detect_anomaly(self.is_guarded):
+            loss = self.net(batch.repeat(64, 1)).square().mean()
+            self.manual_backward(loss)
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_anomaly_detection_in_a_region_of_the_program_is_found(tmp_path: Path, is_guarded: bool) -> None:
+    training = Training(model=Guarded(is_guarded), data=Samples(24, width=256), collectors=[Pulse(), SavedTensors()])
+    found = findings_of(tmp_path, training)
+    assert ("anomaly_detection" in found) == is_guarded
+    if is_guarded:
+        assert found["anomaly_detection"].next_steps[0].startswith("Remove torch.autograd.detect_anomaly()")
+
+
+def shown(directory: Path, model: pl.LightningModule, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The sentences of the page of a training with an operator trace, by rule."""
+    options = {"profiler": ExtendedPyTorchProfiler(record_shapes=True)}
+    findings_of(directory, Training(model=model, data=Samples(24, width=256), collectors=None, options=options))
+    capsys.readouterr()
+    assert main(["show", str(only_run(directory)), "--format", "json"]) == 0
+    return {finding["rule"]: finding["sentence"] for finding in json.loads(capsys.readouterr().out)["findings"]}
+
+
+class Frontend(nn.Module):
+    """A product with constants of one type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("constants", torch.randn(256, 512, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(self.constants.dtype) @ self.constants).float()  # type: ignore[operator, arg-type]
+
+
+class Prepared(Wide):
+    """Prepares its inputs without gradients, as a spectrum is."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.frontend = Frontend(dtype)
+        self.net = nn.Sequential(nn.Linear(512, 1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            prepared = self.frontend(batch.repeat(512, 1))
+        return self.net(prepared).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_float64_without_gradients_is_found_in_the_time_of_operators(
+    tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = shown(tmp_path, Prepared(dtype), capsys).get("double_precision", "")
+    assert ("operators' time is in float64, mostly in frontend" in sentence) == (dtype is torch.float64)
+
+
+class Described(Wide):
+    """Writes its outputs as text, or not."""
+
+    def __init__(self, is_text: bool) -> None:
+        super().__init__()
+        self.is_text = is_text
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        outputs = self.net(batch.repeat(256, 1))
+        if self.is_text:
+            str(outputs.detach().repeat(1, 3))
+        return outputs.square().mean()
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_tensors_as_text_are_named_as_such(tmp_path: Path, is_text: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with torch._tensor_str.printoptions(threshold=10_000):
+        sentence = shown(tmp_path, Described(is_text), capsys).get("python_time", "")
+    assert sentence.startswith("Tensors as text: training_step formats tensors (print, f-string, repr), ") == is_text

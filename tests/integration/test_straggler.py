@@ -96,7 +96,9 @@ def test_who_waits_for_a_slow_forward_in_self_log_waits_for_that_rank_and_not_fo
     if slow == "-1":
         assert "straggler" not in found or found["straggler"]["severity"] == "info"
         return
-    assert document["verdict"]["sentence"].startswith("Rank 1 is the straggler: its forward takes ")
+    # Its rank of severity is that of its waits for a core, which a busy machine makes longer.
+    assert document["verdict"]["rule"] != "logging_bound"
+    assert found["straggler"]["sentence"].startswith("Rank 1 is the straggler: its forward takes ")
     straggler = document["across_ranks"]["straggler"]
     assert (straggler["rank"], straggler["cause"]) == (1, "compute")
     # The other rank waits at least half of the sleep, and regains that.

@@ -62,6 +62,14 @@ DOING: Final = {
     "callbacks": "callbacks",
     "other": "untracked time",
 }
+OWNED: Final[Mapping[str, tuple[TimePart, ...]]] = {
+    "data_wait": ("data_wait",),
+    "forward": ("forward", "forward_hook", "self_log"),
+    "backward": ("backward", "backward_hook"),
+    "optimizer": ("optimizer",),
+    "callbacks": ("callback",),
+    "other": ("untracked",),
+}
 # Also a late rank that the program did not cause decides what the others do.
 MEETING: Final[Mapping[str, TimePart]] = {"waiting for other ranks": "rank_wait", "communication": "collective"}
 # A Trainer that has reached max_epochs ends a second fit at once.
@@ -100,11 +108,15 @@ def nothing_found(facts: Facts) -> Finding:
         return replace(bound, why=f"{early}{bound.why}{few}")
     ledger = facts.ledgers[rank.rank]
     shares = {DOING[phase]: statistics.share(phase) for phase in (first, second)}
+    if ledger.waits_for_cores:
+        # Phases include the wait for a core; the shares of a page do not.
+        shares = {DOING[phase]: ledger.ns(*parts) / ledger.running_ns for phase, parts in OWNED.items()}
+        first, second = sorted(OWNED, key=lambda phase: -shares[DOING[phase]])[:2]
     for words, part in MEETING.items():
-        if (met := ledger.communicates(part) / ledger.step_ns) > shares[DOING[first]] / 2:
+        if (met := ledger.communicates(part) / ledger.running_ns) > shares[DOING[first]] / 2:
             shares |= {words: met, DOING[first]: shares[DOING[first]] - met}
     (doing, most), (next_doing, next_most), *_ = sorted(shares.items(), key=lambda item: -item[1])
-    dominant = f"{doing} {'take' if doing == 'callbacks' else 'takes'} {percent(most)} of each step"
+    dominant = f"{doing} {'take' if doing == 'callbacks' else 'takes'} {percent(most)} of {ledger.whole_text}"
     mean = f"The mean step takes {format_ns(statistics.mean_ns)}"
     runner_up = f"{next_doing} {percent(next_most)}"
     around = _around(ledger)
@@ -267,7 +279,7 @@ def _around(ledger: TimeLedger) -> str | None:
     if around <= ledger.ns("forward", "backward", "rank_wait", "stall"):
         return None
     length = "very short" if ledger.step_ns < SHORT_STEP_NS else "short"
-    return f"The steps are {length}: callbacks and untracked time take {percent(around / ledger.step_ns)} of each."
+    return f"The steps are {length}: callbacks and untracked time take {ledger.share_text(around)}."
 
 
 def _look_further(run: Run) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics as stats
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import torch_threads
@@ -26,14 +27,15 @@ MIN_DOUBLE: Final = 0.25
 def double_precision(facts: Facts) -> list[Finding]:
     """Find a training that computes in float64.
 
-    Recovers 35% to 50% of forward, backward and optimizer, times the share of float64 in the saved activations, or in
-    the parameters where these were not recorded. Lost: digits that training does not need.
+    Recovers 35% to 50% of forward, backward and optimizer, times the share of float64: in the saved activations, in the
+    parameters where these were not recorded, or in the time of operators where that is more, as without gradients.
+    Lost: digits that training does not need.
     """
     heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))
     if heaviest is None:
         return []
     rank, ledger = heaviest
-    source, share = _double_share(rank)
+    source, share = _double_share(rank, ledger)
     if share < MIN_DOUBLE or ledger.steps < MIN_STEPS:
         return []
     spent = ledger.ns("forward", "backward", "optimizer") * share
@@ -42,15 +44,15 @@ def double_precision(facts: Facts) -> list[Finding]:
         Finding(
             rule="double_precision",
             severity=worth.severity,
-            sentence=f"Double precision: {percent(share)} of the {source} are float64{facts.on_rank(rank)}.",
+            sentence=f"Double precision: {percent(share)} of the {source}{facts.on_rank(rank)}.",
             why=(
-                f"Forward, backward and optimizer take {format_ns(spent)} of a {format_ns(ledger.step_ns)} step; on "
+                f"Forward, backward and optimizer take {format_ns(spent)} of {ledger.length_text}; on "
                 "float64, operators take about twice the time and memory."
             ),
             next_steps=(
                 (
                     "Compute in float32: cast inputs with .float(), remove .double(), "
-                    "torch.set_default_dtype(torch.float64) and Trainer(precision='64-true')."
+                    "torch.set_default_dtype(torch.float64) and Trainer(precision='64-true'); NumPy makes float64."
                 ),
             ),
             evidence=(facts.pulse(rank), *facts.recorded(rank, "saved_tensors")),
@@ -61,13 +63,21 @@ def double_precision(facts: Facts) -> list[Finding]:
     ]
 
 
-def _double_share(rank: Rank) -> tuple[str, float]:
-    """Return the source of the figure, and the share of float64 in its bytes of floating-point numbers."""
+def _double_share(rank: Rank, ledger: TimeLedger) -> tuple[str, float]:
+    """Return what is float64, and its share: of bytes of floating-point numbers, or of the time of operators."""
     rows = [row for window in rank.windows for row in window.read(SavedTensorsRow).recorded if row.dtypes]
     parameters = rank.training.parameter_dtypes if rank.training else {}
     source, dtypes = ("saved activations", rows[-1].dtypes) if rows else ("parameters", parameters)
     total = sum(size for dtype, size in dtypes.items() if "float" in dtype)
-    return source, dtypes.get("float64", 0) / total if total else 0.0
+    share = dtypes.get("float64", 0) / total if total else 0.0
+    doubles: Counter[str] = Counter()
+    for work in ledger.work:
+        if work.dtype == "float64":
+            doubles[work.module or "the model"] += round(work.ns)
+    timed = doubles.total() / max(sum(work.ns for work in ledger.work), 1)
+    if timed <= share or not doubles:
+        return f"{source} are float64", share
+    return f"operators' time is in float64, mostly in {doubles.most_common(1)[0][0]}", timed
 
 
 # With twice as many threads as cores, each parallel region waits for threads that do not run.
@@ -144,12 +154,12 @@ def idle_cores(facts: Facts) -> list[Finding]:
             rule="idle_cores",
             severity=worth.severity,
             sentence=(
-                f"Operators use {threads} of {cores} cores{facts.on_rank(rank)}: {percent(spent / ledger.step_ns)} of "
-                "each step can run in parallel."
+                f"Operators use {threads} of {cores} cores{facts.on_rank(rank)}: {ledger.share_text(spent)} can "
+                "run in parallel."
             ),
             why=(
-                f"Operators of {format_ns(PARALLEL_NS)} per call and longer take {format_ns(spent)} of a "
-                f"{format_ns(ledger.step_ns)} step; torch.get_num_threads() is {threads}."
+                f"Operators of {format_ns(PARALLEL_NS)} per call and longer take {format_ns(spent)} of "
+                f"{ledger.length_text}; torch.get_num_threads() is {threads}."
             ),
             next_steps=(f"Use all cores: torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}.",),
             evidence=(facts.pulse(rank), *facts.recorded(rank, "operator_trace")),
@@ -188,6 +198,17 @@ def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
 
 # Anomaly detection keeps a stack for each forward operator and checks each gradient for NaN: 1.4 to 3 times the time.
 ANOMALY: Final = (0.3, 0.65)
+ANOMALY_OFF: Final = "Switch it off: Trainer(detect_anomaly=False), torch.autograd.set_detect_anomaly(False)."
+ANOMALY_REGION: Final = (
+    "Remove torch.autograd.detect_anomaly() or set_detect_anomaly(True) from the program: it is on in forward, and off "
+    "when the fit starts."
+)
+
+
+def _detects_anomaly(rank: Rank) -> bool:
+    """Return whether it is on at the start of the fit, or in a recorded forward."""
+    rows = (row for window in rank.windows for row in window.read(SavedTensorsRow).recorded)
+    return bool(rank.training and rank.training.detect_anomaly) or any(row.detects_anomaly for row in rows)
 
 
 def anomaly_detection(facts: Facts) -> list[Finding]:
@@ -195,7 +216,7 @@ def anomaly_detection(facts: Facts) -> list[Finding]:
 
     Recovers 30% to 65% of forward and backward. Lost: the forward's stack when a gradient becomes NaN.
     """
-    ranks = [rank for rank in facts.run.ranks if rank.training is not None and rank.training.detect_anomaly]
+    ranks = [rank for rank in facts.run.ranks if _detects_anomaly(rank)]
     if not ranks or ranks[0].rank not in facts.ledgers:
         return []
     rank, ledger = ranks[0], facts.ledgers[ranks[0].rank]
@@ -206,14 +227,13 @@ def anomaly_detection(facts: Facts) -> list[Finding]:
             rule="anomaly_detection",
             severity=worth.severity,
             sentence=(
-                f"Anomaly detection is on: forward and backward take {percent(ledger.share('forward', 'backward'))} of "
-                f"each step{facts.on_rank(rank)}."
+                f"Anomaly detection is on: forward and backward take {ledger.share_text(spent)}{facts.on_rank(rank)}."
             ),
             why=(
-                f"{format_ns(spent)} of a {format_ns(ledger.step_ns)} step; anomaly detection keeps a stack for each "
+                f"{format_ns(spent)} of {ledger.length_text}; anomaly detection keeps a stack for each "
                 "forward operator and checks every gradient for NaN."
             ),
-            next_steps=("Switch it off: Trainer(detect_anomaly=False), torch.autograd.set_detect_anomaly(False).",),
+            next_steps=(ANOMALY_OFF if rank.training and rank.training.detect_anomaly else ANOMALY_REGION,),
             evidence=(facts.pulse(rank),),
             numbers={"rank": rank.rank, "passes_ns": round(spent), "duration_ns": round(ledger.step_ns)},
             weight=worth.share,
@@ -268,7 +288,7 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
             severity=worth.severity,
             sentence=f"Optimizer-bound: {name} takes {ledger.share_text(optimizer_ns)}{facts.on_rank(rank)}.",
             why=(
-                f"{format_ns(optimizer_ns)} of a {format_ns(ledger.step_ns)} step: {name} updates its "
+                f"{format_ns(optimizer_ns)} of {ledger.length_text}: {name} updates its "
                 f"{f'{count:,} ' if count else ''}parameter tensors in a Python loop "
                 f"(foreach={optimizer.foreach}, fused={optimizer.fused} on {_device(optimizer)})."
             ),

@@ -9,6 +9,7 @@ from typing import Final
 from lightning_memprof.analysis.findings.measures import (
     Rhythm,
     cores_of_loading,
+    in_workers,
     more_workers,
     rhythm,
     sample_method,
@@ -41,7 +42,6 @@ from lightning_memprof.analysis.findings.traces import (
 from lightning_memprof.analysis.ledger.model import TimeLedger, total
 from lightning_memprof.analysis.ledger.run import RESTART
 from lightning_memprof.analysis.run.model import Rank
-from lightning_memprof.analysis.steps.workers import Loading
 from lightning_memprof.analysis.trace.model import Copies, TraceReport
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import ThroughputRow
@@ -105,7 +105,11 @@ def input_bound(facts: Facts) -> list[Finding]:
     in_few_steps = _in_few_steps(rank, share, loaders)
     at_epoch_starts = _share_at_epoch_starts(rank)
     few, worth = rhythm(rank, "data_wait"), _recovery(facts, rank, ledger, loaders, at_epoch_starts)
-    why = [f"The wait takes {format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step"]
+    # The wait of a process that loads itself includes that for a core.
+    own_ns = ledger.ns("data_wait") if ledger.waits_for_cores else wait_ns
+    part = ledger.share_text(own_ns) if ledger.waits_for_cores else f"{percent(share)} of each step"
+    whole = ledger.length_text if ledger.waits_for_cores else f"a {format_ns(statistics.mean_ns)} step"
+    why = [f"The wait takes {format_ns(own_ns)} of {whole}"]
     why += ["mostly in a few steps"] if in_few_steps else []
     why += [f"{percent(at_epoch_starts)} of it at the start of epochs"] if at_epoch_starts >= EPOCH_STARTS_SHARE else []
     return [
@@ -113,8 +117,8 @@ def input_bound(facts: Facts) -> list[Finding]:
             rule="input_bound",
             severity=Severity.INFO if few is not None and few.is_hiccup else worth.severity,
             sentence=(
-                f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {percent(share)} of each "
-                f"step{facts.on_rank(rank)}{_cause(ledger, loaders, at_epoch_starts, few, takes_turns(rank))}."
+                f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {part}"
+                f"{facts.on_rank(rank)}{_cause(rank, ledger, loaders, at_epoch_starts, few)}."
             ),
             why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
             next_steps=_next_steps(
@@ -161,8 +165,8 @@ def workers_restart(facts: Facts) -> list[Finding]:
             rule="workers_restart",
             severity=worth.severity,
             sentence=(
-                f"DataLoader workers restart in every epoch: {percent(ns / ledger.step_ns)} of the "
-                f"time{facts.on_rank(rank)} (persistent_workers=False)."
+                f"DataLoader workers restart in every epoch: {ledger.share_text(ns)}"
+                f"{facts.on_rank(rank)} (persistent_workers=False)."
             ),
             why=(
                 f"{format_ns(ns / line.count)} between two epochs, one in {1 / line.count:,.0f} steps"
@@ -231,17 +235,13 @@ def _share_at_epoch_starts(rank: Rank) -> float:
 
 
 def _cause(
-    ledger: TimeLedger,
-    loaders: Sequence[DataLoaderFacts],
-    at_epoch_starts: float,
-    few: Rhythm | None,
-    turns: Loading | None,
+    rank: Rank, ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float, few: Rhythm | None
 ) -> str:
     """Return what the wait is for, to end the sentence: few steps, workers, or the part of loading in this process."""
     workers = (loaders[0].num_workers or 0) if loaders else None
     if workers and at_epoch_starts >= EPOCH_STARTS_SHARE:
         return ": its workers restart every epoch" if loaders[0].persistent_workers is False else " as epochs start"
-    if turns is not None:
+    if (turns := takes_turns(rank)) is not None:
         return f": its {workers} workers take turns at a lock{f' in {turns.lock}' if turns.lock else ''}"
     part = _slowest_part(ledger, few)
     if few is not None and few.period is not None:
@@ -249,7 +249,7 @@ def _cause(
         source = f" for {owners.pop()}" if len(owners) == 1 else ""
         return f": {few.subject.lower()} waits {format_ns(few.mean_ns)}{source} (num_workers={workers or 0})"
     if workers:
-        return f": {format_count(workers, 'worker')} cannot keep up"
+        return f": {format_count(workers, 'worker')} cannot keep up{in_workers(rank)}"
     named = f", mostly in {_named(loaders, *part)}" if part else ""
     return "" if workers is None else f"{named} (num_workers=0)"
 
@@ -356,7 +356,7 @@ def padding(facts: Facts) -> list[Finding]:
             why=(
                 f"{padded:,} of {positions:,} positions in {len(rows)} recorded batches"
                 f", {percent(beyond / positions)} beyond the longest sample of their batch; forward and backward take "
-                f"{format_ns(ledger.ns('forward', 'backward'))} of a {format_ns(ledger.step_ns)} step."
+                f"{format_ns(ledger.ns('forward', 'backward'))} of {ledger.length_text}."
             ),
             next_steps=steps,
             evidence=facts.recorded(rank, "throughput"),

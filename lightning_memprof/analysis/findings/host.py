@@ -215,7 +215,7 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
 
 
 def _why(ledger: TimeLedger, lines: Sequence[TimeLine], ns: float, count: float) -> str:
-    why = f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step"
+    why = f"{format_ns(ns)} of {ledger.length_text}"
     if not count:
         return f"{why}."
     if count * ledger.steps < 1.5:
@@ -251,11 +251,9 @@ def between_steps(facts: Facts) -> list[Finding]:
         Finding(
             rule="between_steps",
             severity=worth.severity,
-            sentence=(
-                f"{percent(ns / ledger.step_ns)} of step time is outside the tracked phases{facts.on_rank(rank)}."
-            ),
+            sentence=(f"{ledger.share_text(ns)} is outside the tracked phases{facts.on_rank(rank)}."),
             why=(
-                f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step are untracked: no hook, callback or logger of "
+                f"{format_ns(ns)} of {ledger.length_text} are untracked: no hook, callback or logger of "
                 "the Trainer runs then, but code of the program or of Lightning's loop."
             ),
             next_steps=(
@@ -300,7 +298,10 @@ def core_wait(facts: Facts) -> list[Finding]:
             rule="core_wait",
             severity=Severity.WARNING,
             sentence=f"{use.owner} the cores: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
-            why=f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step.{use.text}",
+            why=(
+                f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step; all other "
+                f"shares are of the step's own time, without this wait.{use.text}"
+            ),
             next_steps=use.next_steps,
             evidence=(facts.pulse(rank), *facts.recorded(rank, "system")),
             numbers={
@@ -346,11 +347,12 @@ def _core_use(facts: Facts, rank: Rank) -> _CoreUse:
     each = max(cores // len(here), 1)
     count = max((loader.num_workers or 0 for loader in rank.training.dataloaders), default=0) if rank.training else 0
     of_workers = own - len(here) * process.mean / 100
+    compute = of_workers >= len(here) * process.mean / 100
     # Many workers that compute share the cores among themselves, whatever else runs.
-    if others >= of_workers and not (count >= MANY_PER_CORE * each and of_workers >= len(here) * process.mean / 100):
+    if others >= of_workers and not (count >= MANY_PER_CORE * each and compute):
         return _CoreUse(next_steps=(OTHERS, LIMIT), owner="Other processes take", text=text, own=own, others=others)
     owner, fewer = "The training's own processes share", FEWER_THREADS.format(count=max(each - count, 1))
-    if count >= each > 1:
+    if count >= each > 1 and compute:
         owner = f"{count} DataLoader workers take"
         fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
     return _CoreUse(next_steps=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)
@@ -401,7 +403,7 @@ def slow_steps(facts: Facts) -> list[Finding]:
             ),
             why=(
                 f"{len(few.steps)} of {few.seen} steps take {format_ns(few.mean_ns)}, the median step "
-                f"{format_ns(ledger.median_ns)}: their excess is {percent(ns / ledger.step_ns)} of step time."
+                f"{format_ns(ledger.median_ns)}: their excess is {ledger.share_text(ns)}."
                 + ("" if is_regular else " Without a period, a busy machine may be the cause.")
             ),
             next_steps=(
@@ -477,7 +479,7 @@ def gc_pauses(facts: Facts) -> list[Finding]:
 
 
 def _why_pauses(ledger: TimeLedger, ns: float, count: float, found: Pauses | None) -> str:
-    parts = [f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step; {count:,.3g} collections per step"]
+    parts = [f"{format_ns(ns)} of {ledger.length_text}; {count:,.3g} collections per step"]
     if found is not None and OLDEST in found.generations:
         full, full_ns = found.generations[OLDEST]
         parts.append(f"recorded: {format_count(full, 'full collection')}, {format_ns(full_ns)}")

@@ -318,6 +318,9 @@ SAVED_READS: Final = (0.8, 1.0)
 MIN_READS: Final = 256
 # Python collects young objects after this many new ones; a value that is read makes one or two.
 COLLECTED_AFTER: Final = 700
+# What torch calls to write a tensor as text, beside the reads of its values.
+FORMATS: Final = frozenset({"aten::masked_select", "aten::resolve_conj"})
+NO_TEXT: Final = 'Write tensors as text once in many steps, and in messages that are read: logger.debug("%s", tensor).'
 NO_LOOPS: Final = "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps."
 
 
@@ -326,12 +329,13 @@ class _Python:
     """Time outside operators in the forward of a module, or in the training step (an empty path).
 
     ``reads`` is the number of values that it reads one by one; then ``ns`` has the operators that read them, and the GC
-    pauses of the objects that these make.
+    pauses of the objects that these make. ``formats``: torch reads them to write tensors as text.
     """
 
     module: str
     ns: float
     reads: float
+    formats: bool = False
 
 
 def python_time(facts: Facts) -> list[Finding]:
@@ -354,6 +358,8 @@ def python_time(facts: Facts) -> list[Finding]:
     if python.reads:
         where, count = where.partition(",")[0], f"{python.reads:,.0f}"
         outside = f"Scalar loop: {where} reads {count} tensor values one by one (.item()): {share}"
+        if python.formats:
+            outside = f"Tensors as text: {where} formats tensors (print, f-string, repr), {count} values: {share}"
     saved = SAVED_READS if python.reads else SAVED_PYTHON
     worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
     return [
@@ -362,13 +368,14 @@ def python_time(facts: Facts) -> list[Finding]:
             severity=worth.severity,
             sentence=f"{outside}{facts.on_rank(rank)}.",
             why=(
-                f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step: each .item(), float() or bool() of a tensor "
+                f"{format_ns(ns)} of {ledger.length_text}: each .item(), float() or bool() of a tensor "
                 "is an operator and an object, which the GC collects."
                 if python.reads
-                else f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step are outside operators: self.log, metrics, "
+                else f"{format_ns(ns)} of {ledger.length_text} are outside operators: self.log, metrics, "
                 "NumPy, or loops over values."
             ),
             next_steps=(
+                *((NO_TEXT,) if python.formats else ()),
                 *((NO_LOOPS,) if python.reads else ()),
                 "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
                 *(() if python.reads else (NO_LOOPS,)),
@@ -392,19 +399,21 @@ def _python(ledger: TimeLedger) -> _Python:
     """Return the module, or the training step, with the most time outside operators."""
     lines: dict[str, list[TimeLine]] = defaultdict(list)
     for line in grouped(ledger.of("forward")):
-        if line.operator in OF_VALUES:
-            lines[line.module or ""].append(line)
+        lines[line.module or ""].append(line)
     return max((_in_python(ledger, *of) for of in lines.items()), key=lambda found: found.ns, default=NO_PYTHON)
 
 
 NO_PYTHON: Final = _Python(module="", ns=0.0, reads=0.0)
 
 
-def _in_python(ledger: TimeLedger, module: str, lines: Sequence[TimeLine]) -> _Python:
+def _in_python(ledger: TimeLedger, module: str, of_module: Sequence[TimeLine]) -> _Python:
+    lines = [line for line in of_module if line.operator in OF_VALUES]
     reads = sum(line.called for line in lines if line.operator in READS)
     if reads < MIN_READS:
         return _Python(module=module, ns=total(line for line in lines if not line.operator), reads=0.0)
     pauses = ledger.of("gc_pauses")
     collections = sum(line.count for line in pauses)
     collected = min(reads / (COLLECTED_AFTER * collections), 1.0) if collections else 0.0
-    return _Python(module=module, ns=total(lines) + total(pauses) * collected, reads=reads)
+    ns = total(lines) + total(pauses) * collected
+    called = {line.operator for line in of_module if line.called}
+    return _Python(module=module, ns=ns, reads=reads, formats=called >= FORMATS)

@@ -16,7 +16,7 @@ from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import OWN_WORK
 from lightning_memprof.analysis.steps.statistics import PulseStatistics
 from lightning_memprof.analysis.steps.system import systems
-from lightning_memprof.analysis.steps.workers import Loading, loading
+from lightning_memprof.analysis.steps.workers import Loading, loading, workers
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import HookRow
 from lightning_memprof.units import format_count, format_ns, percent
@@ -232,8 +232,24 @@ def cores_of_loading(facts: Facts, rank: Rank, ledger: TimeLedger) -> float | No
 def takes_turns(rank: Rank) -> Loading | None:
     """Return the cost of a batch where workers wait for one another at a lock, else None."""
     cost, loaders = loading(rank), rank.training.dataloaders if rank.training else ()
-    workers = max((loader.num_workers or 0 for loader in loaders), default=0)
-    return cost if cost is not None and workers > 1 and cost.lock_share >= TAKE_TURNS else None
+    most = max((loader.num_workers or 0 for loader in loaders), default=0)
+    return cost if cost is not None and most > 1 and cost.lock_share >= TAKE_TURNS else None
+
+
+def worker_method(cost: Loading, loaders: Sequence[DataLoaderFacts]) -> str:
+    """Return the method in which workers spend most of a batch."""
+    return "collate_fn" if cost.collate_ns > cost.fetch_ns / 2 else sample_method(loaders)
+
+
+def in_workers(rank: Rank) -> str:
+    """Return the slow part of the workers, to end a sentence, and whether it computes; empty where it is not known."""
+    cost, loaders = loading(rank), rank.training.dataloaders if rank.training else ()
+    if cost is None or not loaders:
+        return ""
+    method = worker_method(cost, loaders)
+    datasets = {worker.dataset for worker in workers(rank)} if method != "collate_fn" else set()
+    named = f"{datasets.pop()}.{method}" if len(datasets) == 1 and None not in datasets else method
+    return f", mostly {'computing' if cost.is_cpu_bound else 'waiting'} in {named}"
 
 
 def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
@@ -247,7 +263,7 @@ def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
     if cost is None or not loaders or not loaders[0].num_workers or step_ns <= 0:
         return None
     number, cores = loaders[0].num_workers, rank.facts.cpu_count
-    method = "collate_fn" if cost.collate_ns > cost.fetch_ns / 2 else sample_method(loaders)
+    method = worker_method(cost, loaders)
     here = sum(other.facts.host == rank.facts.host for other in facts.run.ranks)
     wanted = cost.workers_for(step_ns)
     if (turns := takes_turns(rank)) is not None:

@@ -178,7 +178,7 @@ def unused_gradients(facts: Facts) -> list[Finding]:
             rule="unused_gradients",
             severity=worth.severity,
             sentence=f"Unused gradients: {unused.sentence}{facts.on_rank(rank)}.",
-            why=f"{unused.why} of a {format_ns(ledger.step_ns)} step.",
+            why=f"{unused.why} of {ledger.length_text}.",
             next_steps=unused.next_steps,
             evidence=pulse_and_trace(facts, rank),
             numbers={"rank": rank.rank, "backward_ns": ledger.ns("backward"), "duration_ns": ledger.step_ns},
@@ -215,7 +215,7 @@ def double_backward(facts: Facts) -> list[Finding]:
             severity=worth.severity,
             sentence=f"Double backward: gradients of gradients take {share}{facts.on_rank(rank)}.",
             why=(
-                f"{format_ns(ns)} of a {format_ns(ledger.step_ns)} step: backward builds a graph of the gradients "
+                f"{format_ns(ns)} of {ledger.length_text}: backward builds a graph of the gradients "
                 "(create_graph=True), and a second backward runs through it."
             ),
             next_steps=(LAZY, NO_GRAPH),
@@ -384,8 +384,8 @@ def python_loop(facts: Facts) -> list[Finding]:
                 f"{ledger.share_text(loop.ns)}{facts.on_rank(rank)}."
             ),
             why=(
-                f"Forward and backward of its operators take {format_ns(loop.ns)} of a {format_ns(ledger.step_ns)} "
-                "step; each small call is dispatched from Python and uses few cores."
+                f"Forward and backward of its operators take {format_ns(loop.ns)} of {ledger.length_text}"
+                "; each small call is dispatched from Python and uses few cores."
             ),
             next_steps=(
                 (

@@ -112,7 +112,7 @@ def other_profiler(facts: Facts) -> list[Finding]:
             sentence=f"Another profiler is on: torch.profiler records the training{facts.on_rank(seen.rank)}.",
             why=(
                 f"{seen.reason[:1].upper()}{seen.reason[1:]}. It costs time for each operator; forward and backward "
-                f"take {format_ns(passes)}, GC pauses {format_ns(pauses)} of a {format_ns(ledger.step_ns)} step."
+                f"take {format_ns(passes)}, GC pauses {format_ns(pauses)} of {ledger.length_text}."
             ),
             next_steps=('Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',),
             evidence=tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == seen.rank),

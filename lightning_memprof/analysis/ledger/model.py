@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_memprof.analysis.memory.activations import patterns
-from lightning_memprof.units import percent
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -170,10 +170,26 @@ class TimeLedger:
         """The step without its wait for a core: the same whether other processes use the cores or not."""
         return self.step_ns - self.ns("core_wait")
 
+    @property
+    def waits_for_cores(self) -> bool:
+        """Whether the wait for a core is notable: then shares are of the step's own time, without it."""
+        return self.share("core_wait") >= NOTABLE_WAIT
+
+    @property
+    def whole_text(self) -> str:
+        """What shares are of, for people."""
+        return "each step's own time" if self.waits_for_cores else "each step"
+
+    @property
+    def length_text(self) -> str:
+        """How long that is, for people."""
+        if self.waits_for_cores:
+            return f"the step's own {format_ns(self.running_ns)}"
+        return f"a {format_ns(self.step_ns)} step"
+
     def share_text(self, ns: float) -> str:
-        """Return time as a share of the step, for people; of its own time, without a wait for a core, if it waits."""
-        own = "'s own time" if self.share("core_wait") >= NOTABLE_WAIT else ""
-        return f"{percent(ns / (self.running_ns or self.step_ns))} of each step{own}"
+        """Return time as a share of the step, for people."""
+        return f"{percent(ns / (self.running_ns or self.step_ns))} of {self.whole_text}"
 
     def of(self, *parts: TimePart) -> tuple[TimeLine, ...]:
         """Return the lines of some parts."""

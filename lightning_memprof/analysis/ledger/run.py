@@ -43,6 +43,7 @@ _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
 # The parts in which ranks meet.
 _MEETING: Final = (*_STEADY, "untracked", "rank_wait")
 _MODULE: Final = "[LightningModule]"
+_CLIPPING: Final = ".configure_gradient_clipping"
 # Actions inside forward, backward and optimizer that are separate lines.
 _WITHIN: Final = ("gc_pauses", "metric", "module_hook", "callback", "self_log")
 _NAMED_PARTS: Final[Mapping[str, HostPart]] = {
@@ -152,14 +153,15 @@ def _of_passes(recorded: TimeLedger | None, passes_ns: float) -> float:
 
 
 def _communication(lines: Sequence[TimeLine], recorded: TimeLedger | None) -> tuple[TimeLine, ...]:
-    """Return the waits for a late rank in every step, else those that were recorded, and the recorded transfers.
+    """Return the waits for other ranks in every step, or the recorded ones, whichever are more, and the transfers.
 
     They are no longer than the lines that hold them.
     """
     waits = [line for line in lines if line.part == "rank_wait"]
+    seen = [line for line in (recorded.communication if recorded else ()) if line.part == "rank_wait"]
     found = [
-        *waits,
-        *(line for line in (recorded.communication if recorded else ()) if line.part == "collective" or not waits),
+        *(max(waits, seen, key=total)),
+        *(line for line in (recorded.communication if recorded else ()) if line.part == "collective"),
     ]
     most = total(line for line in lines if line.part in _MEETING)
     return tuple(_divided(most, found, TimeLine(part="untracked", ns=0))[:-1])
@@ -308,7 +310,9 @@ def _totals(rank: Rank) -> dict[str, list[TimeLine]]:
         if row.in_window or not row.steps or not row.total_ns or row.action is None or row.phase is None:
             continue
         owner = _owner(
-            row.action, part_of(row.action, "callbacks" if row.phase == "callbacks" else "other", rank.facts.stage)
+            rank,
+            row.action,
+            part_of(row.action, "callbacks" if row.phase == "callbacks" else "other", rank.facts.stage),
         )
         if owner is not None:
             ns, count = row.total_ns / row.steps, (row.count or 0) / row.steps
@@ -322,7 +326,7 @@ def _recorded(rank: Rank, *, is_used: bool) -> dict[str, list[TimeLine]]:
     found: dict[tuple[str, HostPart, str], list[int]] = defaultdict(list)
     for step in steps:
         for phase, event in _with_phase(step, rank.facts.stage):
-            owner = _owner(event.action, event.part)
+            owner = _owner(rank, event.action, event.part)
             if owner is not None and (is_used or owner[0] != "profiler"):
                 found[(phase, owner[0], owner[1])].append(event.self_ns)
     lines: dict[str, list[TimeLine]] = defaultdict(list)
@@ -342,16 +346,16 @@ def _with_phase(step: StepEvents, stage: str) -> Iterator[tuple[str, Event]]:
         yield phase, event
 
 
-def _owner(action: str, part: str) -> tuple[HostPart, str] | None:
+def _owner(rank: Rank, action: str, part: str) -> tuple[HostPart, str] | None:
     """Return the part and the name of an action's self time, None where it stays with its phase."""
-    if is_profiler(action):
-        return "profiler", ""
-    if action == GC_PAUSE:
-        return "gc_pauses", ""
+    if action == GC_PAUSE or is_profiler(action):
+        return "gc_pauses" if action == GC_PAUSE else "profiler", ""
     if (own := meeting(action)) is not None:
         return own, action_name(action)
     if action.rpartition(".")[2] == "on_save_checkpoint" or action_name(action).startswith("ModelCheckpoint."):
         return "checkpoint", action_name(action)
+    if action.startswith(_MODULE) and action.endswith(_CLIPPING) and rank.training and rank.training.clips_itself:
+        return "module_hook", action_name(action)
     if part in _NAMED_PARTS:
         return _NAMED_PARTS[part], action_name(action)
     return ("module_hook", action_name(action)) if part == "other" and action.startswith(_MODULE) else None

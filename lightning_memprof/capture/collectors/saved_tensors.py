@@ -96,6 +96,7 @@ class _ForwardLog:
         self._rows: dict[str, _Row] = {}
         self._inside: list[tuple[str, Any, _Row]] = []
         self._timed: list[tuple[_Row, Any, Any]] = []
+        self.detects_anomaly = False
 
     def begin_step(self) -> None:
         """Discard the previous step."""
@@ -121,6 +122,8 @@ class _ForwardLog:
             if _current_graph_task_id() != -1:
                 recomputed += 1
                 return
+            # The program may switch it on for its own forward only.
+            self.detects_anomaly |= torch.is_anomaly_enabled()
             size = args[0].nbytes if len(args) == 1 and type(args[0]) is torch.Tensor else self._size(args)
             row = rows.get(path)
             if row is None:
@@ -243,6 +246,7 @@ class _Recorder:
                 parameters=sizes[1],
                 held={**sizes[0], "input_bytes": self._input_bytes},
                 note=None if self._backwards else NO_BACKWARD,
+                detects_anomaly=self._log.detects_anomaly,
             )
             self._write(mark, row)
 

@@ -37,6 +37,7 @@ from lightning_memprof.report.sections.memory import peak_stack
 from lightning_memprof.report.sections.steps import lead_throughput, main_rate
 from lightning_memprof.report.sections.tables import ratio
 from lightning_memprof.report.view import Overhead, View
+from lightning_memprof.units import format_ns
 
 # The section of a rule, by the beginning of its name.
 SECTIONS: Final = (
@@ -87,18 +88,21 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
 
 
 def step_stack(ledger: TimeLedger) -> Stack:
-    """Return the mean step by the parts of its ledger; small ones have one bar together."""
-    times = {part: ledger.ns(part) for part in get_args(HostPart)}
-    shown = {part: round(ns) for part, ns in times.items() if ns >= LEAST_SHARE * ledger.step_ns}
-    found = bars(shown, round(ledger.step_ns), "ns")
+    """Return the mean step by the parts of its ledger, without a notable wait for a core; small ones have one bar."""
+    beside = ledger.waits_for_cores
+    whole_ns = ledger.running_ns if beside else ledger.step_ns
+    times = {part: ledger.ns(part) for part in get_args(HostPart) if part != "core_wait" or not beside}
+    shown = {part: round(ns) for part, ns in times.items() if ns >= LEAST_SHARE * whole_ns}
+    found = bars(shown, round(whole_ns), "ns")
     small = sum(ns for part, ns in times.items() if part not in shown)
     if small:
         number = sum(1 for part, ns in times.items() if ns and part not in shown)
         name = (
             f"{number} smaller parts" if number > 1 else next(called(p) for p in times if times[p] and p not in shown)
         )
-        found.append(Bar(name, "other", duration(small, ledger.step_ns)))
-    return Stack("Mean step by part", duration(ledger.step_ns), found, notes=(f"mean of {ledger.basis}",))
+        found.append(Bar(name, "other", duration(small, whole_ns)))
+    wait = f", without {format_ns(ledger.ns('core_wait'))} of waiting for a core" if beside else ""
+    return Stack(f"Mean step by part{wait}", duration(whole_ns), found, notes=(f"mean of {ledger.basis}",))
 
 
 def finding_cards(findings: Iterable[Finding], file_ids: Mapping[str, str], known: Sequence[str]) -> list[Card]:

@@ -243,6 +243,8 @@ def _ledger(view: View) -> Iterator[Table]:
     ledger = view.ledger
     if ledger is None:
         return
+    beside = ledger.waits_for_cores
+    whole_ns = ledger.running_ns if beside else ledger.step_ns
     found = [line for line in grouped(ledger.lines) if line.ns >= LEAST_SHARE * ledger.step_ns]
     yield from filled(
         Table("ledger", "Step time by owner", notes=[*_ledger_notes(ledger), *compiled_note(view.training)], top=12),
@@ -251,7 +253,7 @@ def _ledger(view: View) -> Iterator[Table]:
         Field("owner", "code", lambda line: line.module or line.name or ("" if line.module is None else "(the model)")),
         Field("operator", "code", lambda line: line.operator or ""),
         Field("time/step", "ns", lambda line: line.ns, bar=True),
-        Field("share", "share", lambda line: line.ns / ledger.step_ns),
+        Field("share", "share", lambda line: line.ns / whole_ns if line.part != "core_wait" or not beside else None),
         Field("count/step", "count", lambda line: line.count or None, priority=1),
     )
 

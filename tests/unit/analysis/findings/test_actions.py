@@ -122,7 +122,7 @@ def test_a_single_checkpoint_of_a_run_is_information(tmp_path: Path) -> None:
 
 def test_time_outside_all_actions_is_found_and_recovers_at_most_that_time(tmp_path: Path) -> None:
     finding = found(tmp_path, FakeRun(phases=phases(other=30_000_000)))["between_steps"]
-    assert "63% of step time is outside the tracked phases" in finding.sentence
+    assert "63% of each step is outside the tracked phases" in finding.sentence
     assert finding.recovers is not None
     assert finding.recovers.max < 30_000_000
 

@@ -491,6 +491,13 @@ def test_many_workers_that_compute_are_the_cause_also_beside_other_processes(
     assert ("num_workers=7" in finding.next_steps[0]) == own
 
 
+def test_workers_that_sleep_do_not_take_the_cores(tmp_path: Path) -> None:
+    load = {"process_cpu_percent": 640.0, "workers_cpu_percent": 90.0, "machine_cpu_percent": 99.0}
+    finding = waits_for_a_core(tmp_path, 0.4, load=load, training=loader(num_workers=16))["core_wait"]
+    assert finding.sentence.startswith("The training's own processes share the cores: ")
+    assert "num_workers" not in finding.next_steps[0]
+
+
 def test_on_a_machine_with_free_cores_a_limit_is_the_cause(tmp_path: Path) -> None:
     load = {"process_cpu_percent": 100.0, "machine_cpu_percent": 40.0}
     finding = waits_for_a_core(tmp_path, 0.4, load=load)["core_wait"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.findings import Facts
+from lightning_memprof.analysis.findings import Facts, Severity
+from lightning_memprof.analysis.findings.communication import straggler
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.ranks.lateness import PulseLateness, pulse_lateness
 from lightning_memprof.analysis.run.load import load_run
@@ -81,6 +82,20 @@ def test_a_longer_forward_is_late_where_the_others_wait_in_collectives_outside_t
     assert found.late is not None
     assert (found.late.rank, found.late.cause) == (1, "compute")
     assert found.waits_ns == {0: {"other": 30 * MS}}
+
+
+@pytest.mark.parametrize(("core_wait_ns", "severity"), [(10 * MS, Severity.CRITICAL), (None, Severity.INFO)])
+def test_ranks_on_one_machine_have_a_straggler_if_waits_for_a_core_do_not_explain_it(
+    core_wait_ns: int | None, severity: Severity, tmp_path: Path
+) -> None:
+    def phases(rank: int, _step: int) -> dict[str, int]:
+        more = {"forward": 30} if rank == 1 else {"other": 30}
+        return {name: (ms + more.get(name, 0)) * MS for name, ms in USUAL.items()}
+
+    run = make_run(tmp_path, FakeRun(world_size=2, phases=phases, core_wait_ns=lambda _: core_wait_ns))
+    (found,) = straggler(Facts.of(load_run(run)))
+    assert found.severity is severity
+    assert found.sentence == "Rank 1 is the straggler: its forward takes 50.0 ms per step, 20.0 ms on the other ranks."
 
 
 def test_a_rank_for_which_nobody_waits_is_no_straggler(tmp_path: Path) -> None:
