@@ -237,7 +237,7 @@ class SavedTensorsRow(SeriesRow):
 
     By module: ``modules`` has the bytes saved in it and with its submodules, the count of forwards, their ns, and the
     bytes of their inputs; ``parameters`` the bytes of parameters and gradients. ``detects_anomaly`` is whether a
-    module's forward ran under autograd's anomaly detection.
+    module's forward ran under autograd's anomaly detection, ``doubles`` the modules that returned float64.
     """
 
     series = "saved_tensors"
@@ -253,6 +253,7 @@ class SavedTensorsRow(SeriesRow):
     parameters: dict[str, list[Int64 | None]] = msgspec.field(default_factory=dict)
     note: str | None = None
     detects_anomaly: bool | None = None
+    doubles: list[str] = msgspec.field(default_factory=list)
 
 
 class PeakRow(SeriesRow):

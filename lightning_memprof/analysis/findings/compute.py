@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 # a CPU, and up to 64 times on GPUs without float64 units.
 DOUBLE: Final = (0.35, 0.5)
 MIN_DOUBLE: Final = 0.25
+PASSES: Final = ("forward", "backward", "optimizer")
 
 
 def double_precision(facts: Facts) -> list[Finding]:
     """Find a training that computes in float64.
 
     Recovers 35% to 50% of forward, backward and optimizer, times the share of float64: in the saved activations, in the
-    parameters where these were not recorded, or in the time of operators where that is more, as without gradients.
+    parameters where these were not recorded, or in the time of modules that return it where that is more.
     Lost: digits that training does not need.
     """
     heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))
@@ -38,7 +39,7 @@ def double_precision(facts: Facts) -> list[Finding]:
     source, share = _double_share(rank, ledger)
     if share < MIN_DOUBLE or ledger.steps < MIN_STEPS:
         return []
-    spent = ledger.ns("forward", "backward", "optimizer") * share
+    spent = ledger.ns(*PASSES) * share
     worth = Recovery(unit="ns", min=spent * DOUBLE[0], max=spent * DOUBLE[1], whole=ledger.running_ns)
     return [
         Finding(
@@ -64,20 +65,22 @@ def double_precision(facts: Facts) -> list[Finding]:
 
 
 def _double_share(rank: Rank, ledger: TimeLedger) -> tuple[str, float]:
-    """Return what is float64, and its share: of bytes of floating-point numbers, or of the time of operators."""
+    """Return what is float64, and its share: of bytes of floating-point numbers, or of the model's time."""
     rows = [row for window in rank.windows for row in window.read(SavedTensorsRow).recorded if row.dtypes]
     parameters = rank.training.parameter_dtypes if rank.training else {}
     source, dtypes = ("saved activations", rows[-1].dtypes) if rows else ("parameters", parameters)
     total = sum(size for dtype, size in dtypes.items() if "float" in dtype)
     share = dtypes.get("float64", 0) / total if total else 0.0
-    doubles: Counter[str] = Counter()
-    for work in ledger.work:
-        if work.dtype == "float64":
-            doubles[work.module or "the model"] += round(work.ns)
-    timed = doubles.total() / max(sum(work.ns for work in ledger.work), 1)
-    if timed <= share or not doubles:
+    # Without gradients, as in a part that prepares inputs, no activation is saved.
+    paths = {path for window in rank.windows for row in window.read(SavedTensorsRow).recorded for path in row.doubles}
+    spent: Counter[str] = Counter()
+    for line in ledger.of("forward", "backward"):
+        if path := next((path for path in sorted(paths) if f"{line.module}.".startswith(f"{path}.")), None):
+            spent[path] += round(line.ns)
+    timed = spent.total() / max(ledger.ns(*PASSES), 1)
+    if timed <= share:
         return f"{source} are float64", share
-    return f"operators' time is in float64, mostly in {doubles.most_common(1)[0][0]}", timed
+    return f"model's time is in modules that return float64, mostly {spent.most_common(1)[0][0]}", timed
 
 
 # With twice as many threads as cores, each parallel region waits for threads that do not run.

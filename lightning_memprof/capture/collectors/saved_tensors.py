@@ -97,6 +97,7 @@ class _ForwardLog:
         self._inside: list[tuple[str, Any, _Row]] = []
         self._timed: list[tuple[_Row, Any, Any]] = []
         self.detects_anomaly = False
+        self.doubles: set[str] = set()
 
     def begin_step(self) -> None:
         """Discard the previous step."""
@@ -115,6 +116,7 @@ class _ForwardLog:
         now: Callable[[], Any] = time.perf_counter_ns if timer is None else timer.record
         zero = None if timer else 0
         sequences, owners, rows, inside = self.sequences, self.owners, self._rows, self._inside
+        doubles, double = self.doubles, torch.float64
         recomputed = 0
 
         def before(path: str, args: tuple[Any, ...]) -> None:
@@ -135,8 +137,10 @@ class _ForwardLog:
             owners.append(path)
             inside.append((path, now(), row))
 
-        def after(path: str, output: Any) -> None:  # noqa: ARG001 the innermost one ends
+        def after(path: str, output: Any) -> None:
             nonlocal recomputed
+            if type(output) is torch.Tensor and output.dtype is double:
+                doubles.add(path)
             if recomputed:
                 recomputed -= 1
             elif inside:
@@ -247,6 +251,7 @@ class _Recorder:
                 held={**sizes[0], "input_bytes": self._input_bytes},
                 note=None if self._backwards else NO_BACKWARD,
                 detects_anomaly=self._log.detects_anomaly,
+                doubles=sorted(self._log.doubles),
             )
             self._write(mark, row)
 
