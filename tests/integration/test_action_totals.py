@@ -110,7 +110,9 @@ class Slow(pl.Callback):
 
 
 class Busy(Perceptron):
-    """Takes its time in hooks."""
+    """Takes its time in hooks, in every twelfth step several times as long as in any before."""
+
+    began = longest = 0.0
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         time.sleep(0.003)
@@ -118,9 +120,12 @@ class Busy(Perceptron):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("loss", 1.0)
         if batch_idx % 12 == 11:
-            time.sleep(0.3)
+            time.sleep(max(0.3, 4 * self.longest))
+        else:
+            self.longest = max(self.longest, time.perf_counter() - self.began)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.began = time.perf_counter()
         gc.collect()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:

