@@ -183,7 +183,9 @@ class StepClock:
             if code == _LEAVE:
                 del stack[max(len(stack) - 1, 1) :]
             elif code != _LEAVE_OUT:
-                stack.append(stack[-1] if code < 0 else self.actions[code][1])
+                # A meeting of ranks, as in `self.log`, is called in the phase around it.
+                inner = _OTHER if code < 0 else self.actions[code][1]
+                stack.append(stack[-1] if inner == _OTHER else inner)
         return PHASES[stack[-1]]
 
     def slot(self, action: str, phase: int) -> int:

@@ -383,3 +383,16 @@ def test_times_that_are_read_later_are_those_of_their_step() -> None:
     entered = [{name for name, phase in actions_of(clock, record)} for record in reversed(records)]
     assert entered == [{UNTRACKED, "backward", "hook"}, {UNTRACKED, "forward", "hook"}]
     assert all(sum(record.phases_ns) == record.duration_ns for record in records)
+
+
+def test_a_meeting_of_ranks_is_other_time_called_in_the_phase_around_it() -> None:
+    clock = StepClock(None)
+    clock.start()
+    clock.enter(clock.slot("training_step", PHASES.index("forward")))
+    clock.enter(clock.slot("[LightningModule]Net.log", PHASES.index("other")))
+    assert clock.phase() == "forward"
+    time.sleep(0.01)
+    clock.leave()
+    clock.leave()
+    _, times, _ = clock.stop()
+    assert times.phases_ns[PHASES.index("other")] > 10_000_000 > times.phases_ns[PHASES.index("forward")]
