@@ -75,13 +75,15 @@ def train(kind: str) -> None:
     trainer.fit(Busy(SLOWER * STEP_S if kind == "slower" else 0.0), data)
 
 
-def measured(rounds: int, steps: int) -> tuple[dict[str, list[float]], float]:
+def measured(rounds: int, steps: int, minutes: float) -> tuple[dict[str, list[float]], float]:
     """Return the mean step times in ns by kind and round, and the share of a core that the process takes that waits."""
     began, wall = time.process_time(), time.perf_counter()
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as place, progress() as bar:
         shown = bar.add_task("trials", total=rounds)
         for number in range(rounds):
+            if time.perf_counter() - wall > 60 * minutes:
+                break
             tasks = [Task(directory=str(Path(place, f"{number}-{kind}")), steps=steps, turn=TURN) for kind in KINDS]
             pairs = zip(KINDS, tasks, strict=True)
             with ExitStack() as running:
@@ -199,11 +201,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=100, metavar="N", help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=1e9, metavar="M", help="begin no further round after these")
     parser.add_argument("--quick", action="store_true", help="12 rounds of 20 steps: nothing is judged or written")
     options = parser.parse_args()
     rounds, steps = (12, 20) if options.quick else (options.rounds, options.steps)
     extra_s = overhead(400 if options.quick else 8000)
-    publish({"trials": fragment(*measured(rounds, steps), extra_s, trial=options.quick)}, trial=options.quick)
+    publish(
+        {"trials": fragment(*measured(rounds, steps, options.minutes), extra_s, trial=options.quick)},
+        trial=options.quick,
+    )
 
 
 if __name__ == "__main__":
