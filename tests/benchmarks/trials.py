@@ -174,12 +174,13 @@ def fragment(found: dict[str, list[float]], waiting: float, extra_s: float, *, t
     equals, gains = adaptive(bare, found["again"]), adaptive(found["slower"], bare)
     intervals = [change.time for change in equals if change.time is not None]
     holds, sees = sum(time.low <= 0 <= time.high for time in intervals), sum(change.is_faster for change in gains)
-    needed = statistics.mean(change.rounds for change in [*equals, *gains])
-    reach = statistics.median((time.high - time.low) / 2 for time in intervals)
-    words = f"until decided, {needed:.1f} in the mean"
-    rows.append([words, f"{holds} of {len(equals)}", f"{sees} of {len(gains)}", f"±{reach:.1%}"])
-    goals.append(Target("until decided: 0 in 93% of equal programs", rows[-1][1], holds >= 0.93 * len(equals)))
-    goals.append(Target("until decided: 5% found in 90%", rows[-1][2], sees >= 0.9 * len(gains)))
+    if intervals and gains:
+        needed = statistics.mean(change.rounds for change in [*equals, *gains])
+        reach = statistics.median((time.high - time.low) / 2 for time in intervals)
+        words = f"until decided, {needed:.1f} in the mean"
+        rows.append([words, f"{holds} of {len(equals)}", f"{sees} of {len(gains)}", f"±{reach:.1%}"])
+        goals.append(Target("until decided: 0 in 93% of equal programs", rows[-1][1], holds >= 0.93 * len(equals)))
+        goals.append(Target("until decided: 5% found in 90%", rows[-1][2], sees >= 0.9 * len(gains)))
     share = 1e9 * extra_s / min(bare)
     goals.append(Target("cost of `try` per step: below 1%", f"{share:.2%}", share < 0.01))
     heading = ["rounds", "equal programs whose interval has 0", "slower programs found", "median half interval"]
