@@ -82,18 +82,33 @@ _ELEMENTWISE: Final = frozenset(
 )
 
 
-# Arguments of which a kernel makes a contiguous copy, unless they are contiguous. Source: `layer_norm_kernel.cu` and
-# `SoftMax.cu` in aten/src/ATen/native/cuda.
+# Arguments of which a kernel makes a contiguous copy, unless they are contiguous, or have channels last where it reads
+# these too. `tests/gpu/test_operators.py` compares them with torch's allocator.
 _CONTIGUOUS: Final = MappingProxyType(
     {
         "aten.native_layer_norm.default": (0,),
         "aten.native_layer_norm_backward.default": (0, 1),
+        "aten.native_group_norm.default": (0,),
+        "aten.native_group_norm_backward.default": (0, 1),
         "aten._softmax.default": (0,),
         "aten._log_softmax.default": (0,),
-        "aten._softmax_backward_data.default": (0, 1),
+        "aten._softmax_backward_data.default": (1,),
         "aten._log_softmax_backward_data.default": (0, 1),
+        "aten.cumsum.default": (0,),
+        "aten.cumprod.default": (0,),
+        "aten.roll.default": (0,),
     }
 )
+_POOLED: Final = MappingProxyType(
+    {
+        "aten.avg_pool2d.default": (0,),
+        "aten.avg_pool2d_backward.default": (0, 1),
+        "aten.max_pool2d_with_indices.default": (0,),
+        "aten.max_pool2d_with_indices_backward.default": (0, 1),
+    }
+)
+# They convert their input to the result's dtype first; of sums those of integers do.
+_CONVERTING: Final = frozenset({"aten.cumsum.default", "aten.cumprod.default"})
 _CHANNELS_LAST: Final = MappingProxyType({4: torch.channels_last, 5: torch.channels_last_3d})
 
 
@@ -121,6 +136,9 @@ def in_order(name: str, result: Any) -> Any:
 
 def laid_out(name: str, args: Any, result: Any) -> Any:
     """Return the results of an operator in the memory format of CUDA's kernels, where fake tensors have another one."""
+    if name == "aten.log_sigmoid_forward.default":
+        # Only the CPU's kernel fills the buffer.
+        return result[0], result[1].new_empty(0)
     if name == "aten.convolution.default":
         return result.contiguous(memory_format=_format(args[0], args[1]))
     if name == "aten.convolution_backward.default":
@@ -139,8 +157,15 @@ def _format(data: Tensor, weight: Tensor) -> torch.memory_format:
     return last if is_last else torch.contiguous_format
 
 
-def _copies(name: str, args: Any) -> Iterator[Buffer]:
-    """Yield the copies of arguments in the memory format that the kernel reads."""
+def _copies(name: str, args: Any, result: Any) -> Iterator[Buffer]:
+    """Yield the copies of arguments in the dtype and memory format that the kernel reads."""
+    label = f"copy of an argument of {name}"
+    is_sum = name in _SUMS and not args[0].is_floating_point()
+    if (is_sum or name in _CONVERTING) and args[0].dtype != result.dtype:
+        yield Buffer(args[0].numel() * result.element_size(), label)
+    for index in _POOLED.get(name, ()):
+        if not (args[index].is_contiguous() or args[index].is_contiguous(memory_format=_CHANNELS_LAST[4])):
+            yield Buffer(args[index].nbytes, label)
     needed = [(args[index], torch.contiguous_format) for index in _CONTIGUOUS.get(name, ())]
     if name == "aten.convolution.default":
         needed = [(tensor, _format(args[0], args[1])) for tensor in args[:2]]
@@ -148,7 +173,8 @@ def _copies(name: str, args: Any) -> Iterator[Buffer]:
         needed = [(tensor, _format(args[1], args[2])) for tensor in args[:3]]
     for tensor, layout in needed:
         if not tensor.is_contiguous(memory_format=layout):
-            yield Buffer(tensor.nbytes, f"copy of an argument of {name}")
+            element = result.element_size() if name in _CONVERTING else tensor.element_size()
+            yield Buffer(tensor.numel() * element, label)
 
 
 def storage_bytes(name: str, args: Any, result: Tensor) -> int:
@@ -169,13 +195,15 @@ def kernel_buffers(name: str, args: Any, result: Any, resident_threads: int) -> 
         result: its result.
         resident_threads: how many threads all multiprocessors of the device run at once.
     """
-    yield from _copies(name, args)
+    yield from _copies(name, args, result)
     if name == "aten.convolution.default":
         yield from _convolution(args[0], result, args[8])
     elif name == "aten.convolution_backward.default":
         yield from _convolution_backward(args[0], args[1], args[9], args[10])
     elif name == "aten._scaled_dot_product_flash_attention_backward.default":
-        yield from _flash_backward(args[1])
+        yield from _flash_backward(args[1], (args[0], args[4]))
+    elif name == "aten.native_group_norm_backward.default":
+        yield from _group_norm_backward(args)
     elif name == "aten._scaled_dot_product_efficient_attention_backward.default":
         yield from _efficient_backward(args[1], args[5])
     elif name in _COPIES:
@@ -201,8 +229,23 @@ def _convolution_backward(gradient: Tensor, data: Tensor, groups: int, wanted: A
                 yield Buffer(gradient.nbytes + data.nbytes, label, is_optional=True)
 
 
-def _flash_backward(query: Tensor) -> Iterator[Buffer]:
-    """Yield the sums over rows, and the query's gradient in float32. Source: ``flash_api.cpp``."""
+def _group_norm_backward(args: Any) -> Iterator[Buffer]:
+    """Yield sums of each channel and each group. Source: ``group_norm_kernel.cu``."""
+    data, samples, channels, groups = args[1], args[5], args[6], args[8]
+    for count in (channels, channels, groups, groups):
+        yield Buffer(samples * count * max(data.element_size(), 4), "sums of group norm's backward")
+
+
+def _flash_backward(query: Tensor, others: tuple[Tensor, Tensor]) -> Iterator[Buffer]:
+    """Yield copies, the sums over rows, and the query's gradient in float32. Source: ``flash_api.cpp``.
+
+    Args:
+        query: samples x heads x rows x width.
+        others: the result's gradient and the result, which the kernel reads as samples x rows x heads x width.
+    """
+    for tensor in others:
+        if not tensor.transpose(1, 2).is_contiguous():
+            yield Buffer(tensor.nbytes, "copy of an argument of flash attention")
     samples, heads, rows, width = query.shape
     rows = _rounded(rows, _FLASH_ROWS)
     width = _rounded(width, _FLASH_WIDTH if width <= _FLASH_ROWS else 2 * _FLASH_WIDTH)

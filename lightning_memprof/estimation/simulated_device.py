@@ -32,7 +32,7 @@ from lightning_memprof.capture.torch_internals import (
 )
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.kernels import CpuKernels
-from lightning_memprof.estimation.storages import GRANULE
+from lightning_memprof.estimation.requests import GRANULE
 
 NAME: Final = "simgpu"
 _ALIGNMENT: Final = 8
@@ -317,16 +317,25 @@ def _with_float_result(operator: Any, casts: _Casts) -> Callable[..., Any]:
 
 def _softmax(name: str, casts: _Casts) -> Callable[..., Any]:
     operator = getattr(torch.ops.aten, name).int
-    fused = getattr(torch.ops.aten, f"_{name}")
     excluded = DispatchKeySet(DispatchKey.AutocastPrivateUse1)
 
     def call(value: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
         wanted = torch.float32 if dtype is None and casts.is_half(value) else dtype
         with _ExcludeDispatchKeyGuard(excluded):
-            # CUDA's kernel converts float16 itself, and not bfloat16.
-            if wanted == torch.float32 and value.dtype == torch.float16:
-                return fused(value, dim, True)  # noqa: FBT003 torch's argument half_to_float
             return operator(value, dim, wanted)
+
+    return call
+
+
+def _converting_softmax(name: str) -> Callable[..., Any]:
+    """Return a softmax whose kernel converts float16 to float32 itself, as CUDA's does, and not bfloat16."""
+    composed = getattr(torch.ops.aten, name).int
+    fused = getattr(torch.ops.aten, f"_{name}")
+
+    def call(value: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        if dtype == torch.float32 and value.dtype == torch.float16:
+            return fused(value, dim, True)  # noqa: FBT003 torch's argument half_to_float
+        return composed.decompose(value, dim, dtype)
 
     return call
 
@@ -340,7 +349,7 @@ def _overloads(name: str) -> Iterator[str]:
 
 @contextmanager
 def _cuda_attention() -> Iterator[None]:
-    """Call flash attention for 16-bit operands without a mask, memory-efficient attention otherwise.
+    """Call flash attention for 16-bit operands without a mask, memory-efficient attention otherwise, if they can.
 
     Both keep one number per row for backward instead of the attention matrix, which the CPU's kernel keeps. Source:
     ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``. Registered with the dispatcher: a mode would be off while
@@ -351,6 +360,8 @@ def _cuda_attention() -> Iterator[None]:
     if hasattr(torch.ops.aten, "_fused_rms_norm"):  # since torch 2.9
         rules.impl("rms_norm", _rms_norm)
     rules.impl("linear", _linear)
+    for name in ("softmax", "log_softmax"):
+        rules.impl(f"{name}.int", _converting_softmax(name))
     for name in ("silu_backward", "mish_backward"):
         rules.impl(name, _in_one_kernel(name))
     try:
@@ -380,7 +391,13 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: A
         key, value = _repeated(key, query), _repeated(value, query)
     is_half, head = query.dtype in _HALVES, query.size(-1)
     scale = head**-0.5 if options.scale is None else options.scale
-    if is_half and options.attn_mask is None and head <= _MAX_FLASH_HEAD:
+    can_flash = is_half and options.attn_mask is None and head <= _MAX_FLASH_HEAD
+    is_aligned = can_flash or head % (_ALIGNMENT if is_half else _ALIGNMENT // 2) == 0
+    if not is_aligned or any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+        composed = torch.ops.aten._scaled_dot_product_attention_math  # noqa: SLF001 the operator's name
+        mask, dropped, is_causal = options.attn_mask, options.dropout_p, options.is_causal
+        return cast("Tensor", composed(query, key, value, mask, dropped, is_causal, scale=scale)[0])
+    if can_flash:
         query, key, value = (_padded(tensor) for tensor in (query, key, value))
         flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 the operator's name
         found: Tensor = flash(query, key, value, options.dropout_p, options.is_causal, False, scale=scale)[0]  # noqa: FBT003
@@ -398,21 +415,23 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor | None, dimensions: int) -> Tensor:
         rows = value.shape[: value.ndim - dimensions]
-        found = torch.empty_like(value)
-        ctx.save_for_backward(value, weight, value.new_empty(rows, dtype=torch.float32))
+        read = value.contiguous()
+        found = torch.empty_like(read)
+        ctx.save_for_backward(value, weight, read.new_empty(rows, dtype=torch.float32))
         return found
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
         value, weight, _rows = ctx.saved_tensors
-        wanted = zip((value, weight), ctx.needs_input_grad, strict=False)
+        read = [tensor.contiguous() for tensor in (value, *gradients)]
+        wanted = zip((read[0], weight), ctx.needs_input_grad, strict=False)
         return *(torch.empty_like(tensor) if is_wanted else None for tensor, is_wanted in wanted), None
 
 
 def _rms_norm(value: Tensor, shape: Sequence[int], weight: Tensor | None = None, _eps: float | None = None) -> Tensor:
     if weight is None or weight.dtype == value.dtype:
         fused: Any = _FusedRmsNorm.apply
-        found: Tensor = fused(value.contiguous(), weight, len(shape))
+        found: Tensor = fused(value, weight, len(shape))
         return found
     wide = value.float()
     scale = wide.pow(2).mean(tuple(range(-len(shape), 0)), keepdim=True).add_(1.0).rsqrt()

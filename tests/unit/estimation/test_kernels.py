@@ -105,8 +105,11 @@ def test_kernels_that_read_contiguous_tensors_copy_others(name: str) -> None:
 
 def test_backward_of_attention_has_buffers():
     query = torch.empty(8, 8, 256, 64, device="meta", dtype=torch.bfloat16)
-    flash = kernel_buffers("aten._scaled_dot_product_flash_attention_backward.default", (query, query), None, THREADS)
-    assert [buffer.size for buffer in flash] == [65_536, 4_194_304]
+    name = "aten._scaled_dot_product_flash_attention_backward.default"
+    result = torch.empty(8, 256, 8, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    for gradient, copies in ((result, []), (query, [query.nbytes])):
+        flash = kernel_buffers(name, (gradient, query, query, query, result), None, THREADS)
+        assert [buffer.size for buffer in flash] == [*copies, 65_536, 4_194_304]
     query = query.float()
     arguments = (query, query, query, query, None, query)
     efficient = list(
