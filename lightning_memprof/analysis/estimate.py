@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from typing import Final, Literal
 from lightning_memprof.artifacts.files import read_object
 from lightning_memprof.artifacts.naming import ESTIMATE
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.units import GIB, KIB, MIB
+from lightning_memprof.units import GIB, KIB, MIB, format_bytes
 
 # What CUDA's context and the driver keep beside torch's allocator: in the measured runs, most of them on GeForce cards,
 # between 120 and 280 MiB of the total; nvidia-smi shows up to 550 MiB for an empty context on data-center cards.
@@ -131,6 +131,31 @@ class Reserved:
     high_bytes: int
 
 
+@dataclass(frozen=True)
+class Host:
+    """What a training on a GPU keeps in host memory for its tensors.
+
+    Attributes:
+        categories: bytes at the peak by category; a device's own, which each of several devices needs.
+        to_device_bytes: copied to the device in a step.
+        to_host_bytes: copied back in a step.
+    """
+
+    categories: Mapping[str, int] = field(default_factory=dict)
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.categories.values())
+
+    def words(self) -> str:
+        """Return the bytes in words."""
+        moved = f"{format_bytes(self.to_device_bytes)} to the device and {format_bytes(self.to_host_bytes)} back"
+        return f"{format_bytes(self.total_bytes)} of host memory per device, copies {moved} per step"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     """The same training with one change.
@@ -178,6 +203,7 @@ class Estimate:
         batch_size: samples in a batch; None where the batch does not say.
         ranks: how many devices train together; the figures are those of the one that needs most.
         strategy: ``ddp``, ``fsdp`` or ``fsdp2``; empty for one device.
+        host: what is in host memory beside a GPU.
         assumptions: what the figures rest on, a sentence each.
         alternatives: the same training with changes.
         seconds: how long the simulation took.
@@ -204,6 +230,7 @@ class Estimate:
     strategy: str = ""
     is_program: bool = False
     is_largest: bool = False
+    host: Host = field(default_factory=Host)
     assumptions: Sequence[str] = ()
     alternatives: Sequence[Alternative] = ()
     seconds: float = 0.0

@@ -44,6 +44,7 @@ def _add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--devices", metavar="N", default=None, help="number of GPUs that train together")
     parser.add_argument("--strategy", metavar="NAME", default=None, help="strategy of several GPUs: ddp, fsdp or fsdp2")
+    parser.add_argument("--rank", metavar="N", default="0", help="the rank to estimate, or all: stages of a pipeline")
     parser.add_argument(
         "--what-if",
         metavar="CHANGE",
@@ -83,6 +84,7 @@ def _execute(options: Namespace) -> int:
         what_if=tuple(options.what_if or ()),
         devices=options.devices,
         strategy=options.strategy,
+        rank=options.rank,
     )
     from lightning_memprof.estimation.estimator import estimate_program
 

@@ -35,7 +35,7 @@ _WITH_PROGRAM: Final = {
     "estimate": (
         (
             "--device", "--device-memory", "--devices", "--strategy", "--batch-size", "--seq-len", "--batch-shape",
-            "--what-if", "--output", "-o", "--against", "--format",
+            "--rank", "--what-if", "--output", "-o", "--against", "--format",
         ),
         ("--device", "--device-memory", "--batch-size", "--what-if"),
     ),

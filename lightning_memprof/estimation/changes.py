@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -64,6 +66,8 @@ class Change:
         trainer: arguments of the Trainer that it replaces.
         optimizer: a name of :func:`parse_change`; None keeps the program's.
         is_checkpointed: whether repeated blocks recompute their activations.
+        offloaded: what is in host memory: FSDP's ``parameters`` with their gradients and the optimizer's state, or the
+            saved ``activations`` of repeated blocks; empty for nothing.
         batch_divisor: by which the samples of a batch are divided, and batches per step multiplied.
     """
 
@@ -72,6 +76,7 @@ class Change:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | None = None
     is_checkpointed: bool = False
+    offloaded: frozenset[str] = frozenset()
     batch_divisor: int = 1
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +87,26 @@ class Change:
     def optimizers(self, found: Iterable[Optimizer]) -> list[Optimizer]:
         """Return optimizers of the change's kind for the parameters of those of the program."""
         return [_optimizer(self.optimizer, optimizer) if self.optimizer else optimizer for optimizer in found]
+
+    def prepare(self, model: nn.Module) -> None:
+        """Change a model's repeated blocks.
+
+        Raises:
+            ConfigError: it has none, and the change needs them.
+        """
+        found = [checkpoint_blocks(model)] if self.is_checkpointed else []
+        found += [_wrap_blocks(model, _offloading)] if "activations" in self.offloaded else []
+        if 0 in found:
+            raise ConfigError("estimate: the model has no blocks that repeat")
+
+
+_PLAIN: Final = MappingProxyType(
+    {
+        "checkpointing": Change(name="checkpointing", costs="each block's forward runs twice", is_checkpointed=True),
+        "offload": Change(name="offload", costs="the CPU runs the optimizer", offloaded=frozenset({"parameters"})),
+        "offload=activations": Change(name="offload=activations", costs="", offloaded=frozenset({"activations"})),
+    }
+)
 
 
 def parse_change(text: str) -> Change:
@@ -102,14 +127,15 @@ def combined(changes: Sequence[Change]) -> Change:
         trainer={name: value for change in changes for name, value in change.trainer.items()},
         optimizer=optimizers[-1] if optimizers else None,
         is_checkpointed=any(change.is_checkpointed for change in changes),
+        offloaded=frozenset().union(*(change.offloaded for change in changes)),
         batch_divisor=math.prod(change.batch_divisor for change in changes),
     )
 
 
 def _one_change(part: str, text: str) -> Change:
     name, _, value = part.partition("=")
-    if part == "checkpointing":
-        return Change(name=part, costs="each block's forward runs twice", is_checkpointed=True)
+    if part in _PLAIN:
+        return _PLAIN[part]
     if name == "precision":
         if value not in _PRECISIONS:
             raise ConfigError(f"--what-if {text}: the precision must be one of {', '.join(_PRECISIONS)}")
@@ -127,7 +153,7 @@ def _one_change(part: str, text: str) -> Change:
         return Change(name=part, costs=f"{value} passes per step", batch_divisor=int(value))
     if name == "strategy" and value:
         return Change(name=part, costs="communication", trainer={"strategy": value})
-    known = "checkpointing, precision=, optimizer=, accumulate=, devices= and strategy="
+    known = "checkpointing, offload, offload=activations, precision=, optimizer=, accumulate=, devices= and strategy="
     raise ConfigError(f"--what-if {text}: unknown change; known are {known}, several at once joined by +")
 
 
@@ -149,10 +175,19 @@ def _optimizer(name: str, like: Optimizer) -> Optimizer:
 
 def checkpoint_blocks(model: nn.Module) -> int:
     """Let the blocks of the model that repeat recompute their activations in backward; return how many there are."""
+    return _wrap_blocks(model, partial(checkpoint, use_reentrant=False))
+
+
+def _wrap_blocks(model: nn.Module, wrapper: Callable[..., Any]) -> int:
     blocks = repeated_blocks(model)
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(wrapper, block.forward)
     return len(blocks)
+
+
+def _offloading(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    with save_on_cpu():
+        return forward(*args, **named)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Collection
 from typing import Any, Final
 
 import torch
@@ -81,7 +82,7 @@ def _in_constructor() -> bool:
     return False
 
 
-def without_data(model: nn.Module, device: torch.device) -> None:
+def without_data(model: nn.Module, device: torch.device, offloaded: Collection[int] = ()) -> None:
     """Replace parameters and buffers by ones without data on a device; tied ones stay tied.
 
     ``Module.to`` cannot: it swaps tensors in place, which fakes refuse.
@@ -89,12 +90,14 @@ def without_data(model: nn.Module, device: torch.device) -> None:
     Args:
         model: on any device.
         device: of the new tensors.
+        offloaded: numbers, by ``id``, of parameters whose new tensors are in host memory.
     """
     made: dict[int, tuple[Any, Any]] = {}
 
     def replaced(tensor: Any) -> Any:
         if id(tensor) not in made:
-            fake = _shard(tensor, device) if isinstance(tensor, DTensor) else _empty(tensor, device)
+            place = torch.device("cpu") if id(tensor) in offloaded else device
+            fake = _shard(tensor, place) if isinstance(tensor, DTensor) else _empty(tensor, place)
             if isinstance(tensor, torch.nn.Parameter):
                 fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
             # The original is kept: its number must not be given to another tensor.
@@ -116,7 +119,7 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _shard(tensor: DTensor, device: torch.device) -> Tensor:
-    local = _empty(tensor.to_local().detach(), device)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    # DTensor.from_local would move it to the mesh's device.
+    make: Any = DTensor
+    found: Tensor = make(_empty(tensor.to_local().detach(), device), tensor._spec, requires_grad=False)  # noqa: SLF001
+    return found

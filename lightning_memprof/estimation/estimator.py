@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import io
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,11 +21,11 @@ from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
-from lightning_memprof.estimation.program import is_cli, require_program, run_program
+from lightning_memprof.estimation.program import OPTIONS, is_cli, require_program, run_program
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.simulation import Variation, failure_line, simulate
 from lightning_memprof.estimation.trainer import Fit
-from lightning_memprof.estimation.wanted import OPTIONS, Wanted
+from lightning_memprof.estimation.wanted import Wanted
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 # torch's message about a tensor of LargeOnMeta.
 _NO_DATA: Final = "Cannot copy out of meta tensor"
 _MOST_SAMPLES: Final = 1 << 20
+_MOST_WORDS: Final = 200
 _DATA: Final = ("train_dataloaders", "val_dataloaders", "datamodule")
 # The program gets a Trainer that needs no device; the simulation makes its own from the same arguments.
 _HARMLESS: Final = {
@@ -136,35 +139,50 @@ def _arguments(trainer: Trainer | None) -> dict[str, Any]:
 
 
 def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
-    device, lengths = wanted.target(), wanted.lengths()
+    lengths = wanted.lengths()
     fit = replace(fit, trainer={**fit.trainer, **wanted.trainer()})
     precision = fit.trainer.get("precision")
     changes = wanted.changes(None if precision is None else str(precision))
-    if ranks_of(fit.trainer).kind == "ddp" and not wanted.what_if:
-        changes.append(parse_change("strategy=fsdp2"))
+    ranks = ranks_of(fit.trainer)
+    if ranks.kind and not wanted.what_if:
+        changes.append(parse_change("strategy=fsdp2" if ranks.kind == "ddp" else "offload"))
     count = 1 + max(len(lengths) - 1, 0) + len(changes)
     variation = Variation(
         batch_size=wanted.samples(), sequence_length=lengths[0] if lengths else None, shapes=wanted.shapes()
     )
     wanted.progress("the training as it is", 0, count)
-    found = simulate(fit, device, variation)
+    found, variation, alternatives = _worst(fit, wanted, ranks.count, variation)
+    if "parameter" in found.host.categories and not wanted.what_if:
+        changes = [change for change in changes if not change.offloaded]
     if wanted.batch_size == "max":
         found = _largest(found, lambda samples: _tried(fit, wanted, replace(variation, batch_size=samples)))
         variation = replace(variation, batch_size=found.batch_size)
     others = [Change(name=f"seq-len={length}", costs="") for length in lengths[1:]]
     varied = [replace(variation, sequence_length=length) for length in lengths[1:]]
     varied += [replace(variation, change=change) for change in changes]
-    alternatives = []
     for done, (change, other) in enumerate(zip([*others, *changes], varied, strict=True), start=1):
         wanted.progress(change.name, done, count)
         alternatives.append(_alternative(fit, change, other, found))
-    working = [change for change, other in zip(changes, alternatives[len(others) :], strict=True) if not other.problem]
+    estimated = alternatives[-len(changes) :] if changes else []
+    working = [change for change, other in zip(changes, estimated, strict=True) if not other.problem]
     if len(working) > 1 and not wanted.what_if and not _any_fits(found, alternatives):
         change = replace(combined(working), name="all of these")
         wanted.progress(change.name, count, count + 1)
         alternatives.append(_alternative(fit, change, replace(variation, change=change), found))
     values = {field.name: getattr(found, field.name) for field in fields(found)}
     return Estimate(**{**values, "alternatives": alternatives, "is_largest": wanted.batch_size == "max"})
+
+
+def _worst(
+    fit: Fit, wanted: Wanted, count: int, variation: Variation
+) -> tuple[model.Estimate, Variation, list[Alternative]]:
+    """Return the estimate of the rank that needs most, its variation, and the other ranks that are wanted."""
+    numbers = range(count) if wanted.rank == "all" else [int(wanted.rank)]
+    varied = [replace(variation, rank=number) for number in numbers]
+    found = [simulate(fit, wanted.target(), each) for each in varied]
+    worst = max(range(len(found)), key=lambda index: found[index].reserved.likely_bytes)
+    others = [_with_change(found[number], f"rank={number}") for number in range(len(found)) if number != worst]
+    return found[worst], varied[worst], others
 
 
 def _any_fits(found: model.Estimate, alternatives: Sequence[Alternative]) -> bool:
@@ -180,12 +198,13 @@ def _alternative(fit: Fit, change: Change, variation: Variation, base: model.Est
         found = simulate(fit, base.device, variation)
     except MemprofError as error:
         return Alternative(change=change.name, problem=str(error).removeprefix("estimate: "))
+    costs = ", ".join(filter(None, (change.costs, found.host.words() if change.offloaded else "")))
+    return _with_change(found, change.name, costs)
+
+
+def _with_change(found: model.Estimate, change: str, costs: str = "") -> Alternative:
     return Alternative(
-        change=change.name,
-        allocated_bytes=found.allocated_bytes,
-        reserved=found.reserved,
-        fit=found.fit,
-        costs=change.costs,
+        change=change, allocated_bytes=found.allocated_bytes, reserved=found.reserved, fit=found.fit, costs=costs
     )
 
 
@@ -268,6 +287,15 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
             raise _Reached(error)
 
         undo.enter_context(_watched(name, reached))
+        # The Hugging Face hub announces each retry of a download.
+        if "HF_HUB_VERBOSITY" not in os.environ:
+            os.environ["HF_HUB_VERBOSITY"] = "error"
+            undo.callback(os.environ.pop, "HF_HUB_VERBOSITY", None)
+        advice, said = _misplaced(program), io.StringIO()
+        if advice:
+            # The usage of the program's own parser would come before our line.
+            undo.callback(lambda: sys.stderr.write(said.getvalue()))
+            undo.enter_context(redirect_stderr(said))
         try:
             run_program(program)
         except _Reached as ended:
@@ -276,8 +304,10 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
             return
         except SystemExit as stop:
             if stop.code not in {None, 0}:
+                reason = said.getvalue().rpartition("error:")[2].strip()[:_MOST_WORDS]
+                said.truncate(0)
                 words = f"estimate: {name} ended with exit code {stop.code} before Trainer.fit"
-                raise MemprofError(words + _misplaced(program)) from stop
+                raise MemprofError(f"{words}{reason and f' ({reason})'}{advice}") from stop
         except MemprofError:
             raise
         except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,29 +20,37 @@ ON_CUDA: Final = "the program moves tensors to CUDA{place}; leave that to the Tr
 """Message about a program that names the device."""
 
 _LIBRARIES: Final = tuple(str(Path(found.__path__[0])) + os.sep for found in (torch, lightning, lightning_memprof))
-_INSTALLED: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+_STANDARD: Final = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 # torch's optimizers and clipping read values that decide no shape.
 _HARMLESS: Final = tuple(str(Path(torch.__path__[0], part)) + os.sep for part in ("optim", "nn/utils", "amp"))
 
 
-def is_program(filename: str) -> bool:
-    """Return whether a source file is neither torch's, Lightning's nor ours."""
-    return not filename.startswith(("<", *_LIBRARIES))
+def program_line(frames: Iterable[tuple[str, int]]) -> str:
+    """Return the innermost line of the program's own code, and that of an installed package which it calls there.
 
-
-def is_installed(filename: str) -> bool:
-    """Return whether a source file belongs to Python or an installed package."""
-    return filename.startswith(_INSTALLED) or "site-packages" in filename
+    Args:
+        frames: source files and lines, the innermost one first.
+    """
+    package = ""
+    for path, number in frames:
+        if path.startswith(("<", *_LIBRARIES)):
+            continue
+        if path.startswith(_PACKAGES) or "site-packages" in path:
+            package = package or f"{path}:{number}"
+        elif not path.startswith(_STANDARD):
+            return f"{path}:{number}{package and f' (in {package})'}"
+    return package
 
 
 def user_line() -> str:
-    """Return file and line of the innermost frame that belongs to the program; empty where it decides no shape."""
+    """Return the line of the program that runs; empty where it decides no shape."""
+    frames = []
     frame: Any = sys._getframe(2)  # noqa: SLF001 inspect.stack() reads source files
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_HARMLESS):
-            return ""
-        if is_program(path):
-            return f"{path}:{frame.f_lineno}"
+            break
+        frames.append((path, frame.f_lineno))
         frame = frame.f_back
-    return ""
+    return program_line(frames)

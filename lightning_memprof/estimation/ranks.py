@@ -6,6 +6,7 @@ not, and FSDP2 with the same units takes its place. DDP's buckets are modelled.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,7 +26,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import enable_wrap
 
 from lightning_memprof.capture.observe import Link, wrapped
@@ -44,14 +45,15 @@ if TYPE_CHECKING:
 _KNOWN: Final = "ddp, fsdp and fsdp2"
 # Both are Lightning's DDP strategies by class.
 _OTHERS: Final = (DeepSpeedStrategy, XLAStrategy)
-OFFLOADED: Final = "keeps parameters in host memory, which is not simulated; without it the estimate is an upper bound"
-"""Part of the message about parameters that are offloaded."""
 _FIRST_BUCKET: Final = MIB
 _BUCKET: Final = 25 * MIB
 _COMMUNICATION: Final = "communication"
 _HALVES: Final = {"16": torch.float16, "bf16": torch.bfloat16}
 _FSDP1: Final = "FSDP is simulated as FSDP2 with the same units, which shards each parameter instead of a flat one"
-_RANK_0: Final = "rank 0 is simulated, which has the largest shards; all ranks have batches of the same size"
+_OFFLOADED: Final = (
+    "ModelParallelStrategy of Lightning 2.6 moves offloaded parameters to the GPU, where torch refuses them: override"
+    " its model_to_device"
+)
 _LIBRARY: Final = "buffers of the communication library (NCCL) are not included"
 
 
@@ -66,6 +68,8 @@ class Ranks:
         strategy: Lightning's, with its options.
         nodes: number of machines.
         dtype: of gathered parameters and reduced gradients under FSDP1; None keeps the parameters'.
+        is_offloaded: whether all shards, and with them gradients and the optimizer's state, are in host memory.
+        rank: the one that is simulated.
     """
 
     kind: Literal["", "ddp", "fsdp", "fsdp2"] = ""
@@ -74,6 +78,8 @@ class Ranks:
     strategy: Any = None
     nodes: int = 1
     dtype: torch.dtype | None = None
+    is_offloaded: bool = False
+    rank: int = 0
 
     @property
     def count(self) -> int:
@@ -85,26 +91,31 @@ class Ranks:
         """Whether a rank has a part of each parameter."""
         return self.kind in {"fsdp", "fsdp2"}
 
-    def assumptions(self) -> Iterator[str]:
-        """Yield what the figures rest on, a sentence each."""
+    def assumptions(self, *, offloads: bool) -> Iterator[str]:
+        """Yield what the figures rest on, a sentence each; ``offloads``: whether parameters are in host memory."""
         if self.kind:
-            yield _RANK_0
+            largest = "" if self.rank else ", which has the largest shards"
+            yield f"rank {self.rank} is simulated{largest}; all ranks have batches of the same size"
             yield _LIBRARY
         if self.kind == "fsdp":
             yield _FSDP1
+        elif offloads:
+            yield _OFFLOADED
         if self.kind == "ddp" and self.strategy._ddp_comm_hook is not None:  # noqa: SLF001 no public one
             yield "the buffers of DDP's communication hook are not included"
 
     @contextmanager
     def group(self, device_type: str) -> Iterator[DeviceMesh | None]:
-        """Be rank 0 of a process group, and yield the mesh of its devices."""
+        """Be a rank of a process group, and yield the mesh of its devices."""
         if not self.kind:
             yield None
             return
-        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.count)
+        distributed.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.count)
         try:
             names = ("data_parallel", "tensor_parallel")
-            yield init_device_mesh(device_type, (self.data_parallel, self.tensor_parallel), mesh_dim_names=names)
+            mesh = init_device_mesh(device_type, (self.data_parallel, self.tensor_parallel), mesh_dim_names=names)
+            with wrapped(FSDPParamGroup, "__init__", _offloading) if self.is_offloaded else nullcontext():
+                yield mesh
         finally:
             distributed.destroy_process_group()
 
@@ -150,7 +161,13 @@ class Ranks:
         def making(link: Link) -> Callable[..., Any]:
             def call(*args: Any, **named: Any) -> Any:
                 with tracer.making(_COMMUNICATION):
-                    return link.call(*args, **named)
+                    result = link.call(*args, **named)
+                # FSDP pads and pins its shards in the first forward.
+                shards = [(shard.sharded_param, shard.offload_to_cpu) for shard in args[0].fsdp_params]
+                tracer.label(((None, shard) for shard, _ in shards), "parameter")
+                hosted = (shard.grad for shard, is_on_host in shards if is_on_host)
+                tracer.label(((None, gradient) for gradient in hosted if gradient is not None), "gradient")
+                return result
 
             return call
 
@@ -297,10 +314,15 @@ def ranks_of(given: Mapping[str, Any]) -> Ranks:
     if isinstance(strategy, FSDPStrategy):
         if strategy.sharding_strategy.name == "NO_SHARD":
             return Ranks(kind="ddp", data_parallel=count, strategy=DDPStrategy(), nodes=nodes)
-        if strategy.cpu_offload.offload_params:
-            raise ConfigError(f"estimate: FSDPStrategy(cpu_offload=True) {OFFLOADED}")
         number = str(given.get("precision") or "32-true").partition("-")[0]
-        return Ranks(kind="fsdp", data_parallel=count, strategy=strategy, nodes=nodes, dtype=_HALVES.get(number))
+        return Ranks(
+            kind="fsdp",
+            data_parallel=count,
+            strategy=strategy,
+            nodes=nodes,
+            dtype=_HALVES.get(number),
+            is_offloaded=strategy.cpu_offload.offload_params,
+        )
     if isinstance(strategy, ModelParallelStrategy):
         data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size  # noqa: SLF001 no public ones
         tensor = tensor if tensor != "auto" else count // (nodes if data == "auto" else data)
@@ -312,8 +334,28 @@ def ranks_of(given: Mapping[str, Any]) -> Ranks:
     raise _unknown(type(strategy).__name__)
 
 
+def offloaded(model: nn.Module) -> set[int]:
+    """Return the numbers, by ``id``, of a model's sharded parameters that are in host memory."""
+    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))  # noqa: SLF001
+    # torch before 2.13 has one group for a module.
+    found = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states)  # noqa: SLF001
+    shards = (shard for groups in found for group in groups if group is not None for shard in group.fsdp_params)
+    return {id(shard.sharded_param) for shard in shards if shard.offload_to_cpu}
+
+
+def _offloading(link: Link) -> Callable[..., None]:
+    signature = inspect.signature(link.call)
+
+    def init(*args: Any, **named: Any) -> None:
+        given = signature.bind(*args, **named)
+        given.arguments["offload_policy"] = CPUOffloadPolicy()
+        link.call(*given.args, **given.kwargs)
+
+    return init
+
+
 def _unknown(name: str) -> ConfigError:
-    alike = "; ZeRO stage 3 shards like fsdp2" if "deepspeed" in name.lower() else ""
+    alike = "; ZeRO stage 3 shards like fsdp2, with offload like fsdp2+offload" if "deepspeed" in name.lower() else ""
     return ConfigError(f"estimate: the strategy {name} is not simulated; {_KNOWN} are{alike}")
 
 

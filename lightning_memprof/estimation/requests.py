@@ -1,14 +1,15 @@
-"""Requests to the allocator: their recording, and their replay on `CachingAllocator` for peaks and a band."""
+"""Storages, their requests to the allocator, and the replay of these on `CachingAllocator` for peaks and a band."""
 
 from __future__ import annotations
 
 import random
 import statistics
 from array import array
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from lightning_memprof.estimation.allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemoryError
 from lightning_memprof.units import MIB
@@ -23,6 +24,10 @@ _REPLAYS: Final = 9
 _CHANGED: Final = 16  # requests that a perturbation changes
 # The allocator's segment for requests below 10 MiB: smaller differences are the perturbation's own.
 _SEGMENT: Final = 20 * MIB
+
+GRANULE: Final = 512
+"""CUDA's allocator rounds requests up to this many bytes."""
+LABELS: Final = ("category", "dtype", "module", "operator")
 
 
 class Requests:
@@ -62,6 +67,202 @@ class Requests:
             else:
                 found.events.append(0 if number in dropped else event)
                 number += 1
+        return found
+
+
+class Part(NamedTuple):
+    """Where a part of a step begins.
+
+    Attributes:
+        position: in the requests.
+        step: number of the optimizer's step, from 0.
+        name: ``forward``, ``backward``, ``optimizer`` or ``validation``.
+    """
+
+    position: int
+    step: int
+    name: str
+
+
+class Peak(NamedTuple):
+    """The moment with most live bytes.
+
+    Attributes:
+        live_bytes: in granules.
+        position: of the request that reaches it.
+        numbers: of the live storages.
+    """
+
+    live_bytes: int
+    position: int
+    numbers: tuple[int, ...]
+
+
+class _Names:
+    """Numbers for names, so that a row is a few bytes."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._names: list[str] = []
+
+    def number(self, name: str) -> int:
+        if name not in self._numbers:
+            self._numbers[name] = len(self._names)
+            self._names.append(name)
+        return self._numbers[name]
+
+    def __getitem__(self, number: int) -> str:
+        return self._names[number]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageLog:
+    """The storages of a fit: when each is made and ends, and what it is.
+
+    Attributes:
+        granule: bytes to which each storage is rounded up: 512 on CUDA, 1 on the CPU.
+        requests: allocations and frees, in order.
+        sizes: bytes by number of the storage.
+        parts: the parts of the steps.
+        optional: numbers of the storages that a library may need or not; they do not count as live.
+    """
+
+    granule: int
+    requests: Requests = field(default_factory=Requests)
+    sizes: array[int] = field(default_factory=lambda: array("q"))
+    parts: list[Part] = field(default_factory=list)
+    optional: set[int] = field(default_factory=set)
+    _labels: dict[str, array[int]] = field(default_factory=lambda: {name: array("l") for name in LABELS})
+    _names: _Names = field(default_factory=_Names)
+    _changed: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def add(self, size: int, stream: int = 0, **labels: str) -> int:
+        """Add a storage with all of :data:`LABELS`; return its number."""
+        number = self.requests.allocate(size, stream)
+        self.sizes.append(size)
+        for name, column in self._labels.items():
+            column.append(self._names.number(labels[name]))
+        return number
+
+    def again(self, number: int, size: int, stream: int) -> int:
+        """Add a storage like another one; return its number."""
+        labels = {name: self._names[column[number]] for name, column in self._labels.items()}
+        return self.add(size, stream, **labels)
+
+    def begin(self, step: int, part: str) -> None:
+        """Note that a part of a step begins."""
+        self.parts.append(Part(len(self.requests), step, part))
+
+    def set_category(self, number: int, category: str) -> None:
+        """Set the category of a storage, of a gradient from now on: before, it is a temporary."""
+        before, now = self._labels["category"][number], self._names.number(category)
+        if before != now and category == "gradient":
+            self._changed.setdefault(number, []).append((len(self.requests), before))
+        self._labels["category"][number] = now
+
+    def set_module(self, number: int, module: str) -> None:
+        """Change the module that a storage belongs to."""
+        self._labels["module"][number] = self._names.number(module)
+
+    def label(self, number: int, label: str, position: int) -> str:
+        """Return a label of a storage after the request at ``position``."""
+        if label == "category":
+            for since, before in self._changed.get(number, ()):
+                if position < since:
+                    return self._names[before]
+        return self._names[self._labels[label][number]]
+
+    def rounded(self, number: int) -> int:
+        """Return what a storage takes of the allocator, in bytes; 0 for an optional one."""
+        return 0 if number in self.optional else -(-self.sizes[number] // self.granule) * self.granule
+
+    def live(self) -> Iterator[int]:
+        """Yield the live bytes after each request."""
+        live = number = 0
+        for event in self.requests.events:
+            if event < 0:
+                live -= self.rounded(~event)
+            else:
+                live += self.rounded(number)
+                number += 1
+            yield live
+
+    def curve(self, first: int, points: int) -> dict[str, list[int]]:
+        """Return live bytes by category among the requests from position ``first``.
+
+        Args:
+            first: where the curve begins.
+            points: at most so many; each is the moment with most live bytes of a range of requests, in order.
+        """
+        events = self.requests.events
+        width = max(1, -(-(len(events) - first) // points))
+        live = dict.fromkeys(range(len(self._names)), 0)
+        number, total, highest = 0, 0, -1
+        found: list[dict[int, int]] = []
+        category = self._labels["category"][:]
+        for owner, earlier in self._changed.items():
+            category[owner] = earlier[0][1]
+        changes = self._changes()
+        for position, event in enumerate(events):
+            while changes and changes[-1][0] <= position:
+                _, owner, now = changes.pop()
+                size = self.rounded(owner)
+                live[category[owner]] -= size
+                live[now] += size
+                category[owner] = now
+            made = event >= 0
+            owner, number = (number, number + 1) if made else (~event, number)
+            size = self.rounded(owner) if made else -self.rounded(owner)
+            live[category[owner]] += size
+            total += size
+            if position < first:
+                continue
+            if (position - first) % width == 0:
+                found.append({})
+                highest = -1
+            if total > highest:
+                highest, found[-1] = total, dict(live)
+        used = [name for name in live if any(moment[name] for moment in found)]
+        return {self._names[name]: [moment[name] for moment in found] for name in used}
+
+    def _changes(self) -> list[tuple[int, int, int]]:
+        """Return when a storage's category changes, the storage, and its category from then on; the last one first."""
+        found = []
+        for number, changes in self._changed.items():
+            now = [before for _, before in changes[1:]] + [self._labels["category"][number]]
+            found += [(since, number, after) for (since, _), after in zip(changes, now, strict=True)]
+        return sorted(found, key=lambda change: change[0], reverse=True)
+
+    def peak(self, first: int = 0) -> Peak:
+        """Return the first moment with most live bytes among the requests from position ``first``."""
+        live_bytes, position = max(
+            ((live, -position) for position, live in enumerate(self.live()) if position >= first), default=(0, 0)
+        )
+        return Peak(live_bytes, -position, tuple(self._live_at(-position)))
+
+    def _live_at(self, position: int) -> Iterable[int]:
+        numbers: dict[int, None] = {}
+        made = 0
+        for event in islice(self.requests.events, position + 1):
+            if event < 0:
+                del numbers[~event]
+            else:
+                numbers[made] = None
+                made += 1
+        return numbers
+
+    def part_at(self, position: int) -> Part | None:
+        """Return the part of a step that a request belongs to; None before the first step."""
+        return next((part for part in reversed(self.parts) if part.position <= position), None)
+
+    def by(self, peak: Peak, *labels: str) -> Counter[tuple[str, ...]]:
+        """Return the bytes that are live at a peak by their labels."""
+        found: Counter[tuple[str, ...]] = Counter()
+        for number in peak.numbers:
+            found[tuple(self.label(number, label, peak.position) for label in labels)] += self.rounded(number)
         return found
 
 

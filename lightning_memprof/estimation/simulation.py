@@ -23,16 +23,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Reserved
+from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Host, Reserved
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.torch_internals import DynamicOutputShapeException
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator_settings import environment_settings
-from lightning_memprof.estimation.changes import Change, checkpoint_blocks
-from lightning_memprof.estimation.program_lines import LOOPS, ON_CUDA, is_installed, is_program
-from lightning_memprof.estimation.ranks import OFFLOADED, ranks_of
+from lightning_memprof.estimation.changes import Change
+from lightning_memprof.estimation.program_lines import LOOPS, ON_CUDA, program_line
+from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
 from lightning_memprof.estimation.storages import Values
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from lightning_memprof.estimation.ranks import Ranks
-    from lightning_memprof.estimation.storages import Assumed, StorageLog
+    from lightning_memprof.estimation.requests import StorageLog
+    from lightning_memprof.estimation.storages import Assumed, StorageTracer
 
 
 _POINTS: Final = 300
@@ -72,7 +73,10 @@ _MEANINGS: Final = (
         r"autograd's threading",
         "this process has already trained on a GPU and cannot be forked; estimate in a new process",
     ),
-    (r"aten\._pin_memory|materialized on CPU when enabling CPU offloading", f"CPUOffloadPolicy {OFFLOADED}"),
+    (
+        r"^Stage \d+: .*metadata required|_StageForwardMeta",
+        "a stage of a pipeline asks another rank for its shapes{place}; give PipelineStage input_args and output_args",
+    ),
     (r"\.numpy\(\)", "a tensor on the device becomes an array of NumPy{place}; .cpu() comes first"),
 )
 # torch's message about an operator defined in Python, and its exception for any other.
@@ -122,6 +126,7 @@ class Variation:
         shapes: of the batch's tensors, in their order; empty keeps the loader's.
         values: assumed where the program reads those of tensors.
         validates: whether validation runs too, where the program has one.
+        rank: the rank to simulate.
     """
 
     change: Change | None = None
@@ -130,6 +135,7 @@ class Variation:
     shapes: Sequence[Sequence[int]] = ()
     values: Values = field(default_factory=Values)
     validates: bool = True
+    rank: int = 0
 
 
 def simulate(fit: Fit, device: Device, variation: Variation | None = None, *, is_checked: bool = False) -> Estimate:
@@ -148,7 +154,7 @@ def simulate(fit: Fit, device: Device, variation: Variation | None = None, *, is
         raise MemprofError("estimate: needs a platform that can fork a process, such as Linux")
     variation = variation or Variation()
     # Here, where this machine's GPUs can be counted.
-    ranks = ranks_of(_arguments(fit, variation))
+    ranks = _ranks(fit, variation)
     if not is_overridden("validation_step", fit.model, LightningModule):
         variation = replace(variation, validates=False)
     try:
@@ -167,6 +173,17 @@ def _checked(fit: Fit, ranks: Ranks, device: Device, variation: Variation, *, is
     if found.assumed and variation.change is None and not is_checked:
         _refuse_dependence(found, lambda values: _simulated(fit, ranks, device, replace(variation, values=values)))
     return found.estimate
+
+
+def _ranks(fit: Fit, variation: Variation) -> Ranks:
+    ranks = replace(ranks_of(_arguments(fit, variation)), rank=variation.rank)
+    if ranks.rank >= ranks.count:
+        raise ConfigError(f"--rank {ranks.rank}: the training has {format_count(ranks.count, 'rank')}")
+    if variation.change is None or "parameters" not in variation.change.offloaded:
+        return ranks
+    if not ranks.is_sharded:
+        raise ConfigError("estimate: offload needs FSDP, as in strategy=fsdp2+offload; offload=activations does not")
+    return replace(ranks, is_offloaded=True)
 
 
 def _arguments(fit: Fit, variation: Variation) -> dict[str, Any]:
@@ -282,15 +299,16 @@ def _no_gpu() -> Iterator[None]:
 
 def failure_line(error: BaseException, failed: str = "the simulated training failed") -> str:
     """Return the message about a failure of the program, with its line; ``failed`` begins that of an unknown one."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_program(frame.filename)]
-    own = [frame for frame in frames if not is_installed(frame.filename)] or frames
-    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = program_line((frame.filename, frame.lineno or 0) for frame in reversed(frames))
+    place = line and f" at {line}"
     words = " ".join(str(error).split())[:300]
-    if isinstance(error, StopIteration) and not frames:
+    if isinstance(error, StopIteration) and not line:
         return "estimate: the loader has no batch; --batch-shape does not replace it"
     if isinstance(error, DynamicOutputShapeException):
         words = f"a shape depends on values{place} ({words}), which are unknown without data"
-        return f"estimate: {words}; for an upper bound keep all rows, as torch.where does, or leave out the metric"
+        ways = "for an upper bound keep all rows, as torch.where does, or move the metric out of training_step"
+        return f"estimate: {words}; {ways}"
     for pattern, meaning in _MEANINGS:
         if re.search(pattern, words):
             return f"estimate: {meaning.format(place=place)} ({_ADVICE})"
@@ -309,9 +327,8 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
     )
     change = variation.change or Change(name="", costs="")
     arguments = _arguments(fit, variation)
-    prepare = _checkpoint if change.is_checkpointed else None
     strategy = SimulatedStrategy(
-        target, ranks, partial(_resized, variation), change.optimizers, variation.values, prepare=prepare
+        target, ranks, partial(_resized, variation), change.optimizers, variation.values, prepare=change.prepare
     )
     options = trainer_options(arguments, strategy, target, validates=variation.validates)
     try:
@@ -322,6 +339,7 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
         except Ended as ended:
             callbacks = ended.callbacks
         log, assumed = strategy.tracer.log, strategy.tracer.assumed
+        sentences = ranks.assumptions(offloads=strategy.offloads)
         held = list(held_by_callbacks(callbacks, fit.model, target.kind))
     finally:
         strategy.teardown()
@@ -333,15 +351,18 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
         batch_size=_samples(strategy.batch),
         ranks=ranks.count,
         strategy=ranks.kind,
-        assumptions=[*ranks.assumptions(), *held, *later_needs(arguments), *_assumptions(fit.model, assumed)],
+        host=_host(strategy.tracer),
+        assumptions=[*sentences, *held, *later_needs(arguments), *_assumptions(fit.model, assumed)],
         seconds=time.monotonic() - began,
     )
     return _Found(estimate=estimate, assumed=list(assumed), requests=(len(log.sizes), sum(log.sizes)))
 
 
-def _checkpoint(model: nn.Module) -> None:
-    if not checkpoint_blocks(model):
-        raise MemprofError("estimate: the model has no blocks that repeat")
+def _host(tracer: StorageTracer) -> Host:
+    categories = tracer.host.by(tracer.host.peak(), "category").most_common()
+    # Each step's batch is copied before the step begins, so that the last step lacks one.
+    moved = (tracer.moved[STEPS - 2, to_device] for to_device in (True, False))
+    return Host({name: count for (name,), count in categories}, *moved)
 
 
 def _estimate(log: StorageLog, fit: Fit, device: Device) -> Estimate:

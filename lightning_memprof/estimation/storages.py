@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from array import array
 from collections import Counter
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -27,7 +25,7 @@ from lightning_memprof.capture.torch_internals import (
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.kernels import Buffer, InPlace, in_order, kernel_buffers, laid_out, storage_bytes
 from lightning_memprof.estimation.program_lines import LOOPS, ON_CUDA, user_line
-from lightning_memprof.estimation.requests import Requests
+from lightning_memprof.estimation.requests import StorageLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,41 +35,12 @@ if TYPE_CHECKING:
     from lightning_memprof.estimation.simulated_device import Target
 
 
+# Operators that copy between devices, and which of their arguments they read.
+_MOVES: Final = MappingProxyType({"aten._to_copy.default": 0, "aten.copy_.default": 1})
 _READS: Final = ("aten._local_scalar_dense.default", "numpy")
 _GEMM: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 # A loop that waits for a value never ends.
 _MOST_READS: Final = 50_000
-GRANULE: Final = 512
-"""CUDA's allocator rounds requests up to this many bytes."""
-LABELS: Final = ("category", "dtype", "module", "operator")
-
-
-class Part(NamedTuple):
-    """Where a part of a step begins.
-
-    Attributes:
-        position: in the requests.
-        step: number of the optimizer's step, from 0.
-        name: ``forward``, ``backward``, ``optimizer`` or ``validation``.
-    """
-
-    position: int
-    step: int
-    name: str
-
-
-class Peak(NamedTuple):
-    """The moment with most live bytes.
-
-    Attributes:
-        live_bytes: in granules.
-        position: of the request that reaches it.
-        numbers: of the live storages.
-    """
-
-    live_bytes: int
-    position: int
-    numbers: tuple[int, ...]
 
 
 class Values(NamedTuple):
@@ -93,179 +62,13 @@ class Assumed(NamedTuple):
     is_condition: bool
 
 
-class _Names:
-    """Numbers for names, so that a row is a few bytes."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._names: list[str] = []
-
-    def number(self, name: str) -> int:
-        if name not in self._numbers:
-            self._numbers[name] = len(self._names)
-            self._names.append(name)
-        return self._numbers[name]
-
-    def __getitem__(self, number: int) -> str:
-        return self._names[number]
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StorageLog:
-    """The storages of a fit: when each is made and ends, and what it is.
-
-    Attributes:
-        granule: bytes to which each storage is rounded up: 512 on CUDA, 1 on the CPU.
-        requests: allocations and frees, in order.
-        sizes: bytes by number of the storage.
-        parts: the parts of the steps.
-        optional: numbers of the storages that a library may need or not; they do not count as live.
-    """
-
-    granule: int
-    requests: Requests = field(default_factory=Requests)
-    sizes: array[int] = field(default_factory=lambda: array("q"))
-    parts: list[Part] = field(default_factory=list)
-    optional: set[int] = field(default_factory=set)
-    _labels: dict[str, array[int]] = field(default_factory=lambda: {name: array("l") for name in LABELS})
-    _names: _Names = field(default_factory=_Names)
-    _changed: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-
-    def add(self, size: int, stream: int = 0, **labels: str) -> int:
-        """Add a storage with all of :data:`LABELS`; return its number."""
-        number = self.requests.allocate(size, stream)
-        self.sizes.append(size)
-        for name, column in self._labels.items():
-            column.append(self._names.number(labels[name]))
-        return number
-
-    def again(self, number: int, size: int, stream: int) -> int:
-        """Add a storage like another one; return its number."""
-        labels = {name: self._names[column[number]] for name, column in self._labels.items()}
-        return self.add(size, stream, **labels)
-
-    def begin(self, step: int, part: str) -> None:
-        """Note that a part of a step begins."""
-        self.parts.append(Part(len(self.requests), step, part))
-
-    def set_category(self, number: int, category: str) -> None:
-        """Set the category of a storage, of a gradient from now on: before, it is a temporary."""
-        before, now = self._labels["category"][number], self._names.number(category)
-        if before != now and category == "gradient":
-            self._changed.setdefault(number, []).append((len(self.requests), before))
-        self._labels["category"][number] = now
-
-    def set_module(self, number: int, module: str) -> None:
-        """Change the module that a storage belongs to."""
-        self._labels["module"][number] = self._names.number(module)
-
-    def label(self, number: int, label: str, position: int) -> str:
-        """Return a label of a storage after the request at ``position``."""
-        if label == "category":
-            for since, before in self._changed.get(number, ()):
-                if position < since:
-                    return self._names[before]
-        return self._names[self._labels[label][number]]
-
-    def rounded(self, number: int) -> int:
-        """Return what a storage takes of the allocator, in bytes; 0 for an optional one."""
-        return 0 if number in self.optional else -(-self.sizes[number] // self.granule) * self.granule
-
-    def live(self) -> Iterator[int]:
-        """Yield the live bytes after each request."""
-        live = number = 0
-        for event in self.requests.events:
-            if event < 0:
-                live -= self.rounded(~event)
-            else:
-                live += self.rounded(number)
-                number += 1
-            yield live
-
-    def curve(self, first: int, points: int) -> dict[str, list[int]]:
-        """Return live bytes by category among the requests from position ``first``.
-
-        Args:
-            first: where the curve begins.
-            points: at most so many; each is the moment with most live bytes of a range of requests, in order.
-        """
-        events = self.requests.events
-        width = max(1, -(-(len(events) - first) // points))
-        live = dict.fromkeys(range(len(self._names)), 0)
-        number, total, highest = 0, 0, -1
-        found: list[dict[int, int]] = []
-        category = self._labels["category"][:]
-        for owner, earlier in self._changed.items():
-            category[owner] = earlier[0][1]
-        changes = self._changes()
-        for position, event in enumerate(events):
-            while changes and changes[-1][0] <= position:
-                _, owner, now = changes.pop()
-                size = self.rounded(owner)
-                live[category[owner]] -= size
-                live[now] += size
-                category[owner] = now
-            made = event >= 0
-            owner, number = (number, number + 1) if made else (~event, number)
-            size = self.rounded(owner) if made else -self.rounded(owner)
-            live[category[owner]] += size
-            total += size
-            if position < first:
-                continue
-            if (position - first) % width == 0:
-                found.append({})
-                highest = -1
-            if total > highest:
-                highest, found[-1] = total, dict(live)
-        used = [name for name in live if any(moment[name] for moment in found)]
-        return {self._names[name]: [moment[name] for moment in found] for name in used}
-
-    def _changes(self) -> list[tuple[int, int, int]]:
-        """Return when a storage's category changes, the storage, and its category from then on; the last one first."""
-        found = []
-        for number, changes in self._changed.items():
-            now = [before for _, before in changes[1:]] + [self._labels["category"][number]]
-            found += [(since, number, after) for (since, _), after in zip(changes, now, strict=True)]
-        return sorted(found, key=lambda change: change[0], reverse=True)
-
-    def peak(self, first: int = 0) -> Peak:
-        """Return the first moment with most live bytes among the requests from position ``first``."""
-        live_bytes, position = max(
-            ((live, -position) for position, live in enumerate(self.live()) if position >= first), default=(0, 0)
-        )
-        return Peak(live_bytes, -position, tuple(self._live_at(-position)))
-
-    def _live_at(self, position: int) -> Iterable[int]:
-        numbers: dict[int, None] = {}
-        made = 0
-        for event in islice(self.requests.events, position + 1):
-            if event < 0:
-                del numbers[~event]
-            else:
-                numbers[made] = None
-                made += 1
-        return numbers
-
-    def part_at(self, position: int) -> Part | None:
-        """Return the part of a step that a request belongs to; None before the first step."""
-        return next((part for part in reversed(self.parts) if part.position <= position), None)
-
-    def by(self, peak: Peak, *labels: str) -> Counter[tuple[str, ...]]:
-        """Return the bytes that are live at a peak by their labels."""
-        found: Counter[tuple[str, ...]] = Counter()
-        for number in peak.numbers:
-            found[tuple(self.label(number, label, peak.position) for label in labels)] += self.rounded(number)
-        return found
-
-
 class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each storage that operators make on a device, and its end.
 
     Attributes:
         log: the storages.
+        host: those that operators make in host memory beside a GPU.
+        moved: bytes that each step copies to the device and back, by step and whether they go to the device.
         assumed: the places where values were read from tensors, which have none.
 
     Args:
@@ -277,6 +80,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device, target: Target, values: Values | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = StorageLog(granule=target.granule)
+        self.host = StorageLog(granule=1)
+        self.moved: Counter[tuple[int, bool]] = Counter()
         self.assumed: dict[Assumed, None] = {}
         self._reads: Counter[str] = Counter()
         self._values = values or Values()
@@ -284,8 +89,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._target = target
         self._in_place = InPlace(device) if target.is_gpu else None
         self._with_workspace: set[str] = set()
-        self._part = "setup"
-        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._step, self._part = 0, "setup"
+        self._live: dict[int, tuple[weakref.ref[Any], StorageLog, int]] = {}
         # Numbers of storages that were freed by a change of their size to 0.
         self._empty: set[int] = set()
         self._paths: dict[nn.Module, str] = {}
@@ -321,7 +126,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, step: int, part: str) -> None:
         """Note that a part of a step begins, by the name that :class:`Part` gives it."""
-        self._part = part
+        self._step, self._part = step, part
         self._reads.clear()
         self.log.begin(step, part)
 
@@ -331,15 +136,18 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part in dense_parts(tensor):
                 known = self._live.get(part.untyped_storage()._cdata)  # noqa: SLF001 no public one
                 if known is not None:
-                    self.log.set_category(known[1], category)
+                    _, log, number = known
+                    log.set_category(number, category)
                     if path is not None:
-                        self.log.set_module(known[1], path)
+                        log.set_module(number, path)
 
     def __enter__(self) -> StorageTracer:  # noqa: PYI034 Python 3.10 has no Self
         # No dispatch mode sees a storage change its size, as FSDP's gathered parameters do.
         self._hooks.enter_context(wrapped(torch.UntypedStorage, "resize_", self._resizing))
         self._hooks.enter_context(wrapped(torch.Tensor, "__format__", _formatting))
         self._hooks.enter_context(wrapped(torch.Tensor, "numpy", self._to_numpy))
+        # No tensor without data can be pinned.
+        self._hooks.enter_context(wrapped(torch.Tensor, "pin_memory", self._pinning))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -363,10 +171,14 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = self._assume(name, args)
         if self._target.is_gpu:
             result = laid_out(name, args, result)
+        self._note_move(name, args, result)
         for leaf in tree_leaves(in_order(name, result)):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._kind:
+            kind = leaf.device.type if isinstance(leaf, torch.Tensor) else ""
+            if kind == self._kind:
                 self._add(leaf, name, args)
-            elif isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+            elif kind == "cpu" and isinstance(leaf, FakeTensor):
+                self._add_on_host(leaf, name, is_pinned=bool((kwargs or {}).get("non_blocking")))
+            elif kind == "cuda":
                 raise MemprofError(f"estimate: {ON_CUDA.format(place=f' at {user_line()}')}")
         if name in _GEMM:
             self._first_gemm()
@@ -403,14 +215,43 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (known is not None and known[0]() is storage) or storage.nbytes() == 0:
                 continue
             number = self._new(storage_bytes(operator, args, part), self._category(), str(part.dtype), operator)
-            self._live[key] = (weakref.ref(storage, self._ender(key)), number)
+            self._live[key] = (weakref.ref(storage, self._ender(key)), self.log, number)
+
+    def _add_on_host(self, tensor: torch.Tensor, operator: str, *, is_pinned: bool) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()  # noqa: SLF001 no public one
+        known = self._live.get(key)
+        if (known is None or known[0]() is not storage) and nbytes:
+            # Source: PowerOf2Ceil in aten/src/ATen/core/CachingHostAllocator.h.
+            size = 1 << (nbytes - 1).bit_length() if is_pinned else nbytes
+            dtype, category = str(tensor.dtype), self._category()
+            number = self.host.add(size, category=category, dtype=dtype, module="", operator=operator)
+            self._live[key] = (weakref.ref(storage, self._ender(key)), self.host, number)
+
+    def _note_move(self, operator: str, args: Any, result: Any) -> None:
+        if operator in _MOVES and args[_MOVES[operator]].device.type != result.device.type:
+            self.moved[self._step, result.device.type == self._kind] += result.nbytes
+
+    def _pinning(self, link: Link) -> Callable[..., Any]:
+        def pin(tensor: torch.Tensor, *args: Any) -> Any:
+            if not isinstance(tensor, FakeTensor):
+                return link.call(tensor, *args)
+            with self.paused():
+                found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            self._add_on_host(found, "pin_memory", is_pinned=True)
+            return found
+
+        return pin
 
     def _ender(self, key: int) -> Any:
         def ended(ref: object) -> None:
             known = self._live.get(key)
             if known is not None and known[0] is ref:
                 del self._live[key]
-                self._free(known[1])
+                if known[1] is self.log:
+                    self._free(known[2])
+                else:
+                    known[1].requests.free(known[2])
 
         return ended
 
@@ -424,12 +265,12 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = link.call(storage, size)
             key = storage._cdata  # noqa: SLF001 no public one
             known = self._live.get(key)
-            if known is not None and known[0]() is storage:
-                self._free(known[1])
-                number = known[1]
+            if known is not None and known[0]() is storage and known[1] is self.log:
+                number = known[2]
+                self._free(number)
                 if size:
                     number = self.log.again(number, size, self._stream_number())
-                    self._live[key] = (known[0], number)
+                    self._live[key] = (known[0], self.log, number)
                 else:
                     self._empty.add(number)
             return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
@@ -30,13 +30,14 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
 from lightning_memprof.estimation.construction import LargeOnMeta, OnMeta, without_data
+from lightning_memprof.estimation.ranks import offloaded
 from lightning_memprof.estimation.simulated_device import NAME
 from lightning_memprof.estimation.storages import StorageTracer, Values
 from lightning_memprof.integration.callback import MemProfilerCallback
@@ -44,6 +45,7 @@ from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -124,17 +126,20 @@ class Ended(BaseException):
 
 
 class _Repeated:
-    """A loader that gives a batch like the first one again and again, without its values."""
+    """A loader that gives a batch like the first one again and again, made in a context and without its values."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, making: Callable[[], AbstractContextManager[None]]) -> None:
         self.batch = next(iter(loader))
+        self._making = making
 
     def __len__(self) -> int:
         return _MANY
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            yield with_tensors(self.batch, _like)
+            with self._making():
+                batch = with_tensors(self.batch, _like)
+            yield batch
 
 
 @runtime_checkable
@@ -182,6 +187,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         tracer: the storages of the fit.
         batch: shapes and dtypes of the batch; a list where there are several loaders.
         world_size: number of ranks.
+        offloads: whether parameters are in host memory.
 
     Args:
         target: the device to imitate.
@@ -189,7 +195,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         resize: returns the batches to use, from the first ones of the training's loaders and then of the validation's.
         optimizers: returns the optimizers to train with, from the program's.
         values: assumed where the program reads those of tensors.
-        prepare: changes the model, which then has all its modules; None leaves it as it is.
+        prepare: changes the model, which then has all its modules.
     """
 
     def __init__(
@@ -200,12 +206,14 @@ class SimulatedStrategy(SingleDeviceStrategy):
         optimizers: Callable[[Iterable[Optimizer]], list[Optimizer]],
         values: Values,
         *,
-        prepare: Callable[[nn.Module], None] | None = None,
+        prepare: Callable[[nn.Module], None],
     ) -> None:
         super().__init__(accelerator=_SimulatedAccelerator(), device="cpu")
         self.tracer: StorageTracer
         self.batch: Any = None
-        self.world_size = ranks.count
+        self.world_size, self.global_rank = ranks.count, ranks.rank
+        self.local_rank = ranks.rank % (ranks.count // ranks.nodes)
+        self.offloads = False
         self._target = target
         self._ranks = ranks
         self._mesh: DeviceMesh | None = None
@@ -216,6 +224,11 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._prepare = prepare
         self._simulation = ExitStack()
         self._loaders: list[_Repeated] = []
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether rank 0 is simulated."""
+        return self.global_rank == 0
 
     def setup_environment(self) -> None:
         """Make the process group, and the mesh that ``configure_model`` asks for."""
@@ -239,8 +252,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         for loader, batch in zip(self._loaders, batches, strict=True):
             loader.batch = batch
         self.batch = batches[0] if trained == 1 else list(batches[:trained])
-        if self._prepare is not None:
-            self._prepare(trainer.lightning_module)
+        self._prepare(trainer.lightning_module)
         if isinstance(self.precision_plugin, (DoublePrecision, HalfPrecision)) and not self._ranks.is_sharded:
             # Module.to keeps weights tied only outside of the simulation.
             model: Any = self.lightning_module
@@ -282,17 +294,23 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Read one batch, and repeat it."""
-        self._loaders.append(_Repeated(dataloader))
+        # The loader's batches are not the training's host memory.
+        self._loaders.append(
+            _Repeated(dataloader, lambda: self.tracer.paused() if self._target.is_gpu else nullcontext())
+        )
         return self._loaders[-1]
 
     def model_to_device(self) -> None:
         """Replace the model's tensors, and tell the tracer what they are."""
         model: Any = self.model
+        # Lightning's FSDPStrategy gathers parameters before a step, its ModelParallelStrategy before forward() only.
+        is_own = self._ranks.kind == "fsdp2" and isinstance(model, FSDPModule)
         self._ranks.shard(model, self._mesh)
-        for name in ("training_step", "validation_step"):
-            # FSDP gathers parameters before a forward.
+        for name in () if is_own else ("training_step", "validation_step"):
             register_fsdp_forward_method(model, name)
-        without_data(model, self.root_device)
+        on_host = offloaded(model)
+        self.offloads = bool(on_host)
+        without_data(model, self.root_device, on_host)
         for module in model.modules():
             if isinstance(module, LightningModule):
                 module._device = self.root_device  # noqa: SLF001 what its .to() does
@@ -301,7 +319,8 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self.tracer.label(_owned(model.named_buffers()), "buffer")
         self._simulation.enter_context(self._ranks.labelled(self.tracer))
         for path, parameter in _owned(model.named_parameters()):
-            if parameter.requires_grad:
+            # torch copies the gradients of offloaded ones in another way where a hook reads them.
+            if parameter.requires_grad and parameter.device.type == self.root_device.type:
                 parameter.register_post_accumulate_grad_hook(
                     lambda owner, path=path: self.tracer.label([(path, owner.grad)], "gradient")
                 )

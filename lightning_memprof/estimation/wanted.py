@@ -15,17 +15,6 @@ from lightning_memprof.units import format_bytes
 if TYPE_CHECKING:
     from lightning_memprof.estimation.changes import Change
 
-OPTIONS: Final = (
-    "--device",
-    "--device-memory",
-    "--devices",
-    "--strategy",
-    "--batch-size",
-    "--seq-len",
-    "--batch-shape",
-    "--what-if",
-)
-"""Options of ``lightning-memprof estimate`` that change what is estimated."""
 _USUAL: Final = ("precision=bf16-mixed", "checkpointing", "accumulate=2", "optimizer=adamw8bit")
 _FULL: Final = (None, "32", "32-true")
 
@@ -42,6 +31,7 @@ class Wanted:
         batch_shape: shapes of the batch's tensors, as in ``8x3x64x64,8``; None keeps the program's.
         devices: GPUs of a machine that train together; None keeps the program's.
         strategy: ``ddp``, ``fsdp``, ``fsdp2``, or another name of Lightning's; None keeps the program's.
+        rank: the rank to simulate, ``all`` for each: stages of a pipeline differ.
         what_if: changes; empty for the usual ones, ``none`` alone for none.
         progress: gets, before each simulation, its name, how many are done, and how many there are; 0 is unknown.
 
@@ -56,6 +46,7 @@ class Wanted:
     batch_shape: str | None = None
     devices: str | int | None = None
     strategy: str | None = None
+    rank: str | int = 0
     what_if: str | Sequence[str] = ()
     progress: Callable[[str, int, int], None] = lambda _name, _done, _total: None
 
@@ -64,6 +55,8 @@ class Wanted:
         self.samples()
         self.lengths()
         self.shapes()
+        if self.rank != "all" and not str(self.rank).isdecimal():
+            raise ConfigError(f"--rank {self.rank}: must be the number of a rank, or all")
         self.target()
         from lightning_memprof.estimation.ranks import ranks_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from estimated_ranks import CASES, estimated
+from estimated_ranks import CASES, Pipeline, estimated
 from ranks import launch
 
 Peaks = list[dict[str, dict[str, int]]]
@@ -43,6 +43,15 @@ def test_a_rank_of_ddp_has_the_estimated_bytes(peaks: Peaks, tmp_path: Path, nam
     # Besides, DDP keeps some bytes for each parameter, with which it looks for unused ones.
     expected = pytest.approx(sum(estimated(name, tmp_path).values()), rel=1e-3)
     assert [rank[name]["total"] for rank in peaks] == [expected] * 2
+
+
+def test_a_stage_of_a_pipeline_has_the_estimated_bytes_of_its_rank(peaks: Peaks, tmp_path: Path) -> None:
+    expected = [sum(estimated("pipeline", tmp_path, rank).values()) for rank in range(2)]
+    first, last = (rank["pipeline"]["total"] for rank in peaks)
+    assert first == pytest.approx(expected[0], rel=1e-3)
+    # Gloo keeps a gradient that the last stage sends until the schedule waits for it.
+    gradient = Pipeline.samples // 2 * Pipeline.widths[1] * 4
+    assert expected[1] < last < expected[1] + gradient
 
 
 @pytest.mark.parametrize("name", FLAT)

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,6 +79,15 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+class Direct(Net):
+    """Calls its blocks without ``forward``, so that each of them is a root of FSDP2 and stays gathered."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+
 class Gpt(Net):
     samples = 32
 
@@ -105,6 +115,49 @@ class _Checkpointed(Gpt):
     is_checkpointed = True
 
 
+class Pipeline(pl.LightningModule):
+    """A stage of a pipeline, which the module makes by its rank: the first one is wider."""
+
+    samples = 512
+    widths = (64, 96, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.schedule: ScheduleGPipe | None = None
+
+    def sample(self) -> Tensor:
+        return torch.randn(self.widths[0])
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not hasattr(self, "net"):
+            rank = self.device_mesh["tensor_parallel"].get_local_rank()
+            self.net = nn.Sequential(nn.Linear(self.widths[rank], self.widths[rank + 1]), nn.GELU())
+
+    def _schedule(self, batch: Tensor) -> ScheduleGPipe:
+        assert self.device_mesh is not None
+        rank, chunk = self.device_mesh["tensor_parallel"].get_local_rank(), len(batch) // 2
+        shapes = [torch.empty(chunk, width, device=self.device) for width in self.widths[rank : rank + 2]]
+        shapes[0].requires_grad_(rank > 0)
+        shapes[1].requires_grad_()
+        group = self.device_mesh["tensor_parallel"].get_group()
+        stage = PipelineStage(self.net, rank, WORLD, self.device, shapes[0], shapes[1], group=group)
+        return ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.schedule = self.schedule or self._schedule(batch)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        if self.global_rank == 0:
+            self.schedule.step(batch)
+        else:
+            self.schedule.step(target=batch[:, : self.widths[-1]])
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
 class FSDPOnCpu(FSDPStrategy):
     """FSDP1 on a CPU: Lightning refuses its own class there, and torch needs the device."""
 
@@ -124,7 +177,11 @@ def _flat(**options: Any) -> Callable[[], Strategy]:
     return lambda: FSDPOnCpu(auto_wrap_policy={Block}, use_orig_params=True, **options)
 
 
-Case = tuple[Callable[[], Net], Callable[[], Strategy], dict[str, Any]]
+def _staged() -> Strategy:
+    return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=WORLD)
+
+
+Case = tuple[Callable[[], Net | Pipeline], Callable[[], Strategy], dict[str, Any]]
 CASES: Final[MappingProxyType[str, Case]] = MappingProxyType(
     {
         "gpt": (Gpt, _sharded, {}),
@@ -133,11 +190,13 @@ CASES: Final[MappingProxyType[str, Case]] = MappingProxyType(
         "gpt-bf16-policy": (lambda: Gpt(mp_policy=_HALF), _sharded, {}),
         "gpt-accumulated": (Gpt, _sharded, {"accumulate_grad_batches": 2}),
         "mlp-sgd": (Net, _sharded, {}),
+        "mlp-direct": (Direct, _sharded, {}),
         "ddp-buckets": (Gpt, _replicated(bucket_cap_mb=0.01), {}),
         "ddp-static": (Gpt, _replicated(static_graph=True), {}),
         "ddp-unused": (Gpt, _replicated(find_unused_parameters=True), {}),
         "ddp-views-accumulated": (Gpt, _replicated(gradient_as_bucket_view=True), {"accumulate_grad_batches": 2}),
         "ddp-bf16-mixed": (Gpt, _replicated(), {"precision": "bf16-mixed"}),
+        "pipeline": (Pipeline, _staged, {}),
         "fsdp1": (Gpt, _flat(), {}),
         "fsdp1-grad-op": (Gpt, _flat(sharding_strategy="SHARD_GRAD_OP"), {}),
     }
@@ -192,18 +251,18 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _data(model: Net, batches: int) -> Any:
+def _data(model: Net | Pipeline, batches: int) -> Any:
     torch.manual_seed(1)
     samples: Any = [model.sample() for _ in range(model.samples * WORLD * batches)]
     return DataLoader(samples, batch_size=model.samples)
 
 
-def estimated(name: str, directory: Path) -> dict[str, int]:
+def estimated(name: str, directory: Path, rank: int = 0) -> dict[str, int]:
     """Return the estimated peak of a rank's third step by category, in bytes."""
     make, strategy, options = CASES[name]
     model = make()
     planned = trainer(directory, strategy=strategy(), devices=WORLD, **options)
-    found = estimate(model, _data(model, 3), trainer=planned, device="cpu", what_if=("none",))
+    found = estimate(model, _data(model, 3), trainer=planned, device="cpu", what_if=("none",), rank=rank)
     moments = [dict(zip(found.live, values, strict=True)) for values in zip(*found.live.values(), strict=True)]
     return {kind: count for kind, count in max(moments, key=lambda moment: sum(moment.values())).items() if count}
 

@@ -35,7 +35,7 @@ from lightning_memprof.report.document import (
     text,
 )
 from lightning_memprof.report.sections.labels import bars, category
-from lightning_memprof.units import format_bytes, format_count, percent
+from lightning_memprof.units import MIB, format_bytes, format_count, percent
 
 _LOOKS: Final[dict[str, tuple[Badge, Style]]] = {
     "fits": ("none", "good"),
@@ -151,6 +151,10 @@ def _overview(estimate: Estimate) -> Section:
                 f"the allocator empties its cache {format_count(estimate.retries, 'time')} to fit: this is slow"
             )
         figures.append(Figure("usable", size(device.usable_bytes), kept if device.name != "CPU" else device.source))
+    if estimate.host.total_bytes >= MIB:
+        moved = (size(estimate.host.to_device_bytes), size(estimate.host.to_host_bytes))
+        copied = phrase("per device; {} to it and {} back per step", *moved)
+        figures.append(Figure("host", size(estimate.host.total_bytes), copied))
     parts: list[Part] = [Figures(figures)]
     if estimate.alternatives:
         parts.append(Lines("Alternatives", [_line(changed, estimate) for changed in estimate.alternatives]))

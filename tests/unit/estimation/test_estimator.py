@@ -23,7 +23,7 @@ from lightning_memprof import estimate
 from lightning_memprof.analysis.estimate import DEVICES, device_named, parse_bytes
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation import simulation, storages
-from lightning_memprof.estimation.changes import checkpoint_blocks, parse_change, repeated_blocks
+from lightning_memprof.estimation.changes import parse_change, repeated_blocks
 from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.estimator import estimate_program
 from lightning_memprof.estimation.wanted import Wanted
@@ -34,7 +34,7 @@ FORKS = pytest.mark.skipif(
 )
 PROGRAM = """
 import sys
-import torch
+import torch, torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -175,6 +175,10 @@ def test_a_program_ends_at_its_fit_and_writes_nothing(tmp_path: Path, capsys: py
     ("options", "message"),
     [
         ({"step": "x = x[x > 0]"}, r"a shape depends on values at .*train\.py:14"),
+        (
+            {"step": "torchmetrics.functional.auroc(x.flatten().sigmoid(), (x > 0).long().flatten(), 'binary')"},
+            r"values at .*train\.py:14 \(in .*torchmetrics.*\.py:\d+\).*move the metric out of training_step",
+        ),
         ({"step": "raise ValueError('mine')"}, r"simulated training failed at .*train\.py:14: ValueError: mine"),
         ({"step": "x = x * float(x.detach().numpy().sum())"}, r"array of NumPy at .*train\.py:14; \.cpu"),
         (
@@ -242,7 +246,7 @@ def test_a_fused_norm_saves_its_input_and_nothing_else() -> None:
     trainer = Trainer(accelerator="cpu", precision="bf16-true", logger=False, enable_checkpointing=False)
     found = estimate(Norms(), loader(512), trainer=trainer, device="L4", what_if=("none",))
     # The first input is the batch; 2 KiB are a number for each of the rows, 512 bytes the loss.
-    assert found.categories["activation"] == 4 * 512 * 256 * 2 + 4 * 2048 + 512
+    assert max(found.live["activation"]) == 4 * 512 * 256 * 2 + 4 * 2048 + 512
 
 
 @FORKS
@@ -380,8 +384,10 @@ def test_sizes_have_binary_or_decimal_units() -> None:
 
 
 def test_blocks_of_one_class_are_checkpointed_and_others_are_not() -> None:
-    assert checkpoint_blocks(Net()) == 2
-    assert checkpoint_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == 0
+    parse_change("checkpointing").prepare(model := Net())
+    assert sum("forward" in vars(module) for module in model.modules()) == 2
+    with pytest.raises(ConfigError, match="no blocks that repeat"):
+        parse_change("checkpointing").prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
 
 class Block(nn.Module):
@@ -497,18 +503,42 @@ def test_a_missing_file_is_named_before_torch_is_imported(tmp_path: Path) -> Non
         "import sys; from lightning_memprof.cli.main import main; code = main(sys.argv[1:]); "
         "sys.exit(10 * ('torch' in sys.modules) + code)"
     )
-    for words in (["absent.py"], ["fit", "--config=absent.yaml"], ["--device", "H1000", "absent.py"]):
+    wrong = "--divices: unknown option; did you mean --devices?"
+    for words, message in (
+        (["absent.py"], "absent.py: no such file"),
+        (["fit", "--config=absent.yaml"], "absent.yaml: no such file"),
+        (["--device", "H1000", "absent.py"], "absent.py: no such file"),
+        (["fit", "--trainer.devices=8", "--divices=8"], wrong),
+    ):
         ran = subprocess.run(
             [sys.executable, "-c", code, "estimate", *words], check=False, capture_output=True, text=True, cwd=tmp_path
         )
         assert (ran.returncode, len(ran.stderr.splitlines())) == (1, 1), ran.stderr
+        assert message in ran.stderr
+
+
+ARGUMENTS = "import argparse; argparse.ArgumentParser().parse_args()"
+CLI = "from lightning.pytorch.cli import LightningCLI; LightningCLI(Net)"
 
 
 @FORKS
-def test_options_after_the_program_are_explained_where_it_refuses_them(tmp_path: Path) -> None:
-    command = program(tmp_path, before="sys.exit(2 if len(sys.argv) > 1 else 0)")
-    with pytest.raises(MemprofError, match="--devices after the program's name belongs to the program"):
-        estimate_program([*command, "--devices", "8"], Wanted(what_if=("none",)))
+@pytest.mark.parametrize(("before", "words"), [(ARGUMENTS, ["--devices", "8"]), (CLI, ["fit", "--devices=8"])])
+def test_options_after_the_program_are_explained_where_it_refuses_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str, words: list[str]
+) -> None:
+    command = program(tmp_path, before=before)
+    reason = r"\(.*nrecognized arguments: --devices.*8\); --devices after the program's name belongs to the program"
+    with pytest.raises(MemprofError, match=reason):
+        estimate_program([*command, *words], Wanted(what_if=("none",)))
+    # The usage of the program's parser does not come before the line.
+    assert capsys.readouterr().err == ""
+
+
+@FORKS
+def test_what_a_program_prints_before_its_fit_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = program(tmp_path, before="print('loads', file=sys.stderr)")
+    estimate_program([*command, "--devices", "8"], Wanted(what_if=("none",)))
+    assert capsys.readouterr().err == "loads\n"
 
 
 @FORKS

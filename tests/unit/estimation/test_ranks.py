@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
@@ -88,6 +88,96 @@ def test_a_rank_of_fsdp_has_its_part_of_parameters_gradients_and_state(strategy:
     assert rank["optimizer_state"] == WHOLE // 2
 
 
+class OwnUnits(Net):
+    """Shards its blocks itself."""
+
+    policy = OffloadPolicy()
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        for part in (*self.blocks, self):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"], offload_policy=self.policy)
+
+    def forward(self, values: Any) -> Any:
+        return self.blocks(values)
+
+    def training_step(self, batch: Any) -> Any:
+        return self(batch[0]).sum()
+
+
+class Offloaded(OwnUnits):
+    """Keeps the shards in host memory."""
+
+    policy = CPUOffloadPolicy()
+
+
+def of_batch(samples: int, net: type[Net] = Net, **wanted: Any) -> Any:
+    loader = DataLoader(TensorDataset(torch.zeros(samples, WIDTH)), batch_size=samples)
+    return estimate(net(), loader, device="H100 80GB", **{"what_if": ("none",), **wanted})
+
+
+@pytest.mark.parametrize(("strategy", "net"), [("fsdp_cpu_offload", Net), ("fsdp2", Offloaded)])
+def test_an_offloaded_rank_has_its_part_of_parameters_gradients_and_state_in_host_memory(
+    strategy: str, net: type[Net]
+) -> None:
+    found = of_batch(8, net, devices=4, strategy=strategy)
+    state = {"parameter", "gradient", "optimizer_state"}
+    assert not state & set(found.categories)
+    assert not state & set(found.live)
+    # Adam counts the steps of each of the four parameters.
+    expected = {"parameter": WHOLE // 4, "gradient": WHOLE // 4, "optimizer_state": WHOLE // 2 + 4 * 4}
+    assert {name: found.host.categories[name] for name in state} == expected
+    # Shards are gathered for forward and again for backward.
+    assert found.host.to_device_bytes == 2 * WHOLE // 4 + 8 * WIDTH * 4
+    assert found.host.to_host_bytes == WHOLE // 4
+    assert any("override its model_to_device" in words for words in found.assumptions) == (strategy == "fsdp2")
+
+
+def test_pinned_shards_take_powers_of_two_of_host_memory() -> None:
+    found = of_batch(8, Offloaded, devices=3, strategy="fsdp2")
+    rows = -(-WIDTH // 3)
+    assert rows * WIDTH * 4 <= 2**19 < 2 * rows * WIDTH * 4
+    assert found.host.categories["parameter"] == found.host.categories["gradient"] == 2 * (2**19 + 2**10)
+    assert found.host.categories["optimizer_state"] == 2 * 2 * rows * (WIDTH + 1) * 4 + 4 * 4
+
+
+def test_offloading_is_an_alternative_of_fsdp_and_equals_a_program_that_offloads() -> None:
+    own = of_batch(8, Offloaded, devices=4, strategy="fsdp2")
+    (changed,) = of_batch(8, OwnUnits, devices=4, strategy="fsdp2", what_if="offload").alternatives
+    assert (changed.allocated_bytes, changed.reserved) == (own.allocated_bytes, own.reserved)
+    assert changed.costs == f"the CPU runs the optimizer, {own.host.words()}"
+    (alone,) = of_batch(8, what_if="offload").alternatives
+    assert "offload needs FSDP" in alone.problem
+
+
+def test_offloaded_activations_are_in_host_memory_between_forward_and_backward() -> None:
+    kept = of_batch(4096, what_if="offload=activations")
+    (changed,) = kept.alternatives
+    assert kept.host.total_bytes < 2**10
+    assert kept.allocated_bytes - changed.allocated_bytes >= 4096 * WIDTH * 4
+    assert "of host memory per device" in changed.costs
+
+
+class Stage(Net):
+    """Has no blocks on the first of two ranks."""
+
+    def configure_model(self) -> None:
+        self.blocks = self.blocks if self.global_rank else nn.Sequential(nn.Linear(WIDTH, 1))
+
+
+def test_ranks_with_models_of_their_own_are_estimated_and_the_largest_is_the_result() -> None:
+    strategy = ModelParallelStrategy(1, 2)
+    found = of_batch(8, Stage, devices=2, strategy=strategy, rank="all")
+    assert found.assumptions[0].startswith("rank 1 is simulated;")
+    assert found.categories["parameter"] == WHOLE
+    (other,) = found.alternatives
+    small = of_batch(8, Stage, devices=2, strategy=strategy, rank=0)
+    assert (other.change, other.allocated_bytes) == ("rank=0", small.allocated_bytes)
+    assert small.categories["parameter"] == WIDTH * 4 + 512
+    with pytest.raises(ConfigError, match="--rank 2: the training has 2 ranks"):
+        of_batch(8, Stage, devices=2, strategy=strategy, rank=2)
+
+
 def test_a_rank_of_tensor_parallel_has_its_part_of_weights_and_whole_biases_of_split_inputs() -> None:
     rank = categories(4, ModelParallelStrategy(1, 4), Tensors)
     whole = WIDTH * 4
@@ -115,7 +205,6 @@ def test_the_strategy_of_several_devices_is_ddp_where_none_is_named() -> None:
             {"strategy": "deepspeed_stage_2"},
             "is not simulated; ddp, fsdp and fsdp2 are; ZeRO stage 3 shards like fsdp2",
         ),
-        ({"strategy": "fsdp_cpu_offload"}, "keeps parameters in host memory, which is not simulated"),
     ],
 )
 def test_wrong_ranks_are_refused_before_the_program_runs(wanted: dict[str, Any], message: str) -> None:

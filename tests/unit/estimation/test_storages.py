@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lightning_memprof.estimation.storages import StorageLog
+from lightning_memprof.estimation.requests import StorageLog
 
 
 def add(log: StorageLog, size: int, category: str) -> int:
