@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,30 @@ def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path) 
     (section,) = [section for section in document.sections if section.id == "hangs"]
     (table,) = section.parts
     assert len(table.rows) == 2
+
+
+@pytest.mark.timeout(300)
+def test_all_ranks_end_with_one_exit_code_where_that_is_asked_for(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    started = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    started |= {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SUPPORT / "hanging.py"), str(tmp_path), "2", "abort"],
+            env=started | {"LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    messages = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [75, 75]
+    for rank, message in enumerate(messages):
+        assert f"memprof: a step does not end: rank {rank} ends with exit code 75" in message
+    document = load_run(only_run(tmp_path)).document()
+    assert document.verdict.startswith("Step 3 does not end on rank 1: stuck in forward at hanging.py:")
+    (section,) = [section for section in document.sections if section.id == "hangs"]
+    assert len(section.parts[0].rows) == 2
 
 
 @pytest.mark.slow

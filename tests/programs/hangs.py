@@ -89,6 +89,9 @@ def hung(place: Path, ranks: list[subprocess.Popen[bytes]], expected: list[str])
             continue
         if not has_report:
             has_report, until = True, time.monotonic() + WITHIN
+        if not place.exists():
+            text = "\n".join(path.read_text(errors="replace")[-2000:] for path in place.parents[1].glob("out*"))
+            return False, f"ended before the run began: {text}"
         _, text = page(place)
         missing = [word for word in ("(hang)", *expected) if word.lower() not in text.lower()]
         if ended:

@@ -1,6 +1,6 @@
 """A training whose last rank hangs in step 3 until every rank has reported it, and is then killed.
 
-python hanging.py DIRECTORY RANKS
+python hanging.py DIRECTORY RANKS [abort]: with it, the last rank hangs, and both end themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lightning_memprof.collectors import Hangs, Pulse
 from training import Perceptron, loader, trainer
 
 DIRECTORY, RANKS = Path(sys.argv[1]), int(sys.argv[2])
+ABORTS = sys.argv[3:] == ["abort"]
 
 
 class Hanging(Perceptron):
@@ -37,11 +38,15 @@ class Hanging(Perceptron):
             path.exists() and path.read_bytes().endswith(b"\n") for path in rows
         ):
             time.sleep(0.05)
+        if ABORTS:
+            time.sleep(3600)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    callback = MemProfilerCallback(collectors=[Pulse(), Hangs(max_step_seconds=3)])
+    callback = MemProfilerCallback(
+        collectors=[Pulse(), Hangs(max_step_seconds=3, on_hang="abort" if ABORTS else "dump")]
+    )
     strategy = {"strategy": "ddp", "devices": RANKS} if RANKS > 1 else {}
     trainer(DIRECTORY, callback, max_steps=8, **strategy).fit(Hanging(), loader())

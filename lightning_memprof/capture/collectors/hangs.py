@@ -9,6 +9,7 @@ import socket
 import statistics
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from contextlib import contextmanager, nullcontext, suppress
@@ -62,13 +63,17 @@ _NEAR: Final = 15
 _BEAT_BYTES: Final = 512
 # The time of this empty file asks all ranks for their place.
 _MARKER: Final = "hang_reported"
+# This one ends them.
+_ABORTED: Final = "hang_aborted"
+# As EX_TEMPFAIL of sysexits.h: to be tried again.
+ABORTED: Final = 75
 _LAST_COLLECTIVES: Final = 100
 _TRAINERS: Final = ("lightning", "pytorch_lightning")
 _OURS: Final = "lightning_memprof"
 
 
 class Hangs(Collector):
-    """Writes the place of each rank when a step does not end or one rank raises; only writes, and continues to watch.
+    """Writes the place of each rank when a step does not end or one rank raises, and continues to watch.
 
     The place is the line, the Python stacks of all threads, and the last collectives of torch's flight recorder. A
     thread compares the time since the start of the step with a limit, four times per limit. By default the limit is
@@ -78,15 +83,19 @@ class Hangs(Collector):
 
     Args:
         max_step_seconds: the limit of a step without validation, checkpoint or end of an epoch; None for the default.
+        on_hang: ``dump`` only writes; ``abort`` also ends every rank with exit code 75, for a scheduler to restart the
+            job, if the step still has not ended when all ranks have had the time to report.
 
     Raises:
-        ConfigError: the limit is not a positive number.
+        ConfigError: the limit is not a positive number, or ``on_hang`` is neither of these.
     """
 
     name: ClassVar[str] = "hangs"
     every_rank: ClassVar[bool] = True
 
-    def __init__(self, *, max_step_seconds: float | None = None) -> None:
+    def __init__(self, *, max_step_seconds: float | None = None, on_hang: Literal["dump", "abort"] = "dump") -> None:
+        if on_hang not in ("dump", "abort"):
+            raise ConfigError(f'Hangs(on_hang={on_hang!r}): must be "dump" or "abort"')
         if max_step_seconds is not None and (
             type(max_step_seconds) not in (int, float) or not 0 < max_step_seconds < threading.TIMEOUT_MAX
         ):
@@ -95,6 +104,7 @@ class Hangs(Collector):
                 "times the median step"
             )
         self._seconds = max_step_seconds
+        self._aborts = on_hang == "abort"
 
     def record(self, run: RunContext, window: Window) -> AbstractContextManager[OnMark | None]:  # noqa: ARG002
         """Record nothing per window."""
@@ -103,7 +113,8 @@ class Hangs(Collector):
     @contextmanager
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
         """Watch the steps of the run; about 0.2 µs each."""
-        watch = _Watch(run, None if self._seconds is None else round(self._seconds * _SECOND_NS))
+        limit_ns = None if self._seconds is None else round(self._seconds * _SECOND_NS)
+        watch = _Watch(run, limit_ns, aborts=self._aborts)
         watch.start()
         try:
             yield watch.step
@@ -139,9 +150,12 @@ class _Watch:
     Args:
         run: the run.
         limit_ns: see :class:`Hangs`.
+        aborts: whether a rank that hangs ends, and all others with it.
     """
 
-    def __init__(self, run: RunContext, limit_ns: int | None) -> None:
+    def __init__(self, run: RunContext, limit_ns: int | None, *, aborts: bool = False) -> None:
+        self._aborts = aborts
+        self._reported_at_ns = 0
         self.reports = _Reports(run)
         self._run = run
         self._limit_ns = limit_ns
@@ -194,6 +208,8 @@ class _Watch:
             self._check()
             while not self._done.wait(min(self._limit() / _SECOND_NS / _CHECKS, self._longest_sleep)):
                 self._check()
+                if self._aborts:
+                    self._abort()
         except Exception as error:  # noqa: BLE001 a full disk, or a step that ends meanwhile, must not end the training
             self._run.faults.report(Hangs.name, "mark", None, error)
 
@@ -215,8 +231,25 @@ class _Watch:
             if start and (start == self._ended_ns or start != self._clock_start()):
                 self._reported_ns = 0
                 return
-            row.kind, row.limit_ns = kind, limit
+            row.kind, row.limit_ns, self._reported_at_ns = kind, limit, perf_counter_ns()
             self.reports.stand(row, self._training)
+
+    def _abort(self) -> None:
+        """End the process if its step has not ended since its report, or if another rank's has not."""
+        with self._reporting:
+            is_stuck = self._reported == "hang" and 0 < self._reported_ns == self._clock_start()
+        aborted = self.reports.aborted
+        # Until then all ranks have reported.
+        is_due = is_stuck and perf_counter_ns() - self._reported_at_ns > 2 * self._longest_sleep * _SECOND_NS
+        if is_due and not aborted.exists():
+            aborted.touch()
+        if aborted.exists():
+            # All at once: a rank whose neighbour has ended raises for its connection.
+            time.sleep(max(0.0, aborted.stat().st_mtime + 1.5 * self._longest_sleep - time.time()))
+            message = f"a step does not end: rank {self._run.rank} ends with exit code {ABORTED} (on_hang='abort')"
+            print(f"memprof: {message}; lightning-memprof show {aborted.parent}", file=sys.stderr, flush=True)  # noqa: T201
+            # No cleanup: it would wait for the other ranks.
+            os._exit(ABORTED)
 
     def _clock_start(self) -> int:
         clock = self._run.progress.clock
@@ -250,6 +283,7 @@ class _Reports:
             for name in (hangs_name, hang_stacks_name, collectives_name, heartbeat_name)
         )
         self._marker = self._directory / _MARKER
+        self.aborted = self._directory / _ABORTED
         self._marked_ns = self._marker_ns()
         self._host = _host()
 
