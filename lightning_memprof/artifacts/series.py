@@ -138,6 +138,38 @@ class WorkerBatchRow(SeriesRow, gc=False):
     duration_ns: Int64 | None = None
 
 
+class LoaderCallRow(SeriesRow, gc=False):
+    """What one function took of a worker's fetches from a window on: data set, transforms, ``collate_fn``.
+
+    Without a function all fetches. A call inside one of the same function counts for ``self_ns`` only.
+    """
+
+    series = "loader_calls"
+
+    pid: Int64 | None = None
+    worker: Int64 | None = None
+    dataset: str | None = None
+    function: str | None = None
+    count: Int64 | None = None
+    self_ns: Int64 | None = None
+    total_ns: Int64 | None = None
+
+
+class LoaderQueueRow(SeriesRow, gc=False):
+    """Batches that are ready when the loop asks a loader with workers for one, of those that it has ordered.
+
+    The last row has how many batches were copied into pinned memory in the window, and the time that this took.
+    """
+
+    series = "loader_queue"
+
+    dataset: str | None = None
+    ready: Int64 | None = None
+    ordered: Int64 | None = None
+    pinned: Int64 | None = None
+    pinning_ns: Int64 | None = None
+
+
 class ProcessRow(SeriesRow, gc=False):
     """Memory outside the training steps of this process, over the whole run.
 

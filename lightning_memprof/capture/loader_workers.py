@@ -8,6 +8,7 @@ page of memory, an open file without a name, which the parent reads while the wo
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sys
 import threading
@@ -17,11 +18,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from mmap import mmap
 from multiprocessing import process
 from pathlib import Path
-from struct import unpack_from
+from struct import pack, unpack_from
 from time import perf_counter_ns, process_time_ns, sleep
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from lightning_memprof.capture import loader_calls
+from lightning_memprof.capture.loader_calls import Calls, name_of, timed_calls
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.torch_internals import _IterableDatasetFetcher, _MapDatasetFetcher, _utils
@@ -35,17 +38,23 @@ _TORCH_LOOP: Final[Any] = getattr(getattr(_utils, "worker", None), "_worker_loop
 _LOOP: Final = "_worker_loop"
 _PAGE: Final = "lightning-memprof-worker"
 # The counters of a page, each an int64, then the name of the data set, then the last batches: start and duration, and
-# the line at which it waits for locks.
+# the line at which it waits for locks. ``watch`` is the parent's: the number of a window in which the worker times its
+# calls and writes them behind, as JSON.
 _COUNTERS: Final = (
     "worker", "batches", "fetch_ns", "fetch_cpu_ns", "collate_ns", "queue_wait_ns", "waits_since_ns",
-    "looks", "lock_waits",
+    "looks", "lock_waits", "watch", "calls_watch", "calls_bytes",
 )  # fmt: skip
+_OF_CALLS: Final = 3
 _NAME_AT: Final = 8 * len(_COUNTERS)
 _BATCHES_AT: Final = 512
 _LAST_BATCHES: Final = 64
 _LOCK_AT: Final = _BATCHES_AT + 16 * _LAST_BATCHES
 _LOCK_BYTES: Final = 256
-_PAGE_BYTES: Final = _LOCK_AT + _LOCK_BYTES
+_CALLS_AT: Final = _LOCK_AT + _LOCK_BYTES
+_PAGE_BYTES: Final = _CALLS_AT + 8 * KIB
+_MOST_CALLS: Final = 48
+_LONGEST_NAME: Final = 100
+_FETCH: Final = ""
 # A look takes about 30 µs; these are 10 s of fetches.
 _LOOK_S: Final = 0.05
 _LOOKS: Final = 200
@@ -155,10 +164,11 @@ def worker_counts(pid: int) -> dict[str, Any]:
     page = _page_of(pid)
     if len(page) != _PAGE_BYTES:
         return {}
-    found: dict[str, Any] = dict(zip(_COUNTERS, unpack_from(f"={len(_COUNTERS)}q", page), strict=True))
+    names = _COUNTERS[:-_OF_CALLS]
+    found: dict[str, Any] = dict(zip(names, unpack_from(f"={len(names)}q", page), strict=True))
     if since := found.pop("waits_since_ns"):
         found["queue_wait_ns"] += max(perf_counter_ns() - since, 0)
-    for name, start, end in (("dataset", _NAME_AT, _BATCHES_AT), ("lock", _LOCK_AT, _PAGE_BYTES)):
+    for name, start, end in (("dataset", _NAME_AT, _BATCHES_AT), ("lock", _LOCK_AT, _CALLS_AT)):
         found[name] = page[start:end].rstrip(b"\0").decode("utf-8", "replace") or None
     return found
 
@@ -172,13 +182,48 @@ def worker_batches(pid: int) -> list[tuple[int, int]]:
     return sorted((start, ns) for start, ns in zip(values[::2], values[1::2], strict=True) if start)
 
 
+def worker_calls(pid: int, watch: int) -> dict[str, list[int]]:
+    """Return what a worker has timed since :func:`watch_workers` with this number; empty if nothing yet.
+
+    For each function its count, self time and total time; under an empty name those of whole fetches.
+    """
+    for _ in range(3):
+        page = _page_of(pid)
+        if len(page) != _PAGE_BYTES:
+            break
+        found, size = unpack_from("=2q", page, 8 * _COUNTERS.index("calls_watch"))
+        # The worker may be writing.
+        with suppress(ValueError):
+            return dict(json.loads(page[_CALLS_AT : _CALLS_AT + size])) if found == watch and size else {}
+    return {}
+
+
+def watch_workers(watch: int, watched: set[int]) -> None:
+    """Let workers time their calls from their next fetches on; about 0.1 ms each.
+
+    Args:
+        watch: a number of this window, see :func:`worker_calls`; its negative ends it after one such fetch.
+        watched: the workers that have this number already; it adds the others.
+    """
+    for pid in worker_pids():
+        if pid not in watched:
+            # It has not started to count yet, or has ended.
+            with suppress(OSError), open(_path_of(pid), "r+b", buffering=0) as file:  # noqa: PTH123 as in _read
+                file.seek(8 * _COUNTERS.index("watch"))
+                file.write(pack("=q", watch))
+                watched.add(pid)
+
+
 def _page_of(pid: int) -> bytes:
-    """Return the page of a worker; empty if it has none, or has ended. About 3 µs per open file of the worker."""
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as files:
-            return next((_read(file.path) for file in files if _is_page(file.path)), b"")
-    except OSError:
-        return b""
+    """Return the page of a worker; empty if it has none, or has ended."""
+    return _read(_path_of(pid))
+
+
+def _path_of(pid: int) -> str:
+    """Return where the page of a worker is; empty if it has none, or has ended. About 3 µs per open file of it."""
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as files:
+        return next((file.path for file in files if _is_page(file.path)), "")
+    return ""
 
 
 def _is_page(path: str) -> bool:
@@ -254,7 +299,7 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
     if traceback is None:
         return None
     rest = _without_ours(traceback.tb_next)
-    if traceback.tb_frame.f_code.co_filename == __file__:
+    if traceback.tb_frame.f_code.co_filename in {__file__, loader_calls.__file__}:
         return rest
     return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
@@ -269,6 +314,10 @@ class _Page:
         self._bytes = mmap(file, _PAGE_BYTES)
         self._counts = memoryview(self._bytes).cast("q")
         self._is_fetching = False
+        # The number of the window with times, and the value of ``watch`` for which nothing is left to do.
+        self._number = self._followed = 0
+        self._calls: Calls | None = None
+        self._watching = ExitStack()
 
     def begin(self, worker: int, dataset: str) -> None:
         """Write who this is."""
@@ -291,7 +340,7 @@ class _Page:
                     counts[waits] += 1
                     places[_line(sys._current_frames().get(ident))] += 1  # noqa: SLF001 the only way to another thread's frame
                     line = places.most_common(1)[0][0].encode()[:_LOCK_BYTES]
-                    self._bytes[_LOCK_AT:_PAGE_BYTES] = line.ljust(_LOCK_BYTES, b"\0")
+                    self._bytes[_LOCK_AT:_CALLS_AT] = line.ljust(_LOCK_BYTES, b"\0")
 
     def waits(self, link: Link) -> Callable[..., Any]:
         """Return a queue's ``get`` that counts the time until it returns."""
@@ -311,14 +360,18 @@ class _Page:
     def fetches(self, link: Link) -> Callable[..., Any]:
         """Return a fetcher's ``fetch`` that counts batches and their time; all counters take about 5 µs per batch."""
         counts = self._counts
-        batches, wall, cpu = (_COUNTERS.index(name) for name in ("batches", "fetch_ns", "fetch_cpu_ns"))
+        batches, wall, cpu, watch = (_COUNTERS.index(name) for name in ("batches", "fetch_ns", "fetch_cpu_ns", "watch"))
 
         def fetch(fetcher: Any, *arguments: Any, **keywords: Any) -> Any:
+            if counts[watch] != self._followed:
+                self._follow_watch(fetcher, counts[watch])
             began, cpu_began = perf_counter_ns(), process_time_ns()
             self._is_fetching = True
             try:
                 with wrapped(fetcher, "collate_fn", self._collates):
-                    return link.call(fetcher, *arguments, **keywords)
+                    if self._calls is None:
+                        return link.call(fetcher, *arguments, **keywords)
+                    return self._calls.run(_FETCH, link.call, fetcher, *arguments, **keywords)
             finally:
                 self._is_fetching = False
                 elapsed = perf_counter_ns() - began
@@ -327,17 +380,56 @@ class _Page:
                 place = _BATCHES_AT // 8 + 2 * (counts[batches] % _LAST_BATCHES)
                 counts[place], counts[place + 1] = began, elapsed
                 counts[batches] += 1
+                if self._calls is not None:
+                    with suppress(Exception):
+                        self._write_calls(self._calls, fetcher)
 
         return fetch
 
     def _collates(self, link: Link) -> Callable[..., Any]:
         counts, spent = self._counts, _COUNTERS.index("collate_ns")
+        calls, name = self._calls, name_of(link.below)
 
         def collate(*arguments: Any, **keywords: Any) -> Any:
             began = perf_counter_ns()
             try:
-                return link.call(*arguments, **keywords)
+                if calls is None:
+                    return link.call(*arguments, **keywords)
+                return calls.run(name, link.call, *arguments, **keywords)
             finally:
                 counts[spent] += perf_counter_ns() - began
 
         return collate
+
+    def _follow_watch(self, fetcher: Any, watch: int) -> None:
+        """Begin to time calls, for one fetch if the window has ended before it; end it after the window's end."""
+        is_new = abs(watch) != self._number
+        self._number = abs(watch)
+        self._watching.close()
+        self._calls = Calls() if is_new else None
+        if watch > 0 or not is_new:
+            self._followed = watch
+        # Loading works without.
+        with suppress(Exception):
+            if self._calls is not None:
+                self._watching.enter_context(timed_calls(self._calls, fetcher.dataset, fetcher.collate_fn))
+
+    def _write_calls(self, calls: Calls, fetcher: Any) -> None:
+        """Write the times of all calls; what the fetch itself takes is the data set's."""
+        calls.drop_cheap(_FETCH)
+        times = {name: list(parts) for name, parts in calls.times.items()}
+        batches, own_ns, fetch_ns = times.pop(_FETCH)
+        collate_ns = times.get(name_of(fetcher.collate_fn), [0, 0, 0])[2]
+        method = "__getitems__" if getattr(fetcher.dataset, "__getitems__", None) else "__getitem__"
+        method = "__iter__" if isinstance(fetcher, _IterableDatasetFetcher) else method
+        label = f"{type(fetcher.dataset).__name__}.{method}"
+        # Not timed where it is not a function in Python.
+        whole = [0, own_ns, own_ns] if label in times else [batches, own_ns, fetch_ns - collate_ns]
+        times[label] = [sum(parts) for parts in zip(times.get(label, [0, 0, 0]), whole, strict=True)]
+        longest = sorted(times.items(), key=lambda item: -item[1][1])[:_MOST_CALLS]
+        found = {_FETCH: [batches, 0, fetch_ns], **{name[:_LONGEST_NAME]: parts for name, parts in longest}}
+        text = json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")[: _PAGE_BYTES - _CALLS_AT]
+        watched, size = (_COUNTERS.index(name) for name in ("calls_watch", "calls_bytes"))
+        self._counts[size] = 0
+        self._bytes[_CALLS_AT : _CALLS_AT + len(text)] = text
+        self._counts[watched], self._counts[size] = self._number, len(text)

@@ -426,9 +426,9 @@ INTERNALS: Final = (
     ),
     Internal(
         owner="torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",
-        names="_dataset _get_data _next_index",
-        used_for="time samplers, and the wait for workers",
-        without="HookTimings has no rows of samplers and workers",
+        names="_dataset _get_data _next_data _next_index",
+        used_for="time samplers, and the wait for workers; count the batches that are ready",
+        without="HookTimings has no rows of samplers and workers, HostMemory no queue of batches",
     ),
     Internal(
         owner="torch.utils.data._utils.fetch",

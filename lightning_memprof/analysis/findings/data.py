@@ -13,6 +13,7 @@ from lightning_memprof.analysis.findings.measures import (
     more_workers,
     rhythm,
     sample_method,
+    slow_function,
     takes_turns,
     torch_threads,
     worker_advice,
@@ -248,6 +249,8 @@ def _cause(
         owners = {line.name.rpartition(".")[0] for line in ledger.of("data_wait") if line.name.endswith(METHODS)}
         source = f" for {owners.pop()}" if len(owners) == 1 else ""
         return f": {few.subject.lower()} waits {format_ns(few.mean_ns)}{source} (num_workers={workers or 0})"
+    if workers and (slow := slow_function(rank)) is not None:
+        return f": {slow.function} takes {percent(slow.share)} of a fetch"
     if workers:
         return f": {format_count(workers, 'worker')} cannot keep up{in_workers(rank)}"
     named = f", mostly in {_named(loaders, *part)}" if part else ""
@@ -290,7 +293,8 @@ def _next_steps(
     """Return the settings that are not in use, in the order in which they usually help."""
     if not loaders:
         return ("Load batches in parallel with the step: DataLoader(num_workers=4, persistent_workers=True).",)
-    loader = loaders[0]
+    loader, slow = loaders[0], slow_function(rank)
+    method = slow.function if slow is not None else sample_method(loaders)
     steps: list[str] = []
     workers = loader.num_workers or 0
     cores = rank.facts.cpu_count
@@ -310,11 +314,11 @@ def _next_steps(
             # Batches in stock cover a few slow ones; they do not help workers that are slower than the training.
             prefetch = loader.prefetch_factor or DEFAULT_PREFETCH
             steps.append(f"prefetch_factor is {prefetch}: use DataLoader(prefetch_factor={2 * prefetch}).")
-        steps.append((measured or more_workers(workers, cores, sample_method(loaders))) + share)
+        steps.append((measured or more_workers(workers, cores, method)) + share)
         steps += keep if not epochs else []
     if loader.pin_memory is False and not rank.facts.is_cpu:
         steps.append("pin_memory is False: use DataLoader(pin_memory=True) to overlap copies with the step.")
-    return (*steps, LESS_PER_SAMPLE.format(method=sample_method(loaders)))
+    return (*steps, LESS_PER_SAMPLE.format(method=method))
 
 
 # Lengths vary in every data set, and batches of whole samples are never full.

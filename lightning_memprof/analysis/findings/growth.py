@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import structs
 
-from lightning_memprof.analysis.findings.measures import sample_method
+from lightning_memprof.analysis.findings.measures import sample_method, steps_until_full
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.ledger.growth import (
     MIN_BYTES,
@@ -122,12 +122,14 @@ def memory_growth(facts: Facts) -> list[Finding]:
     shown = [cause.why] if cause is not None else []
     if survivors and (holder is not None or cause is None):
         shown.append(survivors[0].shown)
+    full = steps_until_full(facts, rank, growth.bytes_per_step, on_host=source == RSS)
+    shown += [] if full is None else [f"At this rate it is full {full:,} steps later, before the training ends."]
     evidence = " ".join(shown)
     return [
         Finding(
             rule="memory_growth",
             severity=Severity.INFO
-            if holders.is_free
+            if holders.is_free and full is None
             else _severity(rank, growth, source, is_explained=cause is not None),
             sentence=(
                 f"{title} grows by {format_bytes(growth.bytes_per_step)} per step{facts.on_rank(rank)}"

@@ -16,7 +16,7 @@ from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import OWN_WORK
 from lightning_memprof.analysis.steps.statistics import PulseStatistics
 from lightning_memprof.analysis.steps.system import systems
-from lightning_memprof.analysis.steps.workers import Loading, loading, workers
+from lightning_memprof.analysis.steps.workers import Call, Loading, calls, loading, workers
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import HookRow
 from lightning_memprof.units import format_count, format_ns, percent
@@ -47,6 +47,8 @@ MANY_PER_CORE: Final = 4
 COMPUTING: Final = 0.5
 # Workers that wait for a lock for this share of their fetches take turns: more of them wait longer.
 TAKE_TURNS: Final = 0.25
+# Of the time inside fetches, its own: then one function is the cause.
+MOST_OF_FETCH: Final = 0.5
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -207,6 +209,17 @@ def own_ns(rank: Rank, statistics: PulseStatistics) -> int:
     return sum(marks.get(step, 0) for step in steps) // statistics.used
 
 
+def steps_until_full(facts: Facts, rank: Rank, bytes_per_step: float, *, on_host: bool) -> int | None:
+    """Return how many more steps growing memory lasts; None if longer than the training, or if either is unknown."""
+    ledger, training = facts.byte_ledgers.get(rank.rank), rank.training
+    if ledger is None or training is None or (ledger.place == "host") != on_host or not ledger.limit_bytes:
+        return None
+    steps = (training.max_steps or 0) * (training.accumulate_grad_batches or 1)
+    ends = min((end for end in (steps, (training.num_batches or 0) * (training.max_epochs or 0)) if end > 0), default=0)
+    left = max(ledger.limit_bytes / ledger.sharing - ledger.peak_bytes, 0) / bytes_per_step
+    return round(left) if left < ends - len(rank.pulse) else None
+
+
 def torch_threads(rank: Rank) -> int | None:
     """Return how many threads an operator of a rank uses; None where the run does not say."""
     count = rank.training.threads if rank.training else None
@@ -252,6 +265,11 @@ def in_workers(rank: Rank) -> str:
     return f", mostly {'computing' if cost.is_cpu_bound else 'waiting'} in {named}"
 
 
+def slow_function(rank: Rank) -> Call | None:
+    """Return the function that takes half of the fetches in workers or more, in recorded windows."""
+    return next((call for call in calls(rank) if call.share >= MOST_OF_FETCH), None)
+
+
 def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
     """Return the number of workers that removes the wait, from their times; None where they do not show one.
 
@@ -263,7 +281,8 @@ def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
     if cost is None or not loaders or not loaders[0].num_workers or step_ns <= 0:
         return None
     number, cores = loaders[0].num_workers, rank.facts.cpu_count
-    method = worker_method(cost, loaders)
+    slow = slow_function(rank)
+    method = slow.function if slow is not None else worker_method(cost, loaders)
     here = sum(other.facts.host == rank.facts.host for other in facts.run.ranks)
     wanted = cost.workers_for(step_ns)
     if (turns := takes_turns(rank)) is not None:

@@ -6,11 +6,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from lightning_memprof.analysis.run.model import Rank
-from lightning_memprof.artifacts.series import ProcessRow
+from lightning_memprof.artifacts.series import LoaderCallRow, LoaderQueueRow, ProcessRow, SeriesRow
 
+_R = TypeVar("_R", bound=SeriesRow)
 # Fewer batches do not represent a worker.
 MIN_BATCHES: Final = 4
 # Fewer looks at the fetches of all workers show no usual place.
@@ -100,6 +101,48 @@ def private_memory(rank: Rank) -> list[int]:
     """Return the private memory of all workers in each sample."""
     rows = rank.read(ProcessRow).rows
     return [row.private_bytes for row in rows if row.kind == "workers" and row.private_bytes is not None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function inside the fetches of a data set in recorded windows: means per batch; the shares sum to 1."""
+
+    dataset: str | None
+    function: str
+    count: float
+    self_ns: float
+    total_ns: float
+    share: float
+
+
+def calls(rank: Rank) -> list[Call]:
+    """Return the functions inside fetches of all workers, those with the most self time first."""
+    sums: dict[str | None, dict[str | None, list[int]]] = {}
+    for row in _of_windows(rank, LoaderCallRow):
+        times = sums.setdefault(row.dataset, {}).setdefault(row.function, [0, 0, 0])
+        times[:] = times[0] + (row.count or 0), times[1] + (row.self_ns or 0), times[2] + (row.total_ns or 0)
+    found = []
+    for dataset, functions in sums.items():
+        batches, _, fetch_ns = functions.pop(None, [0, 0, 0])
+        for name, (count, own_ns, total_ns) in functions.items() if batches and fetch_ns else ():
+            means = count / batches, own_ns / batches, total_ns / batches
+            found.append(Call(dataset, name or "", *means, own_ns / fetch_ns))
+    return sorted(found, key=lambda call: -call.self_ns)
+
+
+def pinning_ns(rank: Rank) -> float | None:
+    """Return the time in which a batch is copied into pinned memory; None where none was, in recorded windows."""
+    rows = _of_windows(rank, LoaderQueueRow)
+    return _mean(sum(row.pinning_ns or 0 for row in rows), sum(row.pinned or 0 for row in rows))
+
+
+def ready_batches(rank: Rank) -> list[int]:
+    """Return how many batches are ready each time that the loop asks for one, in recorded windows."""
+    return [row.ready for row in _of_windows(rank, LoaderQueueRow) if row.ready is not None]
+
+
+def _of_windows(rank: Rank, kind: type[_R]) -> list[_R]:
+    return [row for window in rank.windows for row in window.read(kind).rows]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -15,6 +16,8 @@ from lightning_memprof.artifacts.naming import processes_name
 from lightning_memprof.artifacts.series import (
     ActionMemoryRow,
     HostRow,
+    LoaderCallRow,
+    LoaderQueueRow,
     ProcessRow,
     WorkerBatchRow,
     columns_of,
@@ -22,25 +25,31 @@ from lightning_memprof.artifacts.series import (
 )
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnException, OnMark, OnStep
+from lightning_memprof.capture.loader_calls import Calls
 from lightning_memprof.capture.loader_workers import (
     WorkerMemory,
     counted_workers,
     exit_code,
     new_workers,
+    watch_workers,
     worker_batches,
+    worker_calls,
     worker_counts,
     worker_memory,
     worker_pids,
     worker_times,
 )
+from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, peak_rss_bytes
+from lightning_memprof.capture.torch_internals import _MultiProcessingDataLoaderIter, _utils
 from lightning_memprof.schedule import Point
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.process import BaseProcess
 
     from lightning_memprof.capture.base import RunContext, StepRecord
+    from lightning_memprof.capture.observe import Link
     from lightning_memprof.schedule import Mark, Window
 
 
@@ -51,6 +60,7 @@ _EVERY_S: Final = 10
 # Reading walks the page tables, 40 to 70 ms per GiB: at most 1% of the time.
 _SHARE: Final = 0.01
 _SAMPLES: Final = 32
+_LATE_STEPS: Final = 64
 _MOST_VALIDATIONS: Final = 1000
 _OWNERS: Final = ("[Callback]", "[LightningModule]")
 _FETCH: Final = ".train_dataloader_next"
@@ -71,6 +81,10 @@ class HostMemory(Collector):
     name: ClassVar[str] = "host"
     every_rank: ClassVar[bool] = True
 
+    def __init__(self) -> None:
+        # Windows whose workers are still in their first fetch with times, by number, each with the steps left for it.
+        self._late: dict[int, tuple[Window, int]] = {}
+
     @contextmanager
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Sample at every mark, and around the program's hooks."""
@@ -85,10 +99,12 @@ class HostMemory(Collector):
             last.callback(actions.close)
             last.callback(_save, run, window, actions)
             last.callback(_save_batches, run, window, perf_counter_ns())
+            watch_new = last.enter_context(_watched(run, window, self._late))
             last.enter_context(run.actions.listen(actions.start, actions.stop))
 
             def sample(mark: Mark) -> None:
                 actions.mark(mark)
+                watch_new()
                 size = process.memory_info()
                 row = HostRow(rss_bytes=size.rss, vms_bytes=size.vms, peak_rss_bytes=peak_rss_bytes(size.rss))
                 write(mark, row)
@@ -115,10 +131,17 @@ class HostMemory(Collector):
 
         log = ProcessLog(path, run.unix_offset_ns, spent)
         run.progress.validation_batch = run.guarded(log.validation_batch, collector=self.name)
+
+        def on_step(record: StepRecord) -> None:
+            log.on_step(record)
+            if self._late:
+                _write_calls(run, self._late)
+
         try:
-            yield log.on_step
+            yield on_step
         finally:
             run.progress.validation_batch = None
+            _write_calls(run, self._late, is_end=True)
             if log.close():
                 run.sink.list_artifact(ArtifactSpec(path=path, type="series", collector=self.name))
             if log.is_unreadable:
@@ -148,6 +171,72 @@ def _save_batches(run: RunContext, window: Window, since_ns: int) -> None:
         ]
     if rows:
         run.sink.write_rows(window, WorkerBatchRow.series, rows)
+
+
+@contextmanager
+def _watched(run: RunContext, window: Window, late: dict[int, tuple[Window, int]]) -> Iterator[Callable[[], None]]:
+    """Let workers time calls, count ready batches and time pinning; yield a function that includes new workers."""
+    number, watched, pins = perf_counter_ns(), set[int](), list[Calls]()
+    queue: list[LoaderQueueRow] = []
+
+    def asks(link: Link) -> Callable[..., Any]:
+        def next_data(loader: Any) -> Any:
+            # Queues of some systems have no size.
+            with suppress(Exception):
+                parts = vars(loader)
+                ordered, queues = parts["_task_info"], {parts["_worker_result_queue"], parts["_data_queue"]}
+                ready = sum(len(batch) > 1 for batch in ordered.values()) + sum(waiting.qsize() for waiting in queues)
+                name, now = type(parts["_dataset"]).__name__, perf_counter_ns() + run.unix_offset_ns
+                queue.append(LoaderQueueRow(time_ns=now, dataset=name, ready=ready, ordered=len(ordered)))
+            return link.call(loader)
+
+        return next_data
+
+    def pinning(link: Link) -> Callable[..., Any]:
+        def pin_memory(*arguments: Any, **keywords: Any) -> Any:
+            if not pins:
+                pins.append(Calls())  # of the pinning thread
+            return pins[0].run("pin_memory", link.call, *arguments, **keywords)
+
+        return pin_memory
+
+    try:
+        with (
+            wrapped(_MultiProcessingDataLoaderIter, "_next_data", asks),
+            wrapped(_utils.pin_memory, "pin_memory", pinning),
+        ):
+            yield partial(watch_workers, number, watched)
+    finally:
+        watch_workers(-number, set())
+        late[number] = (window, _LATE_STEPS)
+        for count, _, total_ns in pins[0].times.values() if pins else ():
+            queue.append(LoaderQueueRow(pinned=count, pinning_ns=total_ns))
+        if queue:
+            run.sink.write_rows(window, LoaderQueueRow.series, queue)
+
+
+def _write_calls(run: RunContext, late: dict[int, tuple[Window, int]], *, is_end: bool = False) -> None:
+    """Write the calls of windows, once each worker has finished a fetch with times; about 0.1 ms per worker."""
+    for number, (window, left) in list(late.items()):
+        found = {pid: worker_calls(pid, number) for pid in worker_pids()}
+        late[number] = (window, left - 1)
+        if not all(found.values()) and left and not is_end:
+            continue
+        del late[number]
+        rows = []
+        for pid, times in found.items():
+            counts = worker_counts(pid)
+            rows += _calls(pid, times, worker=counts.get("worker"), dataset=counts.get("dataset"))
+        if rows:
+            run.sink.write_rows(window, LoaderCallRow.series, rows)
+
+
+def _calls(pid: int, times: Mapping[str, Sequence[int]], **where: Any) -> list[LoaderCallRow]:
+    where |= {"recorded": True, "pid": pid}
+    return [
+        LoaderCallRow(function=name or None, count=count, self_ns=own_ns, total_ns=total_ns, **where)
+        for name, (count, own_ns, total_ns) in times.items()
+    ]
 
 
 class ActionMemory:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import mean
 from typing import Final
 
-from lightning_memprof.analysis.steps.workers import Worker, private_memory, workers
+from lightning_memprof.analysis.steps.workers import (
+    Call,
+    Worker,
+    calls,
+    pinning_ns,
+    private_memory,
+    ready_batches,
+    workers,
+)
 from lightning_memprof.report.document import (
     Chart,
     Lines,
@@ -15,8 +24,10 @@ from lightning_memprof.report.document import (
     Words,
     change,
     count,
+    duration,
     index,
     phrase,
+    share,
     size,
 )
 from lightning_memprof.report.document import Line as Fact
@@ -44,6 +55,8 @@ def workers_section(view: View) -> Section | None:
         Chart("workers", "Private memory of the workers", memory, _span(memory)),
         *_memory(found),
         *_time(found),
+        *_calls([(rank.rank, call) for rank in view.run.ranks for call in calls(rank)]),
+        *_queue(view),
         *_node(view),
     ]
     return Section("workers", "DataLoader workers", lead, parts)
@@ -93,6 +106,34 @@ def _time(found: list[tuple[int, Worker]]) -> Iterator[Table]:
         "no work: the queue of indices is empty",
     ]
     yield from filled(Table("worker-time", "Time by worker", notes=notes), timed, *fields)
+
+
+def _calls(found: list[tuple[int, Call]]) -> Iterator[Table]:
+    fields: tuple[Field[tuple[int, Call]], ...] = (
+        Field("function", "code", lambda row: row[1].function),
+        Field("share", "share", lambda row: row[1].share, bar=True),
+        Field("self/batch", "ns", lambda row: row[1].self_ns),
+        Field("total/batch", "ns", lambda row: row[1].total_ns),
+        Field("count/batch", "count", lambda row: row[1].count),
+        Field("data set", "code", lambda row: row[1].dataset, priority=1),
+        Field("rank", "index", lambda row: index(row[0]), priority=2),
+    )
+    yield from filled(Table("worker-calls", "Time inside a fetch, in recorded windows"), found, *fields)
+
+
+def _queue(view: View) -> Iterator[Part]:
+    """Yield the batches that wait for the loop, and the time of the pinning thread."""
+    ready, pinning = ready_batches(view.run.lead), pinning_ns(view.run.lead)
+    facts: list[Fact] = []
+    if ready:
+        yield Chart("ready-batches", "Batches ready when the loop asks for one, in recorded windows", ready)
+        none = share(ready.count(0) / len(ready))
+        facts.append(
+            Fact("ready batches", phrase("{} on average, none in {} of the fetches", count(mean(ready)), none))
+        )
+    if pinning is not None:
+        facts.append(Fact("pin_memory", phrase("{} per batch", duration(pinning))))
+    yield from [Lines("", facts)] if facts else []
 
 
 def _node(view: View) -> Iterator[Lines]:

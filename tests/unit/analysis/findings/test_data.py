@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fake_runs import HEALTHY, FakeRun, make_run
+from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, examine, examine_files
 from lightning_memprof.analysis.findings.data import input_bound
 from lightning_memprof.analysis.findings.measures import worker_advice
 from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.steps.workers import calls
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.schedule import Window
 from trace_reports import MS, idle, trace
@@ -171,3 +172,29 @@ def test_workers_that_take_turns_at_a_lock_need_no_more_workers(
     assert ("its 3 workers take turns at a lock in read (data.py:7)" in found.sentence) == (lock_waits == 60)
     assert found.recovers is not None
     assert found.recovers.max <= 60 * MS
+
+
+@pytest.mark.parametrize(("share", "is_named"), [(0.71, True), (0.45, False)])
+def test_a_function_with_most_of_a_fetch_is_the_cause(tmp_path: Path, share: float, is_named: bool) -> None:
+    loader = {"num_workers": 2, "dataset": "Images", "persistent_workers": True}
+    fake = FakeRun(phases=lambda *_: {**HEALTHY, "data_wait": 60 * MS}, training={"dataloaders": [loader]})
+    directory = make_run(tmp_path, fake)
+    decode, whole = round(800 * MS * share), {"pid": 7, "worker": 0, "dataset": "Images", "recorded": True}
+    rows = [
+        {**whole, "count": 2, "self_ns": 0, "total_ns": 800 * MS},
+        {**whole, "function": "Decode.__call__", "count": 16, "self_ns": decode, "total_ns": decode},
+        {**whole, "function": "Flip.forward", "count": 16, "self_ns": 40 * MS, "total_ns": 40 * MS},
+        {**whole, "function": "Images.__getitem__", "count": 16, "self_ns": 760 * MS - decode, "total_ns": 800 * MS},
+    ]
+    add_series(directory, "loader_calls", rows)
+    run = load_run(directory)
+    (first, *_) = calls(run.lead)
+    assert (first.function, first.count) == (("Decode.__call__", 8) if is_named else ("Images.__getitem__", 8))
+    (finding,) = input_bound(Facts.of(run))
+    if is_named:
+        assert finding.sentence.endswith("of each step: Decode.__call__ takes 71% of a fetch.")
+        assert all("__getitem__" not in step for step in finding.next_steps)
+        assert "make Decode.__call__ faster" in finding.next_steps[0]
+    else:
+        # The rest is the data set's own: 50% of a fetch.
+        assert finding.sentence.endswith("of each step: Images.__getitem__ takes 50% of a fetch.")

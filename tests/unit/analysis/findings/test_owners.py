@@ -252,6 +252,21 @@ def test_freed_memory_that_the_allocator_keeps_is_a_note(tmp_path: Path) -> None
     assert finding.sentence.endswith(": the C allocator keeps freed memory.")
 
 
+@pytest.mark.parametrize(("epochs", "severity"), [(1, Severity.INFO), (5, Severity.INFO), (100, Severity.WARNING)])
+def test_freed_memory_that_fills_the_machine_before_the_training_ends_is_a_warning(
+    tmp_path: Path, epochs: int, severity: Severity
+) -> None:
+    endless = replace(GROWING, training={"max_steps": -1, "max_epochs": epochs})
+    directory = make_run(tmp_path, endless)
+    limited(directory, 8 * GIB)
+    row = {"kind": "free memory", "added_bytes": 300 * MIB, "since_step": 20, "step": 119, "grown_bytes": 396 * MIB}
+    rows(directory / "holders.rank00000.jsonl", row)
+    finding = finding_of(directory, "memory_growth")
+    assert finding is not None
+    assert finding.severity is severity
+    assert ("steps later, before the training ends." in finding.why) == (severity is Severity.WARNING)
+
+
 def test_memory_that_no_python_object_refers_to_is_named(tmp_path: Path) -> None:
     finding = held(tmp_path, {"kind": "remainder", "added_bytes": 300 * MIB})
     assert finding is not None

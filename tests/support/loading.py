@@ -1,0 +1,84 @@
+"""Data sets whose fetches have a closed form, in a module that the workers of every start method can import."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+MS = 1_000_000
+# Milliseconds per sample; `batched` takes 6 per batch.
+DECODE, FLIP, SCALE, READ, OWN = 8, 2, 3, 2, 1
+
+
+class Decode:
+    def __call__(self, sample: torch.Tensor) -> torch.Tensor:
+        time.sleep(DECODE / 1000)
+        return sample
+
+
+class Flip(torch.nn.Module):
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        time.sleep(FLIP / 1000)
+        return sample
+
+
+def scaled(sample: torch.Tensor, by: float) -> torch.Tensor:
+    time.sleep(SCALE / 1000)
+    return sample * by
+
+
+class Chain:
+    def __init__(self, *transforms: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, sample: torch.Tensor) -> torch.Tensor:
+        for transform in self.transforms:
+            sample = transform(sample)
+        return sample
+
+
+def read(index: int) -> torch.Tensor:
+    time.sleep(READ / 1000)
+    return torch.tensor([float(index), 0.0])
+
+
+class Images(Dataset[torch.Tensor]):
+    """The second element of a sample tells whether its transforms are replaced."""
+
+    def __init__(self, length: int = 1000) -> None:
+        self.samples = list(range(length))
+        self.extra: dict[str, Any] = {}
+        self.transform = Chain(Decode(), Flip(), partial(scaled, by=1.0))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def tiny(self) -> None:
+        pass
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(OWN / 1000)
+        for _ in range(1000):
+            self.tiny()
+        sample = self.transform(read(index))
+        sample[1] = hasattr(Decode.__call__, "_memprof_link")
+        return sample
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {"transform": Decode()}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in range(1000):
+            yield self.options["transform"](read(index))
+
+
+def batched(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    time.sleep(6 / 1000)
+    return torch.stack(list(samples))
