@@ -139,10 +139,7 @@ class WorkerBatchRow(SeriesRow, gc=False):
 
 
 class LoaderCallRow(SeriesRow, gc=False):
-    """What one function took of a worker's fetches from a window on: data set, transforms, ``collate_fn``.
-
-    Without a function all fetches. A call inside one of the same function counts for ``self_ns`` only.
-    """
+    """What a function took of a worker's fetches from a window on; without a name, whole fetches."""
 
     series = "loader_calls"
 
@@ -156,10 +153,7 @@ class LoaderCallRow(SeriesRow, gc=False):
 
 
 class LoaderQueueRow(SeriesRow, gc=False):
-    """Batches that are ready when the loop asks a loader with workers for one, of those that it has ordered.
-
-    The last row has how many batches were copied into pinned memory in the window, and the time that this took.
-    """
+    """Batches that are ready when the loop asks for one, of those ordered; in the last row, how many were pinned."""
 
     series = "loader_queue"
 
