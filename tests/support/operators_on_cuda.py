@@ -101,10 +101,11 @@ def expected(threads: int) -> dict[Case, int]:
 
 
 def measured(case: Case) -> int:
-    before = torch.cuda.memory_allocated()
+    # Allocated bytes include what is left of a cached block that is not split.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     run(case, torch.device("cuda"))
-    return torch.cuda.max_memory_allocated() - before
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - int(before)
 
 
 def _main() -> None:
