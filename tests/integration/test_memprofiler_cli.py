@@ -16,6 +16,8 @@ import yaml
 from lightning.pytorch import Callback
 from torch import nn
 
+from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.trace.operators import ensure_operator_tables
 from lightning_memprof.cli.main import main
 from lightning_memprof.compat.fts import (
     MemProfiler,
@@ -184,7 +186,7 @@ def test_every_recorded_call_has_its_keys_and_its_fsdp_report_and_the_profiler_i
     assert logs == ["fsdp_mem_rank_0_training_step_3.log", "fsdp_mem_rank_0_training_step_4.log"]
     traces = list(run.parent.glob("fit-fts_extended_pytorch_profiler-0[[]Strategy]*.training_step.*.pt.trace.json.gz"))
     assert len(traces) == 2
-    assert (run.parent / "fit-fts_extended_pytorch_profiler-0.txt").is_file()
+    assert len(ensure_operator_tables(load_run(run)).files("table")) == 1
     assert rows_of(run, "error") == []
 
 
@@ -194,7 +196,7 @@ def test_the_profiler_fragment_alone_keeps_its_schedule(tmp_path: Path, program:
     assert [row["steps"] for row in rows_of(run, "window") if row["event"] == "close"] == [[3]]
     (trace,) = run.parent.glob("fit-fts_extended_pytorch_profiler-0[[]Strategy]*.pt.trace.json.gz")
     assert ".training_step." in trace.name
-    assert (run.parent / "fit-fts_extended_pytorch_profiler-0.txt").is_file()
+    assert len(ensure_operator_tables(load_run(run)).files("table")) == 1
 
 
 def test_a_root_module_that_is_not_sharded_is_named_with_those_that_are(program: Run) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from lightning_memprof import load_run
+from lightning_memprof.analysis.trace.operators import ensure_operator_tables
 from ranks import launch
 from recorded_rows import read_pulse
 from training import manifest, only_run, rows_of
@@ -35,10 +36,13 @@ def test_both_ranks_write_into_one_directory_without_a_collective_after_setup(tm
             )
             == 1
         )
-        assert (run.parent / f"fit-fts_extended_pytorch_profiler-{rank}.txt").is_file()
     assert "verdict" in printed[0].read_text()
     assert "verdict" not in printed[1].read_text()
-    ranks = load_run(run).ranks
+    recorded = ensure_operator_tables(load_run(run))
+    assert sorted(table.file.name for table in recorded.files("table")) == [
+        f"fit-fts_extended_pytorch_profiler-{rank}.txt" for rank in (0, 1)
+    ]
+    ranks = recorded.ranks
     assert [rank.rank for rank in ranks] == [0, 1]
     for read in ranks:
         waits = [row for row in read.actions if row.action == "[Strategy]DDPStrategy.broadcast_sigterm"]
