@@ -247,6 +247,8 @@ def anomaly_detection(facts: Facts) -> list[Finding]:
 
 # The Trainer's work around an optimizer step takes 1 to 2 ms for any model; fused saves none of it.
 MIN_OPTIMIZER_NS: Final = 5_000_000
+# The longer steps of an optimizer that accumulates gradients are at least this share of all.
+REGULAR: Final = 0.1
 # For fewer tensors one kernel for all saves no measurable time.
 FEW_TENSORS: Final = 20
 FUSED: Final = frozenset({"Adagrad", "Adam", "AdamW", "SGD"})
@@ -270,9 +272,10 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     rank, statistics = worst
     ledger = facts.ledgers[rank.rank]
     # An optimizer takes about the same time in each of its steps: a mean above the median is due to a few odd steps.
-    # Hooks inside its phase are lines of their own.
-    stalls = sum(stall.excess_ns for stall in ledger.stalls if stall.owner == "optimizer") / ledger.steps
-    mean_share = min(statistics.share("optimizer"), (ledger.ns("optimizer") + stalls) / ledger.step_ns)
+    # Hooks inside its phase are lines of their own, and so are its stalls, unless it steps every few batches only.
+    stalls = [stall.excess_ns for stall in ledger.stalls if stall.owner == "optimizer"]
+    regular = sum(stalls) / ledger.steps if len(stalls) >= REGULAR * ledger.steps else 0.0
+    mean_share = min(statistics.share("optimizer"), (ledger.ns("optimizer") + regular) / ledger.step_ns)
     slow = [optimizer for optimizer in (rank.training.optimizers if rank.training else ()) if _loops(optimizer)]
     slow.sort(key=lambda optimizer: -_part_of(ledger, optimizer))
     mean_share *= _part_of(ledger, slow[0]) if slow else 0.0

@@ -276,6 +276,14 @@ def test_an_optimizer_that_steps_every_fourth_batch_counts_with_its_share_of_all
     assert finding.weight == pytest.approx(0.5 * 10 / 27, rel=0.2)
 
 
+def test_a_stall_in_an_optimizer_is_not_the_optimizers_time(tmp_path: Path) -> None:
+    def stalls_once(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "optimizer": 500_000_000 if step == 20 else 10_000_000}
+
+    finding = found(tmp_path, FakeRun(phases=stalls_once, training=optimizer()))["optimizer_bound"]
+    assert finding.numbers["optimizer_ns"] == pytest.approx(10_000_000, rel=0.05)
+
+
 def test_waiting_in_few_steps_is_told_from_waiting_in_each(tmp_path: Path) -> None:
     slow = {**HEALTHY, "data_wait": 500_000_000}
     fake = FakeRun(phases=lambda _, step: slow if step == 20 else HEALTHY)
