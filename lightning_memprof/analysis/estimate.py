@@ -1,4 +1,4 @@
-"""The estimate of a training's memory, and the memory of known devices."""
+"""The estimate of a training run's memory, and the memory of known devices."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Reserved:
 
 @dataclass(frozen=True)
 class Host:
-    """What a training on a GPU keeps in host memory for its tensors.
+    """What a training run on a GPU keeps in host memory for its tensors.
 
     Attributes:
         categories: bytes at the peak by category; a device's own, which each of several devices needs.
@@ -179,7 +179,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The memory of a training on one device.
+    """The memory of a training run on one device.
 
     Attributes:
         program: what is estimated: words of a command line, or a class.

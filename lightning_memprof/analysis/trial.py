@@ -1,4 +1,4 @@
-"""What remedies gain on a training that ran with and without them, in turns; and whether it is still the same."""
+"""What remedies gain on a training run that ran with and without them, in turns; and whether it is still the same."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ EqualityName = Literal["bit-equal", "within tolerance", "changes the training", 
 
 @dataclass(frozen=True, kw_only=True)
 class Equality:
-    """Whether a training is the same with a remedy.
+    """Whether a training run is the same with a remedy.
 
     Attributes:
         name: how equal it is.

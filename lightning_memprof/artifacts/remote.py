@@ -27,7 +27,7 @@ OBJECT_STORES: Final = frozenset(
 )
 CLAIM_NAME: Final = "claim.json"
 MAX_RUNS: Final = 10_000
-# Every rank of a training waits for it. Clients try for half an hour to reach a host that does not answer.
+# Every rank of a training run waits for it. Clients try for half an hour to reach a host that does not answer.
 _CLAIM_SECONDS: Final = 60.0
 CLAIM_WAITS_S: Final = (0.5, 1.0, None)
 

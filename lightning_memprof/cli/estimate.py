@@ -1,4 +1,4 @@
-"""``lightning-memprof estimate``: the memory of a training before it runs."""
+"""``lightning-memprof estimate``: the memory of a training run before it starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _DESCRIPTION: Final = """\
-Estimate the memory of a training without a GPU: run the program up to its
+Estimate the memory of a training run without a GPU: run the program up to its
 Trainer.fit, then a few steps of the fit on tensors without data.
 
   SCRIPT ARGS...        the program; options after SCRIPT are the program's,
@@ -115,7 +115,7 @@ def _device_of(run: Run) -> str | None:
 
 
 COMMAND: Final = Command(
-    summary="estimate the memory of a training before it runs",
+    summary="estimate the memory of a training run before it starts",
     description=_DESCRIPTION,
     add_options=_add_options,
     execute=_execute,

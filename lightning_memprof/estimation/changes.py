@@ -1,4 +1,4 @@
-"""Changes of a training whose memory is estimated beside it."""
+"""Changes of a training run whose memory is estimated beside it."""
 
 from __future__ import annotations
 

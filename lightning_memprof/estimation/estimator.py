@@ -53,7 +53,7 @@ _HARMLESS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(model.Estimate):
-    """The memory of a training on one device, and its document.
+    """The memory of a training run on one device, and its document.
 
     In a notebook it is displayed as the HTML page.
     """

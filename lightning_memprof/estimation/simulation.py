@@ -162,7 +162,7 @@ def simulate(fit: Fit, device: Device, variation: Variation | None = None, *, is
     except MemprofError as error:
         if not variation.validates:
             raise
-        # Code of a validation may read values, which that of a training does not need.
+        # Code of a validation may read values, which that of a training run does not need.
         found = _checked(fit, ranks, device, replace(variation, validates=False), is_checked=is_checked)
         reason = str(error).removeprefix("estimate: ")
         return replace(found, assumptions=[*found.assumptions, f"validation is not included: {reason}"])

@@ -77,7 +77,7 @@ class Wanted:
         return device_of(f"{name} with {format_bytes(total)}", total, "--device-memory")
 
     def changes(self, precision: str | None = None) -> list[Change]:
-        """Return the changes; of the usual ones those that change a training of a precision."""
+        """Return the changes; of the usual ones those that change a training run of a precision."""
         from lightning_memprof.estimation.changes import parse_change
 
         given = (self.what_if,) if isinstance(self.what_if, str) else self.what_if

@@ -1,4 +1,4 @@
-"""The pages that a training prints: the short one at its end, and the report of an out-of-memory error."""
+"""The pages that a training run prints: the short one at its end, and the report of an out-of-memory error."""
 
 from __future__ import annotations
 

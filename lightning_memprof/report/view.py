@@ -164,7 +164,7 @@ def run_view(
         max_memory_bytes: as ``max_bytes`` of :func:`lightning_memprof.analysis.memory.report.memory_report`.
         traces: those of its traces that were analysed.
         snapshots: those of its snapshots that were analysed.
-        measure: returns what this machine reaches; None in a training, which a measurement would slow down.
+        measure: returns what this machine reaches; None in a training run, which a measurement would slow down.
     """
     memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
     facts = Facts.of(run, traces, snapshots, memory, measure=measure)

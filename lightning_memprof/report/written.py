@@ -1,4 +1,4 @@
-"""Writes the page, also as a separate process at the end of a training, which does not wait for it.
+"""Writes the page, also as a separate process at the end of a training run, which does not wait for it.
 
 python -m lightning_memprof.report.written RUN_DIRECTORY
 """

@@ -1,4 +1,4 @@
-"""Budgets of a test's trainings: the arguments of the mark, the baseline file, and what exceeds them."""
+"""Budgets of a test's training runs: the arguments of the mark, the baseline file, and what exceeds them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LONGEST_NAME: Final = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits of each training of a test, by quantity; and a baseline that none may exceed by more than a share."""
+    """Limits of each training run of a test, by quantity; and a baseline that none may exceed by more than a share."""
 
     limits: Mapping[str, int] = field(default_factory=dict)
     baseline: Path | None = None
@@ -41,7 +41,7 @@ class Budget:
 
 
 class _Baseline(msgspec.Struct):
-    """A baseline file: the figures of each test's trainings, by the test's name."""
+    """A baseline file: the figures of each test's training runs, by the test's name."""
 
     tests: dict[str, list[Figures]]
     version: int = _VERSION
@@ -192,7 +192,7 @@ def _growth(quantity: str, place: str, change: int, was: int, *, is_new: bool) -
 
 
 def read_baseline(path: Path, test: str) -> Sequence[Figures]:
-    """Return the figures of a test's trainings.
+    """Return the figures of a test's training runs.
 
     Raises:
         ConfigError: the file is missing or damaged, or does not have this test.
@@ -216,7 +216,7 @@ def _read(path: Path) -> _Baseline:
 
 
 def write_baseline(path: Path, test: str, trainings: Sequence[Figures]) -> None:
-    """Put the figures of a test's trainings into a file that other tests, and other processes, write too.
+    """Put the figures of a test's training runs into a file that other tests, and other processes, write too.
 
     Raises:
         ConfigError: the file cannot be read or written.

@@ -1,4 +1,4 @@
-"""The figures of a training that are the same in every run of the same program: bytes by category, and counts."""
+"""The figures of a training run that are the same in every run of the same program: bytes by category, and counts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _OWN: Final = tuple(f"{_ACTION}[Callback]{name}." for name in ("AttachedCallback
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The figures of one training: the largest of its ranks.
+    """The figures of one training run: the largest of its ranks.
 
     Attributes:
         values: bytes and counts by quantity.

@@ -1,4 +1,4 @@
-"""The pytest plugin: budgets for the memory and the operators of the trainings in a test.
+"""The pytest plugin: budgets for the memory and the operators of the training runs in a test.
 
 pytest imports this module in every session: it loads neither torch nor Lightning before the first marked test.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _MARK: Final = "memprof"
 _MARK_HELP: Final = (
     "memprof(baseline=None, tolerance=None, **limits): record each Trainer of the test; fail the test if a training "
-    "exceeds a limit, as in peak='600 MiB', saved_activations='112 MiB', operators=2_400, collectives=4, syncs=0"
+    "run exceeds a limit, as in peak='600 MiB', saved_activations='112 MiB', operators=2_400, collectives=4, syncs=0"
 )
 # With accumulation over 2, 4 or 8 batches the last of them has an optimizer step.
 _STEPS: Final = (0, 1, 3, 7)
@@ -56,7 +56,7 @@ _MARKED: Final = pytest.StashKey[_MarkedTest]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
-    group = parser.getgroup("memprof", "lightning-memprof: budgets for trainings")
+    group = parser.getgroup("memprof", "lightning-memprof: budgets for training runs")
     group.addoption("--memprof-update", action="store_true", help="write the baselines of the marked tests that pass")
     group.addoption(
         "--memprof-report", metavar="DIR", help="keep the run of each marked test in DIR, with its HTML page"
@@ -315,7 +315,7 @@ def _trainings(recording: _MarkedTest) -> list[Figures]:
     if not runs:
         _fail("no Trainer of the test was recorded: none runs fit, or each has a MemProfilerCallback of its own")
     *others, last = [figures_of(load_run(run)) for run in runs]
-    # Of all trainings of the test: a later one uses what an earlier one has compiled.
+    # Of all training runs of the test: a later one uses what an earlier one has compiled.
     return [*others, last.with_count("graph_breaks", graph_breaks() - recording.breaks_before)]
 
 

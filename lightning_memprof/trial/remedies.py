@@ -1,4 +1,4 @@
-"""The remedies: how each is applied to a training from outside, what it may change, and the code to paste."""
+"""The remedies: how each is applied to a training run from outside, what it may change, and the code to paste."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-# Reductions add in another order; the loss of a training that is sensitive to it drifts by less within 25 steps.
+# Reductions add in another order; the loss of a training run that is sensitive to it drifts by less within 25 steps.
 _ROUNDING: Final = 0.01
 # 8 bits of mantissa.
 _LOW_PRECISION: Final = 0.05

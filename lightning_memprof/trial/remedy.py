@@ -1,4 +1,4 @@
-"""A change of a training that can be tried: the base of all remedies."""
+"""A change of a training run that can be tried: the base of all remedies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RefusedError(Exception):
 
 
 class Remedy:
-    """A change of a training that can be tried; its methods raise RefusedError where it does not apply.
+    """A change of a training run that can be tried; its methods raise RefusedError where it does not apply.
 
     Attributes:
         name: on the command line.

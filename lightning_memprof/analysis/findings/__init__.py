@@ -158,8 +158,8 @@ MAX_EVIDENCE: Final = 16
 def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first.
 
-    If only the wait for a core is, ``nothing_found`` comes second: a training on a busy machine is bound by something,
-    too. A rule that raises is a finding of its own: it hides nothing else.
+    If only the wait for a core is, ``nothing_found`` comes second: a training run on a busy machine is bound by
+    something, too. A rule that raises is a finding of its own: it hides nothing else.
     """
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
     reported = {finding.rule for finding in of_run}

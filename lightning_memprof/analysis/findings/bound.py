@@ -308,7 +308,7 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
         why="The snapshot has no device: its process allocated no device memory."
         if snapshots
         else "No trace and no snapshot is readable.",
-        next_steps=("Record a training: Trainer(callbacks=[MemProfilerCallback()], profiler='fts_extended').",),
+        next_steps=("Record a training run: Trainer(callbacks=[MemProfilerCallback()], profiler='fts_extended').",),
     )
 
 

@@ -26,7 +26,7 @@ PASSES: Final = ("forward", "backward", "optimizer")
 
 
 def double_precision(facts: Facts) -> list[Finding]:
-    """Find a training that computes in float64.
+    """Find a training run that computes in float64.
 
     Recovers 35% to 50% of forward, backward and optimizer, times the share of float64: in the saved activations, in the
     parameters where these were not recorded, or in the time of modules that return it where that is more.

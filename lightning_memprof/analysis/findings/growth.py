@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 SEVERE_SHARE: Final = 0.5
-# Allocations of these phases live across steps in every training.
+# Allocations of these phases live across steps in every training run.
 PERMANENT: Final = frozenset({"backward", "optimizer"})
 # A surviving allocation must be this share of the growth per step.
 MIN_PART: Final = 0.1
@@ -326,7 +326,7 @@ def recovered(ledger: ByteLedger | None, size: float, category: str) -> Recovery
 def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:
     """Return the allocations of earlier steps that are live at the peak of a window, the largest first.
 
-    Gradients and optimizer state survive in every training: allocations of backward and optimizer do not count, nor
+    Gradients and optimizer state survive in every training run: allocations of backward and optimizer do not count, nor
     those that are too small for the slope.
     """
     found = []

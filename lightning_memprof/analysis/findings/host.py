@@ -337,7 +337,7 @@ def _core_use(facts: Facts, rank: Rank) -> _CoreUse:
     if process is None or machine is None or not isinstance(all_cores, int):
         return _CoreUse(next_steps=(OTHERS, LIMIT))
     workers = figures.get("workers_cpu_percent")
-    # The ranks of a training do the same work.
+    # The ranks of a training run do the same work.
     own = len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100
     busy = machine.mean * all_cores / 100
     others = max(busy - own, 0.0)

@@ -207,7 +207,7 @@ class Facts:
 
     @property
     def is_fit(self) -> bool:
-        """Whether the run is a training, not ``validate``, ``test`` or ``predict``."""
+        """Whether the run is a training run, not ``validate``, ``test`` or ``predict``."""
         return self.run.lead.facts.stage == "fit"
 
     def worst(self, phase: str) -> tuple[Rank, PulseStatistics] | None:

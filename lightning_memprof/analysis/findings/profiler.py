@@ -311,7 +311,7 @@ def hang(facts: Facts) -> list[Finding]:
                 "limit_ns": row.limit_ns if row else None,
                 "collective": differs.number if differs else None,
             },
-            # Nothing is worth more than a training that ends; an out-of-memory report says more than its exception.
+            # Nothing is worth more than a training run that ends; an out-of-memory report says more than its exception.
             weight=0.9 if behind.state == "raised" else 1.0,
         )
     ]

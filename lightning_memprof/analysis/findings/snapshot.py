@@ -219,7 +219,7 @@ def _next_for_churn(snapshot: SnapshotReport, device: DeviceReport, line: str | 
     return (SMALLER_BATCH, f"Let segments grow: {_alloc_conf(snapshot, 'expandable_segments:True')}.")
 
 
-# Healthy trainings have 2 to 14% of the reserved memory in pieces at their peak.
+# Healthy training runs have 2 to 14% of the reserved memory in pieces at their peak.
 NOTABLE_PIECES: Final = 0.25
 # Each check sorts the live blocks: pieces force the largest segments.
 MAX_CHECKS: Final = 8

@@ -1,4 +1,4 @@
-"""Where each rank of a training is that does not continue, and which of them the others wait for."""
+"""Where each rank of a training run is that does not continue, and which of them the others wait for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Collectives of a trace: when this rank arrived at each, when it left, and their totals.
 
 A trace has a few hundred collectives among millions of events. `collectives` decodes only events that look like one: it
-searches the text for the words at the beginning of their names, a piece of 256 KiB at a time, so that a training
+searches the text for the words at the beginning of their names, a piece of 256 KiB at a time, so that a training run
 process can read its own trace beside its steps: a piece holds the interpreter for about a millisecond.
 `trace_collectives` sums up the collectives of a trace that was read into columns.
 """

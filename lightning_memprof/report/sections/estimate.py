@@ -124,7 +124,7 @@ def _why(estimate: Estimate) -> str:
 
 
 def _next(estimate: Estimate) -> str:
-    """Name the changes that make a training fit, or else the one that saves most."""
+    """Name the changes that make a training run fit, or else the one that saves most."""
     limit = estimate.device.usable_bytes
     if limit is None or estimate.fit == "fits":
         return ""
