@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-import os
+import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -288,9 +288,9 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
 
         undo.enter_context(_watched(name, reached))
         # The Hugging Face hub announces each retry of a download.
-        if "HF_HUB_VERBOSITY" not in os.environ:
-            os.environ["HF_HUB_VERBOSITY"] = "error"
-            undo.callback(os.environ.pop, "HF_HUB_VERBOSITY", None)
+        retries = logging.getLogger("huggingface_hub.utils._http")
+        undo.callback(retries.setLevel, retries.level)
+        retries.setLevel(logging.ERROR)
         advice, said = _misplaced(program), io.StringIO()
         if advice:
             # The usage of the program's own parser would come before our line.
