@@ -157,30 +157,22 @@ def _entries(value: Any) -> Any:
 
 
 def _places(held: list[Any]) -> Iterator[tuple[Any, Any, str]]:
-    """Yield class, container or module, the name or key of a function in it, and the function's label."""
+    """Yield class or container, the name or key of a function in it, and the function's label.
+
+    Functions of modules stay what they are: a batch with one that is replaced could not be sent.
+    """
     for kind in {type(value) for value in held} - {*_FUNCTIONS}:
         names = {name for base in kind.__mro__ for name in vars(base)} if issubclass(kind, Dataset) else set()
         for name in {name for name in names if not name.startswith("__")}.union(_BY_SYNTAX):
             method = inspect.getattr_static(kind, name, None)
-            if isinstance(method, FunctionType):
-                yield from _methods(kind, name, method)
+            # A generator function returns before its code runs.
+            if not isinstance(method, FunctionType) or inspect.isgeneratorfunction(method):
+                continue
+            if name == "__call__" or not method.__module__.startswith("torch."):
+                is_forward = name == "__call__" and issubclass(kind, torch.nn.Module)
+                yield kind, name, f"{kind.__name__}.{'forward' if is_forward else name}"
     for value in held:
         entries = _entries(value)
         keys = list(entries) if isinstance(entries, dict) else range(len(entries))
         if isinstance(entries, list | dict):
             yield from ((entries, key, name_of(entries[key])) for key in keys if isinstance(entries[key], _FUNCTIONS))
-
-
-def _methods(kind: type, name: str, method: FunctionType) -> Iterator[tuple[Any, Any, str]]:
-    """Yield a method that is not torch's, and the functions of its module that it names."""
-    scope = method.__globals__
-    if method.__module__.startswith("torch.") and name != "__call__":
-        return
-    # A generator function returns before its code runs.
-    if not inspect.isgeneratorfunction(method):
-        is_forward = name == "__call__" and issubclass(kind, torch.nn.Module)
-        yield kind, name, f"{kind.__name__}.{'forward' if is_forward else name}"
-    for called in method.__code__.co_names if not method.__module__.startswith("torch.") else ():
-        entry = scope.get(called)
-        if isinstance(entry, FunctionType) and entry.__globals__ is scope:
-            yield scope, called, name_of(entry)

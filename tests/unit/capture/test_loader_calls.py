@@ -27,7 +27,7 @@ from training import only_run, trainer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 SAMPLES = 4
-PER_SAMPLE = {"Decode.__call__": DECODE, "Flip.forward": FLIP, "scaled": SCALE, "read": READ}
+PER_SAMPLE = {"Decode.__call__": DECODE, "Flip.forward": FLIP, "scaled": SCALE}
 
 
 class Net(pl.LightningModule):
@@ -82,16 +82,51 @@ def test_the_time_of_a_fetch_is_its_functions(tmp_path: Path, start: str, wrap: 
     for name, milliseconds in PER_SAMPLE.items():
         assert found[name].count == SAMPLES
         assert found[name].self_ns == found[name].total_ns
-        assert SAMPLES * milliseconds * MS <= found[name].self_ns <= 4 * SAMPLES * milliseconds * MS
+        assert found[name].self_ns >= SAMPLES * milliseconds * MS
     assert found["batched"].count == 1
     assert found["batched"].self_ns >= 6 * MS
     whole = found["Images.__getitem__"]
     assert whole.count == SAMPLES
-    assert whole.self_ns >= SAMPLES * OWN * MS
-    assert whole.total_ns >= SAMPLES * sum(PER_SAMPLE.values()) * MS
+    # A function of the module is in its caller.
+    assert whole.self_ns >= SAMPLES * (OWN + READ) * MS
+    assert whole.total_ns >= SAMPLES * (OWN + READ + sum(PER_SAMPLE.values())) * MS
     # A thousand calls that take no time are in their caller.
     assert "Images.tiny" not in found
     assert sum(call.share for call in found.values()) == pytest.approx(1, abs=0.001)
+
+
+def numbered(index: int) -> torch.Tensor:
+    return torch.full((2,), float(index))
+
+
+class WithFunction(Dataset[Any]):
+    """Its batches have a function that it calls."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return numbered(index), numbered
+
+
+def first_and_function(samples: list[Any]) -> Any:
+    return torch.stack([sample for sample, _ in samples]), samples[0][1]
+
+
+class WithoutFunction(Net):
+    """Trains on the tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch[0], batch_idx)
+
+
+def test_a_batch_with_a_function_that_is_called_is_sent_in_a_window_too(tmp_path: Path) -> None:
+    loader = DataLoader(
+        WithFunction(), num_workers=1, collate_fn=first_and_function, multiprocessing_context="fork", timeout=60
+    )
+    callback = MemProfilerCallback(collectors=[HostMemory()], output=OutputOptions(summary=False, report=False))
+    trainer(tmp_path, callback, max_steps=16).fit(WithoutFunction(), loader)
+    assert calls(load_run(only_run(tmp_path)).lead)
 
 
 def test_an_iterable_data_set_has_what_its_transforms_leave(tmp_path: Path) -> None:
