@@ -206,8 +206,8 @@ INTERNALS: Final = (
     ),
     Internal(
         owner="torch.distributed.tensor:DTensor",
-        names="_local_tensor",
-        used_for="read this rank's part of a sharded tensor",
+        names="_local_tensor _spec",
+        used_for="read this rank's part of a sharded tensor, and how it is sharded",
         without="collectors that read tensors are disabled and reported for sharded models",
     ),
     Internal(
@@ -492,7 +492,8 @@ INTERNALS: Final = (
     ),
     Internal(
         owner="torch:ops.aten",
-        names="_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention",
+        names="_scaled_dot_product_attention_math _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_flash_attention",
         used_for="estimates: attention as CUDA computes it",
         without="lightning-memprof estimate fails for models with attention",
     ),

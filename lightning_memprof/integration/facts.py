@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 import lightning
 import psutil
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import IterableDataset
 
 import lightning_memprof
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 # One embedding or head dominates; a few rows show it.
 _LARGEST: Final = 5
+_LIGHTNING: Final = frozenset({"lightning", "pytorch_lightning"})
 
 
 def run_facts(
@@ -117,7 +117,8 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "parameter_dtypes": {} if parameters is None else _bytes_by_dtype(parameters),
         "largest_parameters": [] if lazy else _largest_parameters(module),
         "detect_anomaly": torch.is_anomaly_enabled(),
-        "clips_itself": is_overridden("configure_gradient_clipping", module),
+        # Not Lightning's `is_overridden`: that of the other distribution raises.
+        "clips_itself": type(module).configure_gradient_clipping.__module__.split(".")[0] not in _LIGHTNING,
         "matmul_precision": torch.get_float32_matmul_precision(),
         "profiler": type(trainer.profiler).__name__,  # type: ignore[attr-defined]
         "threads": torch.get_num_threads(),

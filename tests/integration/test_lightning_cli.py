@@ -168,8 +168,9 @@ def test_the_fragment_for_leaks_has_the_pulse_and_the_search_alone(tmp_path: Pat
     assert row["collectors"] == ["pulse", "holders"]
 
 
-def test_the_fragment_for_hangs_has_the_pulse_and_the_watch_alone(tmp_path: Path, cli: Run) -> None:
-    cli(f"--config={CONFIGS / 'hangs'}.yaml")
+@pytest.mark.parametrize("fragment", ["hangs", "hangs_abort"])
+def test_the_fragments_for_hangs_have_the_pulse_and_the_watch_alone(tmp_path: Path, cli: Run, fragment: str) -> None:
+    cli(f"--config={CONFIGS / fragment}.yaml")
     (row,) = rows_of(only_run(tmp_path), "run")
     assert row["collectors"] == ["pulse", "hangs"]
 
@@ -201,10 +202,23 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
 
 
 def test_every_shipped_fragment_has_a_test() -> None:
-    here = {"overview", "trace", "snapshot", "large_runs", "curves", "modules", "hangs", "leaks", "workers"}
+    here = {
+        "overview",
+        "trace",
+        "snapshot",
+        "large_runs",
+        "curves",
+        "modules",
+        "hangs",
+        "hangs_abort",
+        "leaks",
+        "workers",
+    }
     in_test_memprofiler_cli = {"memprofiler_demo", "pytorch_profiler"}
     in_test_triggers = {"triggers"}
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == here | in_test_memprofiler_cli | in_test_triggers
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == here | {
+        "hangs_abort"
+    } | in_test_memprofiler_cli | in_test_triggers
 
 
 PLAIN = dedent(f"""

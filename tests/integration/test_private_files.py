@@ -29,6 +29,7 @@ ON_THE_COMMAND_LINE = "cli-5d0c66b9f3e18a"
 RUN_ROW = {
     "kind", "time_ns", "schema_version", "stage", "rank", "local_rank", "node_rank", "world_size", "host", "pid",
     "strategy", "accelerator", "device", "root", "schedule", "collectors", "every_collector", "environment",
+    "operator_table",
 }  # fmt: skip
 ENVIRONMENT = {
     "python", "torch", "lightning", "lightning_memprof", "platform", "cpu_count", "usable_cpus", "torch_threads",

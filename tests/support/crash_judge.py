@@ -25,8 +25,8 @@ __all__ = ["Verdict", "judge", "shown"]
 _UNFINISHED: Final = (".partial", ".partial.tmp")
 # Appended to while the run goes on, so that a crash tears the last line.
 _APPENDED: Final = ("manifest.", "pulse.", "system.", "snapshots.")
-# The page is no part of what was recorded: it is made again.
-_NOT_RECORDED: Final = ("report.html", "metrics.csv")
+# The page and the operator table are no part of what was recorded: they are made again.
+_NOT_RECORDED: Final = ("report.html", "metrics.csv", "fit-fts_extended_pytorch_profiler-0.txt")
 _RAW_TRACE: Final = "rank00000.operator_trace.jsonl.partial"
 
 Row = dict[str, Any]
