@@ -23,7 +23,7 @@ _ENTRIES: Final = 256
 _FUNCTIONS: Final = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _LEAVES: Final = (str, bytes, bytearray, int, float, complex, type, ModuleType, torch.Tensor, type(None))
 _BY_SYNTAX: Final = ("__call__", "__getitem__", "__getitems__")
-# Recording a call takes about 1 µs: frequent shorter ones count for another name.
+# Recording a call takes 0.5 µs: frequent short ones count for another name.
 _CHEAP_NS: Final = 10_000
 _MANY: Final = 1000
 

@@ -55,7 +55,7 @@ _PAGE_BYTES: Final = _CALLS_AT + 8 * KIB
 _MOST_CALLS: Final = 48
 _LONGEST_NAME: Final = 100
 _FETCH: Final = ""
-# A look takes about 30 µs; these are 10 s of fetches.
+# A look takes about 5 µs; these are 10 s of fetches.
 _LOOK_S: Final = 0.05
 _LOOKS: Final = 200
 # The calls of the kernel that take a lock: futex (of semaphores too), flock, and fcntl, by machine.
@@ -199,7 +199,7 @@ def worker_calls(pid: int, watch: int) -> dict[str, list[int]]:
 
 
 def watch_workers(watch: int, watched: set[int]) -> None:
-    """Let workers time their calls from their next fetches on; about 0.1 ms each.
+    """Let workers time their calls from their next fetches on; 0.03 ms each.
 
     Args:
         watch: a number of this window, see :func:`worker_calls`; its negative ends it after one such fetch.
