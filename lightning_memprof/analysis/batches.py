@@ -26,7 +26,7 @@ class TriedBatch:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples that are trained in a second; None where that is unknown."""
+        """Samples trained per second; None where unknown."""
         return None if not self.step_ns else self.samples / self.step_ns * 1e9
 
 

@@ -133,8 +133,8 @@ class Outcome:
     def is_clear(self) -> bool:
         """Whether further rounds are not needed.
 
-        A gain has to be twice the reach of its interval: who looks after each round, and stops at the first interval
-        without 0, finds gains by chance more often than 1 in 20.
+        A gain has to be twice the reach of its interval: stopping at the first interval without 0 would find gains by
+        chance more often than 1 in 20.
         """
         if self.time is None or not self.is_kept:
             return True

@@ -95,7 +95,7 @@ def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
 
 
 def open_trace(trace: TraceReport) -> str:
-    """Return how a person sees the trace itself."""
+    """Return the command that shows the trace."""
     return f"Open the trace: lightning-memprof view {shlex.quote(os.fspath(trace.file))}."
 
 

@@ -126,7 +126,7 @@ def run_ledger(
 
 
 def _owners(rank: Rank, phase: str, ns: float, named: Sequence[TimeLine]) -> list[TimeLine]:
-    """Return the lines of the owners of a phase but itself."""
+    """Return the lines of a phase's owners, without the phase's own line."""
     if phase == "data_wait":
         return _beside_pauses(ns, named)
     if phase == "other":
