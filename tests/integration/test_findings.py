@@ -461,7 +461,7 @@ class Prepared(Wide):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         with torch.no_grad():
-            prepared = self.frontend(batch.repeat(512, 1)).float()
+            prepared = self.frontend(batch.repeat(2048, 1)).mean(0, keepdim=True).float()
         return self.net(prepared).square().mean()
 
 
