@@ -125,6 +125,11 @@ class Outcome:
         return self.is_kept and self.time is not None and self.time.high < 0
 
     @property
+    def is_slower(self) -> bool:
+        """Whether it makes steps longer."""
+        return self.time is not None and self.time.low > 0
+
+    @property
     def is_undecided(self) -> bool:
         """Whether the interval contains both no gain and one that is worth having, or promised."""
         return self.is_kept and self.time is not None and self.time.low <= -self._worth and self.time.high >= 0
@@ -160,8 +165,9 @@ class Outcome:
 
     @property
     def saves_memory(self) -> bool:
-        """Whether it lowers the peak, and leaves the training the same."""
-        return self.is_kept and self.is_smaller
+        """Whether it lowers the peak by a larger share than it makes steps longer, and leaves the training the same."""
+        longer = self.gain if self.is_slower else 0.0
+        return self.is_kept and self.is_smaller and -(self.peak or 0.0) > longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +204,12 @@ class Trial:
     def tried(self) -> list[Outcome]:
         """The outcome of each remedy, and of the winners together."""
         return [*self.outcomes, *((self.together,) if self.together is not None else ())]
+
+    @property
+    def fastest_changed(self) -> Outcome | None:
+        """The outcome that gains most of those that change the training; None where none makes steps shorter."""
+        faster = [found for found in self.tried if not found.is_kept and found.time is not None and found.time.high < 0]
+        return min(faster, key=lambda found: found.gain, default=None)
 
     @property
     def best(self) -> Outcome | None:

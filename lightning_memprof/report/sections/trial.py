@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trial import Outcome, Trial
 
 
-_NOTHING: Final = "None of the remedies makes the steps shorter or lowers the peak memory."
+_NOTHING: Final = "None of the remedies makes the steps shorter, or lowers the peak memory by more than it costs."
 _NONE: Final = "There was no remedy to try."
 # More lines are a part of the page.
 _MOST_CODE: Final = 2
@@ -49,6 +49,9 @@ def trial_document(trial: Trial) -> Document:
     """Return the document of a trial."""
     best, section = trial.best, trial_section(trial)
     undecided = min((found for found in trial.tried if found.is_undecided), key=lambda found: found.gain, default=None)
+    other = trial.fastest_changed
+    if other is not None and undecided is not None and other.gain <= undecided.gain:
+        undecided = None
     why, following = "" if trial.outcomes else " ".join(trial.notes), ""
     if best is not None:
         why = f"Compared over {format_count(trial.compared, 'step')}: {equality_words(best)}."
@@ -57,6 +60,9 @@ def trial_document(trial: Trial) -> Document:
         remedies = " ".join(f"--remedy {name}" for name in undecided.remedy.split("+"))
         why = f"Its {undecided.rounds} rounds differ: about {undecided.needed} would decide, fewer on a quiet machine."
         following = f"lightning-memprof try --rounds {undecided.needed} {remedies} {trial.program}"
+    elif other is not None:
+        why = f"Compared over {format_count(trial.compared, 'step')}."
+        following = f"Where other losses are acceptable: {'; '.join(other.code)}"
     return Document(
         title=trial.program,
         kind="trial",
@@ -69,7 +75,7 @@ def trial_document(trial: Trial) -> Document:
         ),
         status="stopped" if trial.is_stopped else "tried",
         badge="none",
-        verdict=_verdict(trial, best, undecided),
+        verdict=_verdict(trial, best, undecided, other),
         why=why,
         next=following,
         sections=[] if section is None else [replace(section, lead="")],
@@ -108,19 +114,28 @@ def listing(run: str, found: Sequence[tuple[Outcome, float]], program: str) -> D
     )
 
 
-def _verdict(trial: Trial, best: Outcome | None, undecided: Outcome | None) -> Words:
-    if best is not None and best.is_faster and best.time is not None:
-        gain, least, most = (percent(-share) for share in (best.time.change, best.time.high, best.time.low))
-        return f"{best.remedy} makes each step {gain} shorter (95% interval: {least} to {most})."
+def _verdict(trial: Trial, best: Outcome | None, undecided: Outcome | None, other: Outcome | None) -> Words:
     if best is not None:
-        time = "whether steps are shorter is not decided" if best.is_undecided else "the steps are not shorter"
-        return f"{best.remedy} lowers the peak memory by {percent(-(best.peak or 0.0))}; {time}."
+        return _gained(best)
     if undecided is not None and undecided.time is not None:
         change, low, high = map(signed, (undecided.time.change, undecided.time.low, undecided.time.high))
         return f"Not decided: {undecided.remedy} changes the step time by {change} (95% interval: {low} to {high})."
     if not trial.outcomes:
         return _NONE
-    return "None of the remedies could be tried." if all(found.problem for found in trial.outcomes) else _NOTHING
+    if all(found.problem for found in trial.outcomes):
+        return "None of the remedies could be tried."
+    if other is not None:
+        return f"{other.remedy} makes each step {percent(-other.gain)} shorter, and {equality_words(other)}."
+    return _NOTHING
+
+
+def _gained(best: Outcome) -> str:
+    if best.is_faster and best.time is not None:
+        gain, least, most = (percent(-share) for share in (best.time.change, best.time.high, best.time.low))
+        return f"{best.remedy} makes each step {gain} shorter (95% interval: {least} to {most})."
+    time = "whether steps are shorter is not decided" if best.is_undecided else "the steps are not shorter"
+    time = f"each step takes {percent(best.gain)} longer" if best.is_slower else time
+    return f"{best.remedy} lowers the peak memory by {percent(-(best.peak or 0.0))}; {time}."
 
 
 def batches_document(found: Batches) -> Document:

@@ -36,6 +36,25 @@ def test_less_memory_says_nothing_of_the_steps_where_those_are_not_decided():
     assert "threads=2 lowers the peak memory by 20%; whether steps are shorter is not decided." in page(less)
     equal = replace(tried(-0.03, 0.0, 0.03), peak=-0.2, is_smaller=True)
     assert "threads=2 lowers the peak memory by 20%; the steps are not shorter." in page(equal)
+    longer = replace(tried(0.06, 0.08, 0.1), peak=-0.2, is_smaller=True)
+    assert "threads=2 lowers the peak memory by 20%; each step takes 8% longer." in page(longer)
+
+
+def test_less_memory_that_costs_more_time_is_no_gain():
+    dear = replace(tried(0.24, 0.25, 0.27), peak=-0.05, is_smaller=True)
+    assert "None of the remedies makes the steps shorter, or lowers the peak memory by more than it costs." in page(
+        dear
+    )
+
+
+def test_without_a_gain_a_remedy_that_changes_the_training_is_told_with_what_it_changes():
+    changes = Equality(name="changes the training", difference=0.051)
+    faster = replace(tried(-0.23, -0.19, -0.15, "precision=bf16-mixed", ("Trainer(...)",)), equality=changes)
+    shown = page(tried(-0.05, 0.01, 0.07, "compile"), faster)
+    words = "precision=bf16-mixed makes each step 19% shorter, and changes the training: losses differ by up to 5.1%."
+    assert words in shown
+    assert "Where other losses are acceptable: Trainer(...)" in shown
+    assert "threads=2 makes each step 50% shorter" in page(tried(-0.6, -0.5, -0.4), faster)
 
 
 def test_without_a_gain_in_any_interval_there_is_none():
