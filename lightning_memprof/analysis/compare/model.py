@@ -15,6 +15,7 @@ Change = Literal["appeared", "disappeared", "changed"]
 # The quantities that ``--fail-on`` accepts, with their units, in display order.
 QUANTITIES: Final[Mapping[str, Unit]] = {
     "step_ns": "ns",
+    "mean_step_ns": "ns",
     "data_wait_ns": "ns",
     "forward_ns": "ns",
     "backward_ns": "ns",

@@ -28,6 +28,9 @@ from lightning_memprof.errors import ArtifactError
 
 # Noise of a single time, for which there is no spread.
 _ONE_TIME: Final = 0.10
+# Noise of the mean of many times.
+_ONE_MEAN: Final = 0.05
+_PARTS: Final = 4
 # Allocator counters are reproducible but for blocks of a few bytes.
 _EXACT: Final = 0.001
 # RSS of two processes of the same program: arenas and threads of libraries.
@@ -143,6 +146,8 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
         source = "recorded steps, with the profiler overhead"
     step = typical("step_ns", [duration for duration, _ in rows], source, of_steps=True)
     found.add(step)
+    if steps is not None:
+        found.add(_mean("mean_step_ns", [duration for duration, _ in rows], source))
     # A slow phase of the machine slows every phase of a step.
     share = step.noise / step.value if step is not None and step.value else 0.0
     for phase in PHASES:
@@ -263,6 +268,16 @@ def typical(
     noise = max(_spread(samples), least_share * abs(value), _ONE_TIME * abs(value) if len(samples) == 1 else 0.0)
     measure = _measure(name, samples, source, value, noise)
     return replace(measure, steps=tuple(samples)) if of_steps else measure
+
+
+def _mean(name: str, samples: Sequence[float], source: str) -> Measure:
+    """Return the mean of samples, in which is what happens now and then, such as workers that restart in each epoch.
+
+    Its noise is half of the spread over four consecutive parts, of which a hiccup is in one, and that of two runs.
+    """
+    value, size = statistics.fmean(samples), -(-len(samples) // _PARTS)
+    parts = [statistics.fmean(samples[at : at + size]) for at in range(0, len(samples), size)]
+    return _measure(name, parts, source, value, max(_spread(parts) / 2, _ONE_MEAN * value))
 
 
 def peak(name: str, samples: Sequence[float], source: str, least_share: float = _EXACT) -> Measure | None:

@@ -85,6 +85,8 @@ def conclusion(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Word
     if comparison.is_same:
         return phrase(head + SAME + ": step time {} -> {}" * is_timed, *times)
     found = [difference for difference in comparison.differences if difference.is_above_noise]
+    if step in found:
+        found = [difference for difference in found if difference.name != "mean_step_ns"]
     found.sort(key=lambda difference: FIRST.index(difference.name) if difference.name in FIRST else len(FIRST))
     head += "B differs from A"
     values: list[Cell] = []

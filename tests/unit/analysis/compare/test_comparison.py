@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from fake_memory import FakeMemory
-from fake_runs import FakeRun, make_run
+from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import Made, event_fields, write_trace
 from lightning_memprof.analysis.compare import significance
 from lightning_memprof.analysis.compare.comparison import check, compare, parse_limit
@@ -31,6 +31,8 @@ from lightning_memprof.analysis.snapshot.replay import Holder
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import MIB
 from snapshots import MODEL, TRAIN, block, event, segment, snapshot, write_snapshot
+
+MS = 1_000_000
 
 
 def steps(milliseconds: float, spread: float = 0.02, count: int = 40, seed: int = 1) -> list[float]:
@@ -324,7 +326,7 @@ def test_a_slower_phase_is_named_with_the_step_and_the_samples_a_second(tmp_path
     a = run(tmp_path / "a", FakeRun(phases=slower("backward", 1)))
     b = run(tmp_path / "b", FakeRun(phases=slower("backward", 1.5)))
     found = [difference.name for difference in compare(a, b).differences if difference.is_above_noise]
-    assert found == ["step_ns", "backward_ns"]
+    assert found == ["step_ns", "mean_step_ns", "backward_ns"]
 
 
 def test_a_run_that_waits_for_data_has_a_finding_more(tmp_path: Path) -> None:
@@ -354,6 +356,28 @@ def test_the_device_s_own_peak_is_preferred_and_the_largest_rank_s_counts(tmp_pa
     fake = FakeRun(world_size=2, device_bytes=lambda step: (step + 1) * MIB)
     found = run(tmp_path, fake).measures["peak_allocated_bytes"]
     assert (found.value, found.source) == (30 * MIB, "the device's allocator")
+
+
+def waiting(is_slow: Callable[[int], bool]) -> FakeRun:
+    """Some steps wait 300 ms for their data."""
+
+    def phases(_rank: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "data_wait": 300 * MS} if is_slow(step) else HEALTHY
+
+    return FakeRun(steps=60, phases=phases)
+
+
+def test_what_happens_now_and_then_is_in_the_mean_and_a_hiccup_is_noise(tmp_path: Path) -> None:
+    fine = run(tmp_path / "fine", waiting(lambda _: False))
+    often = run(tmp_path / "often", waiting(lambda step: step % 5 == 0))
+    once = run(tmp_path / "once", waiting(lambda step: step == 41))
+    found = {each.name: each for each in compare(often, fine).differences}
+    assert not found["step_ns"].is_above_noise
+    assert found["mean_step_ns"].is_above_noise
+    assert found["mean_step_ns"].a.value - found["mean_step_ns"].b.value == pytest.approx(60 * MS, rel=0.1)
+    found = {each.name: each for each in compare(once, fine).differences}
+    assert found["mean_step_ns"].a.value > found["mean_step_ns"].b.value
+    assert not found["mean_step_ns"].is_above_noise
 
 
 def test_a_run_without_a_pulse_is_compared_by_its_recorded_steps(tmp_path: Path) -> None:
