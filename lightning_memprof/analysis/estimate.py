@@ -152,8 +152,8 @@ class Host:
 
     def words(self) -> str:
         """Return the bytes in words."""
-        moved = f"{format_bytes(self.to_device_bytes)} to the device and {format_bytes(self.to_host_bytes)} back"
-        return f"{format_bytes(self.total_bytes)} of host memory per device, copies {moved} per step"
+        moved = f"{format_bytes(self.to_device_bytes)} in and {format_bytes(self.to_host_bytes)} out"
+        return f"{format_bytes(self.total_bytes)} of host memory, copies {moved} per step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +167,7 @@ class Alternative:
         fit: whether it fits.
         costs: what is lost for it.
         problem: why there are no figures.
+        is_rank: whether it is another rank of the same training instead of a change.
     """
 
     change: str
@@ -175,6 +176,7 @@ class Alternative:
     fit: Conclusion | None = None
     costs: str = ""
     problem: str = ""
+    is_rank: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +186,7 @@ class Estimate:
     Attributes:
         program: what is estimated: words of a command line, or a class.
         is_program: whether it is a command line.
+        called_at: file and line at which a program calls ``fit``, which is its first one; empty where Lightning does.
         device: the device.
         allocated_bytes: peak of the tensors' memory, in the allocator's steps of 512 bytes.
         reserved: peak of the memory that the allocator reserves for it.
@@ -202,7 +205,7 @@ class Estimate:
         batch: shapes and dtypes of a batch.
         batch_size: samples in a batch; None where the batch does not say.
         ranks: how many devices train together; the figures are those of the one that needs most.
-        strategy: ``ddp``, ``fsdp`` or ``fsdp2``; empty for one device.
+        strategy: ``ddp``, ``fsdp``, ``fsdp2``, or ``model parallel``; empty for one device.
         host: what is in host memory beside a GPU.
         assumptions: what the figures rest on, a sentence each.
         alternatives: the same training with changes.
@@ -229,6 +232,7 @@ class Estimate:
     ranks: int = 1
     strategy: str = ""
     is_program: bool = False
+    called_at: str = ""
     is_largest: bool = False
     host: Host = field(default_factory=Host)
     assumptions: Sequence[str] = ()

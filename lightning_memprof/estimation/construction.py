@@ -1,11 +1,12 @@
-"""Modules whose large tensors are made without memory."""
+"""Modules whose large tensors are made without memory, and batches with other tensors."""
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-from collections.abc import Collection
-from typing import Any, Final
+from collections.abc import Callable, Collection
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 # Constructors read values of small tensors, such as the rates of stochastic depth.
 _MIN_NUMEL: Final = 4096
+_HOLDERS: Final = (torch.Tensor, list, tuple, dict)
 _FACTORIES: Final = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full})
 
 
@@ -122,4 +124,38 @@ def _shard(tensor: DTensor, device: torch.device) -> Tensor:
     # DTensor.from_local would move it to the mesh's device.
     make: Any = DTensor
     found: Tensor = make(_empty(tensor.to_local().detach(), device), tensor._spec, requires_grad=False)  # noqa: SLF001
+    return found
+
+
+@runtime_checkable
+class _Movable(Protocol):
+    """What Lightning moves to a device by its own method; its tensors are attributes."""
+
+    def to(self, device: Any) -> Any: ...
+
+
+def with_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch with other tensors: what ``function`` returns for each of them."""
+
+    def replaced(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return function(part)
+        found = copy.copy(part)
+        for name, value in getattr(found, "__dict__", {}).items():
+            if isinstance(value, _HOLDERS):
+                found.__dict__[name] = with_tensors(value, function)
+        return found
+
+    return apply_to_collection(batch, _Movable, replaced)
+
+
+def batch_tensors(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors in a batch, in their order."""
+    found: list[torch.Tensor] = []
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    with_tensors(batch, kept)
     return found

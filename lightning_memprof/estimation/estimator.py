@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -22,8 +23,9 @@ from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.program import OPTIONS, is_cli, require_program, run_program
+from lightning_memprof.estimation.program_lines import failure_line, user_line
 from lightning_memprof.estimation.ranks import ranks_of
-from lightning_memprof.estimation.simulation import Variation, failure_line, simulate
+from lightning_memprof.estimation.simulation import Variation, simulate
 from lightning_memprof.estimation.trainer import Fit
 from lightning_memprof.estimation.wanted import Wanted
 from lightning_memprof.units import format_bytes
@@ -88,7 +90,8 @@ def estimate_program(program: Sequence[str], wanted: Wanted) -> Estimate:
     """
     require_program(program)
     found: list[Estimate] = []
-    _run_to_fit(program, lambda fit: found.append(_estimate(fit, wanted)))
+    wanted.progress("the program, up to its Trainer.fit", 0, 0)
+    _run_to_fit(program, lambda fit: found.append(replace(_estimate(fit, wanted), called_at=fit.called_at)))
     return replace(found[0], is_program=True)
 
 
@@ -162,9 +165,12 @@ def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
     varied += [replace(variation, change=change) for change in changes]
     for done, (change, other) in enumerate(zip([*others, *changes], varied, strict=True), start=1):
         wanted.progress(change.name, done, count)
-        alternatives.append(_alternative(fit, change, other, found))
-    estimated = alternatives[-len(changes) :] if changes else []
-    working = [change for change, other in zip(changes, estimated, strict=True) if not other.problem]
+        alternative = _alternative(fit, change, other, found)
+        # Nobody has asked for the usual changes.
+        if wanted.what_if or change in others or _saves(alternative, found):
+            alternatives.append(alternative)
+    helpful = {alternative.change for alternative in alternatives}
+    working = [change for change in changes if change.name in helpful]
     if len(working) > 1 and not wanted.what_if and not _any_fits(found, alternatives):
         change = replace(combined(working), name="all of these")
         wanted.progress(change.name, count, count + 1)
@@ -176,17 +182,25 @@ def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
 def _worst(
     fit: Fit, wanted: Wanted, count: int, variation: Variation
 ) -> tuple[model.Estimate, Variation, list[Alternative]]:
-    """Return the estimate of the rank that needs most, its variation, and the other ranks that are wanted."""
+    """Return the estimate of the rank that needs most, its variation, and a row for each of several ranks."""
     numbers = range(count) if wanted.rank == "all" else [int(wanted.rank)]
     varied = [replace(variation, rank=number) for number in numbers]
     found = [simulate(fit, wanted.target(), each) for each in varied]
     worst = max(range(len(found)), key=lambda index: found[index].reserved.likely_bytes)
-    others = [_with_change(found[number], f"rank={number}") for number in range(len(found)) if number != worst]
-    return found[worst], varied[worst], others
+    if len(found) == 1:
+        return found[0], varied[0], []
+    rows = [replace(_with_change(each, f"rank={number}"), is_rank=True) for number, each in enumerate(found)]
+    assumptions = [f"rank {worst} of {count} needs most, and its figures are shown", *found[worst].assumptions]
+    return replace(found[worst], assumptions=assumptions), varied[worst], rows
+
+
+def _saves(alternative: Alternative, base: model.Estimate) -> bool:
+    return alternative.reserved is not None and alternative.reserved.likely_bytes < base.reserved.likely_bytes
 
 
 def _any_fits(found: model.Estimate, alternatives: Sequence[Alternative]) -> bool:
-    return any(fit in {"fits", "no limit"} for fit in (found.fit, *(other.fit for other in alternatives)))
+    others = (other.fit for other in alternatives if not other.is_rank)
+    return any(fit in {"fits", "no limit"} for fit in (found.fit, *others))
 
 
 def _alternative(fit: Fit, change: Change, variation: Variation, base: model.Estimate) -> Alternative:
@@ -264,9 +278,19 @@ def _run_to_fit(program: Sequence[str], use: Callable[[Fit], None]) -> None:
     """
     try:
         _to_fit(program, use, LargeOnMeta())
-    except _FailedEarlyError:
-        # Code that reads values of a large tensor fails without them: it gets them.
+    except _FailedEarlyError as failed:
+        if not _needs_values(failed):
+            raise
         _to_fit(program, use, LargeOnMeta(is_active=False))
+
+
+def _needs_values(error: BaseException | None) -> bool:
+    """Return whether a program failed because a large tensor has no values: torch's messages name its device."""
+    while error is not None:
+        if "meta" in str(error).lower():
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: LargeOnMeta) -> None:
@@ -344,7 +368,8 @@ def _watched(name: str, use: Callable[[Fit], None]) -> Iterator[None]:
         def reached(trainer: Trainer, model: LightningModule, *given: Any, **named: Any) -> None:
             data = {**dict(zip(_DATA, given, strict=False)), **named}
             data = {key: value for key, value in data.items() if key in _DATA}
-            use(Fit(trainer=arguments[id(trainer)], model=model, data=data, program=name))
+            called_at = Path(user_line().partition(" (in ")[0]).name
+            use(Fit(trainer=arguments[id(trainer)], model=model, data=data, program=name, called_at=called_at))
 
         return reached
 

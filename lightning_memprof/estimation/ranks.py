@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -55,6 +56,13 @@ _OFFLOADED: Final = (
     " its model_to_device"
 )
 _LIBRARY: Final = "buffers of the communication library (NCCL) are not included"
+_WHOLE: Final = MappingProxyType(
+    {
+        "fsdp": "no auto_wrap_policy: the whole model is gathered at once;"
+        " FSDPStrategy(auto_wrap_policy={Block}) needs less",
+        "fsdp2": "no fully_shard in configure_model, and no blocks that repeat: the whole model is gathered at once",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +99,25 @@ class Ranks:
         """Whether a rank has a part of each parameter."""
         return self.kind in {"fsdp", "fsdp2"}
 
-    def assumptions(self, *, offloads: bool) -> Iterator[str]:
-        """Yield what the figures rest on, a sentence each; ``offloads``: whether parameters are in host memory."""
+    @property
+    def name(self) -> str:
+        """What a reader calls it."""
+        if self.kind != "fsdp2" or self.tensor_parallel == 1:
+            return self.kind
+        return "model parallel" if self.data_parallel == 1 else "fsdp2 and model parallel"
+
+    def assumptions(self, *, units: int, offloads: bool) -> Iterator[str]:
+        """Yield what the figures rest on, a sentence each.
+
+        Args:
+            units: number of modules whose parameters FSDP gathers together.
+            offloads: whether parameters are in host memory.
+        """
+        if units == 1 and self.data_parallel > 1:
+            yield _WHOLE[self.kind]
         if self.kind:
-            largest = "" if self.rank else ", which has the largest shards"
+            has_largest = self.is_sharded and not self.rank and self.tensor_parallel == 1
+            largest = ", which has the largest shards" if has_largest else ""
             yield f"rank {self.rank} is simulated{largest}; all ranks have batches of the same size"
             yield _LIBRARY
         if self.kind == "fsdp":
@@ -123,7 +146,7 @@ class Ranks:
         """Let ``wrap()``, in ``configure_model`` for FSDP1, shard modules."""
         if self.kind != "fsdp" or mesh is None:
             return nullcontext()
-        return enable_wrap(wrapper_cls=lambda module, **_: self._shard(module, mesh))
+        return enable_wrap(wrapper_cls=lambda module, **_: self._shard(module, mesh, is_root=False))
 
     def shard(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         """Shard the units of a model on ``meta``, and its root, unless it has done so itself."""
@@ -135,9 +158,9 @@ class Ranks:
             return
         for unit in self._units(model):
             if not isinstance(unit, FSDPModule):
-                self._shard(unit, mesh)
+                self._shard(unit, mesh, is_root=False)
         if not isinstance(model, FSDPModule):
-            self._shard(model, mesh)
+            self._shard(model, mesh, is_root=True)
 
     def buckets(
         self, model: nn.Module, tracer: StorageTracer, is_synchronized: Callable[[], bool]
@@ -191,7 +214,7 @@ class Ranks:
             return repeated_blocks(model)
         return [] if policy is None else list(_chosen(model, policy)[0])
 
-    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def _shard(self, module: nn.Module, mesh: DeviceMesh, *, is_root: bool) -> nn.Module:
         options: dict[str, Any] = {"mesh": mesh["data_parallel"]}
         if self.kind == "fsdp":
             sharding = self.strategy.sharding_strategy.name
@@ -202,7 +225,8 @@ class Ranks:
             )
             options |= {
                 "mesh": self._hybrid(mesh) if "HYBRID" in sharding else mesh["data_parallel"],
-                "reshard_after_forward": sharding in {"FULL_SHARD", "HYBRID_SHARD"},
+                # Backward begins with the root's parameters: FSDP1 keeps them too.
+                "reshard_after_forward": sharding in {"FULL_SHARD", "HYBRID_SHARD"} and not is_root,
                 "mp_policy": policy,
             }
         shard: Any = fully_shard

@@ -387,7 +387,7 @@ def demand(
     fits = False if all(failed) else None
     likely = unlimited if failed[0] else tries[0].reserved_bytes
     retries = 0 if failed[0] else tries[0].retries
-    return Demand(low_bytes=low, likely_bytes=likely, high_bytes=high, retries=retries, fits=fits)
+    return Demand(low_bytes=min(low, likely), likely_bytes=likely, high_bytes=high, retries=retries, fits=fits)
 
 
 def _anywhere(chance: random.Random) -> Callable[[int], int]:

@@ -8,7 +8,6 @@ import logging
 import multiprocessing
 import os
 import pickle  # nosec B403
-import re
 import threading
 import time
 import traceback
@@ -27,11 +26,11 @@ from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Ho
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
-from lightning_memprof.capture.torch_internals import DynamicOutputShapeException
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change
-from lightning_memprof.estimation.program_lines import LOOPS, ON_CUDA, program_line
+from lightning_memprof.estimation.construction import batch_tensors, with_tensors
+from lightning_memprof.estimation.program_lines import LOOPS, failure_line
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.requests import Demand, demand
 from lightning_memprof.estimation.simulated_device import Target
@@ -41,11 +40,9 @@ from lightning_memprof.estimation.trainer import (
     Ended,
     Fit,
     SimulatedStrategy,
-    batch_tensors,
     held_by_callbacks,
     later_needs,
     trainer_options,
-    with_tensors,
 )
 from lightning_memprof.units import format_count
 
@@ -62,25 +59,9 @@ _PATIENCE_S: Final = 5.0
 _POLL_S: Final = 0.5
 # A loop that does not end before its bound is the same for every number from 1 on.
 _OTHERS: Final = (2, 0)
-_ADVICE: Final = "--debug shows the traceback"
-# torch's messages, and their meaning in an estimate.
-_MEANINGS: Final = (
-    (
-        r"not compiled with CUDA|no NVIDIA driver|not linked with support for cuda|re-initialize CUDA|and cuda:\d",
-        ON_CUDA,
-    ),
-    (
-        r"autograd's threading",
-        "this process has already trained on a GPU and cannot be forked; estimate in a new process",
-    ),
-    (
-        r"^Stage \d+: .*metadata required|_StageForwardMeta",
-        "a stage of a pipeline asks another rank for its shapes{place}; give PipelineStage input_args and output_args",
-    ),
-    (r"\.numpy\(\)", "a tensor on the device becomes an array of NumPy{place}; .cpu() comes first"),
-)
-# torch's message about an operator defined in Python, and its exception for any other.
-_NO_FAKE: Final = r"no fake impl registered for <CustomOpDef\(([^)]*)\)>|^UnsupportedOperatorException: ([\w.:]+)"
+# A loop of many reads ends at its bound, or as soon as their values change.
+_CONSTANT_READS: Final = 100
+_MOST_READS: Final = 50_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +150,31 @@ def simulate(fit: Fit, device: Device, variation: Variation | None = None, *, is
 
 
 def _checked(fit: Fit, ranks: Ranks, device: Device, variation: Variation, *, is_checked: bool) -> Estimate:
-    found = _in_child(lambda: _simulated(fit, ranks, device, variation))
+    def run(values: Values) -> _Found:
+        return _in_child(lambda: _simulated(fit, ranks, device, replace(variation, values=values)))
+
+    found = _without_waiting(run, variation.values)
     if found.assumed and variation.change is None and not is_checked:
-        _refuse_dependence(found, lambda values: _simulated(fit, ranks, device, replace(variation, values=values)))
+        _refuse_dependence(found, partial(_without_waiting, run))
     return found.estimate
+
+
+def _without_waiting(run: Callable[[Values], _Found], values: Values) -> _Found:
+    """Run a simulation whose loops may read many values, but may not wait for one.
+
+    Raises:
+        MemprofError: a loop ends as soon as the values that it reads change, or reads too many.
+    """
+    try:
+        return run(values)
+    except MemprofError as error:
+        if LOOPS not in str(error):
+            raise
+        try:
+            run(values._replace(constant=_CONSTANT_READS))
+        except MemprofError:
+            return run(values._replace(most=_MOST_READS))
+        raise
 
 
 def _ranks(fit: Fit, variation: Variation) -> Ranks:
@@ -199,22 +201,22 @@ def _refuse_dependence(found: _Found, other: Callable[[Values], _Found]) -> None
     """
     numbers = [place for place, is_condition in found.assumed if not is_condition]
     if any(is_condition for _, is_condition in found.assumed):
-        _requests(lambda: other(Values(condition=True)))
+        _requests(other, Values(condition=True))
     same = {None, found.requests}
-    if numbers and any(_requests(lambda number=number: other(Values(number=number))) not in same for number in _OTHERS):  # type: ignore[misc]
+    if numbers and any(_requests(other, Values(number=number)) not in same for number in _OTHERS):
         places = " or ".join(numbers)
         words = f"a loop or a shape depends on a value that is read at {places}, which is unknown without data"
         raise MemprofError(f"estimate: {words}; give it a fixed upper bound")
 
 
-def _requests(work: Callable[[], _Found]) -> tuple[int, int] | None:
+def _requests(run: Callable[[Values], _Found], values: Values) -> tuple[int, int] | None:
     """Return the requests of a simulation; None where the program refuses the values.
 
     Raises:
         MemprofError: it loops until a value changes.
     """
     try:
-        return _in_child(work).requests
+        return run(values).requests
     except MemprofError as error:
         if LOOPS in str(error):
             raise
@@ -297,27 +299,6 @@ def _no_gpu() -> Iterator[None]:
         yield
 
 
-def failure_line(error: BaseException, failed: str = "the simulated training failed") -> str:
-    """Return the message about a failure of the program, with its line; ``failed`` begins that of an unknown one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    line = program_line((frame.filename, frame.lineno or 0) for frame in reversed(frames))
-    place = line and f" at {line}"
-    words = " ".join(str(error).split())[:300]
-    if isinstance(error, StopIteration) and not line:
-        return "estimate: the loader has no batch; --batch-shape does not replace it"
-    if isinstance(error, DynamicOutputShapeException):
-        words = f"a shape depends on values{place} ({words}), which are unknown without data"
-        ways = "for an upper bound keep all rows, as torch.where does, or move the metric out of training_step"
-        return f"estimate: {words}; {ways}"
-    for pattern, meaning in _MEANINGS:
-        if re.search(pattern, words):
-            return f"estimate: {meaning.format(place=place)} ({_ADVICE})"
-    if custom := re.search(_NO_FAKE, f"{type(error).__name__}: {words}"):
-        words = f"the operator {custom[1] or custom[2]}{place} has no fake implementation"
-        return f"estimate: {words}; torch.library.register_fake gives it one"
-    return f"estimate: {failed}{place}: {type(error).__name__}: {words} ({_ADVICE})"
-
-
 def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> _Found:
     began = time.monotonic()
     target = Target(
@@ -339,7 +320,7 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
         except Ended as ended:
             callbacks = ended.callbacks
         log, assumed = strategy.tracer.log, strategy.tracer.assumed
-        sentences = ranks.assumptions(offloads=strategy.offloads)
+        sentences = ranks.assumptions(units=strategy.units, offloads=strategy.offloads)
         held = list(held_by_callbacks(callbacks, fit.model, target.kind))
     finally:
         strategy.teardown()
@@ -350,7 +331,7 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
         batch=_shapes(strategy.batch),
         batch_size=_samples(strategy.batch),
         ranks=ranks.count,
-        strategy=ranks.kind,
+        strategy=ranks.name,
         host=_host(strategy.tracer),
         assumptions=[*sentences, *held, *later_needs(arguments), *_assumptions(fit.model, assumed)],
         seconds=time.monotonic() - began,

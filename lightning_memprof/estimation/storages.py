@@ -39,15 +39,24 @@ if TYPE_CHECKING:
 _MOVES: Final = MappingProxyType({"aten._to_copy.default": 0, "aten.copy_.default": 1})
 _READS: Final = ("aten._local_scalar_dense.default", "numpy")
 _GEMM: Final = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
-# A loop that waits for a value never ends.
-_MOST_READS: Final = 50_000
+# Of numbers for loops that wait for a small, large or negative one.
+_TURNS: Final = (0, 2, 1_000_000, -1_000_000)
 
 
 class Values(NamedTuple):
-    """The values that are assumed where a program reads those of tensors."""
+    """The values that are assumed where a program reads those of tensors.
+
+    Attributes:
+        number: where it reads a number.
+        condition: where it reads True or False.
+        most: how many values a line may read in a part of a step.
+        constant: how many of them are the same; others follow.
+    """
 
     number: int = 1
     condition: bool = False
+    most: int = 1_000
+    constant: int = 1_000_000
 
 
 class Assumed(NamedTuple):
@@ -317,8 +326,11 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place := user_line():
             self.assumed[Assumed(place, is_condition)] = None
             self._reads[place] += 1
-            if self._reads[place] > _MOST_READS:
-                raise MemprofError(f"estimate: {place} reads over {_MOST_READS:,} values in a step: {LOOPS}")
+            if self._reads[place] > self._values.most:
+                raise MemprofError(f"estimate: {place} reads over {self._values.most:,} values in a step: {LOOPS}")
+        turn = self._reads[place] - self._values.constant
+        if turn > 0:
+            return bool(turn % 2) if is_condition else _TURNS[turn % len(_TURNS)]
         return self._values.condition if is_condition else self._values.number
 
 

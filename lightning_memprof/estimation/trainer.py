@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,7 +27,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -36,7 +34,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
-from lightning_memprof.estimation.construction import LargeOnMeta, OnMeta, without_data
+from lightning_memprof.estimation.construction import (
+    LargeOnMeta,
+    OnMeta,
+    batch_tensors,
+    with_tensors,
+    without_data,
+)
 from lightning_memprof.estimation.ranks import offloaded
 from lightning_memprof.estimation.simulated_device import NAME
 from lightning_memprof.estimation.storages import StorageTracer, Values
@@ -62,7 +66,6 @@ _MANY: Final = 1_000_000
 # Lightning's default without max_steps.
 _EPOCHS: Final = 1_000
 _KEPT: Final = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches")
-_HOLDERS: Final = (torch.Tensor, list, tuple, dict)
 # They write files, read values, or watch a real device; none keeps tensors.
 _LEFT_OUT: Final = (
     BasePredictionWriter, Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, MemProfilerCallback,
@@ -79,12 +82,14 @@ class Fit:
         model: what is trained.
         data: further arguments of ``fit`` by name.
         program: what the call belongs to, in words.
+        called_at: file and line of a program's call; empty where Lightning calls.
     """
 
     trainer: Mapping[str, Any]
     model: LightningModule
     data: Mapping[str, Any]
     program: str
+    called_at: str = ""
 
 
 class _SimulatedAccelerator(Accelerator):
@@ -142,40 +147,6 @@ class _Repeated:
             yield batch
 
 
-@runtime_checkable
-class _Movable(Protocol):
-    """What Lightning moves to a device by its own method; its tensors are attributes."""
-
-    def to(self, device: Any) -> Any: ...
-
-
-def with_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a batch with other tensors: what ``function`` returns for each of them."""
-
-    def replaced(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            return function(part)
-        found = copy.copy(part)
-        for name, value in getattr(found, "__dict__", {}).items():
-            if isinstance(value, _HOLDERS):
-                found.__dict__[name] = with_tensors(value, function)
-        return found
-
-    return apply_to_collection(batch, _Movable, replaced)
-
-
-def batch_tensors(batch: Any) -> list[torch.Tensor]:
-    """Return the tensors in a batch, in their order."""
-    found: list[torch.Tensor] = []
-
-    def kept(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    with_tensors(batch, kept)
-    return found
-
-
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
@@ -188,6 +159,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         batch: shapes and dtypes of the batch; a list where there are several loaders.
         world_size: number of ranks.
         offloads: whether parameters are in host memory.
+        units: number of modules whose parameters FSDP gathers together.
 
     Args:
         target: the device to imitate.
@@ -214,6 +186,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self.world_size, self.global_rank = ranks.count, ranks.rank
         self.local_rank = ranks.rank % (ranks.count // ranks.nodes)
         self.offloads = False
+        self.units = 0
         self._target = target
         self._ranks = ranks
         self._mesh: DeviceMesh | None = None
@@ -308,6 +281,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._ranks.shard(model, self._mesh)
         for name in () if is_own else ("training_step", "validation_step"):
             register_fsdp_forward_method(model, name)
+        self.units = sum(isinstance(module, FSDPModule) for module in model.modules())
         on_host = offloaded(model)
         self.offloads = bool(on_host)
         without_data(model, self.root_device, on_host)

@@ -82,7 +82,9 @@ class Wanted:
 
         given = (self.what_if,) if isinstance(self.what_if, str) else self.what_if
         names = given or (_USUAL if precision in _FULL else _USUAL[1:])
-        return [] if tuple(names) == ("none",) else [parse_change(name) for name in names]
+        if "none" in names and len(names) > 1:
+            raise ConfigError("--what-if none: no other change can be given with it")
+        return [] if "none" in names else [parse_change(name) for name in names]
 
     def trainer(self) -> dict[str, Any]:
         """Return the arguments of the Trainer that replace the program's."""

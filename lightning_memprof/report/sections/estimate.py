@@ -52,7 +52,7 @@ _BARE_CLI: Final = 'python -c "from lightning.pytorch.cli import LightningCLI; L
 
 def estimate_document(estimate: Estimate) -> Document:
     """Return the document of an estimate."""
-    badge, style = _LOOKS[estimate.fit]
+    badge, style = _LOOKS["too close to call" if estimate.retries else estimate.fit]
     return Document(
         title=estimate.program,
         kind="estimate",
@@ -89,12 +89,13 @@ def _commands(estimate: Estimate) -> Iterator[Command]:
 
 
 def _about(estimate: Estimate) -> Words:
-    ranks = f" · {estimate.strategy} on {estimate.ranks} devices" if estimate.strategy else ""
+    ranks = f" · {estimate.strategy} on {format_count(estimate.ranks, 'device')}" if estimate.strategy else ""
     samples = "batch" if estimate.batch_size is None else f"batch of {format_count(estimate.batch_size, 'sample')}"
     shapes = f" ({', '.join(estimate.batch)})" if estimate.batch else ""
     few = estimate.parameters < _FEW
     count = format_count(estimate.parameters, "parameter") if few else rate(estimate.parameters, "parameters")
-    return Phrase((f"{estimate.device.name} · ", count, f" · {samples}{shapes}{ranks}"))
+    first = f" · first fit at {estimate.called_at}" if estimate.called_at else ""
+    return Phrase((f"{estimate.device.name} · ", count, f" · {samples}{shapes}{ranks}{first}"))
 
 
 def _verdict(estimate: Estimate) -> Words:
@@ -105,6 +106,11 @@ def _verdict(estimate: Estimate) -> Words:
         if estimate.is_largest:
             samples = format_count(estimate.batch_size or 0, "sample")
             words = f"The largest batch that fits has {samples}: {{}} of {{}} usable."
+            return phrase(words, size(reserved.likely_bytes), size(limit))
+        if estimate.retries:
+            words = (
+                "Fits, barely: the peak is {} of {} usable, and the allocator empties its cache, which is slow."
+            )
             return phrase(words, size(reserved.likely_bytes), size(limit))
         return phrase("Fits: the peak is {}, and {} is usable.", size(reserved.likely_bytes), size(limit))
     if estimate.fit == "does not fit":
@@ -128,13 +134,14 @@ def _next(estimate: Estimate) -> str:
     limit = estimate.device.usable_bytes
     if limit is None or estimate.fit == "fits":
         return ""
-    fitting = [changed.change for changed in estimate.alternatives if changed.fit == "fits"]
+    changes = [changed for changed in estimate.alternatives if not changed.is_rank]
+    fitting = [changed.change for changed in changes if changed.fit == "fits"]
     if fitting:
         return f"It fits with {' or '.join(fitting)}."
     if estimate.batchless_bytes > limit:
         alone = format_bytes(estimate.batchless_bytes)
         return f"Parameters, gradients and optimizer state alone need {alone}: no batch size makes it fit."
-    return "None of the changes below makes it fit; try --batch-size max." if estimate.alternatives else ""
+    return "None of the changes below makes it fit; try --batch-size max." if changes else ""
 
 
 def _overview(estimate: Estimate) -> Section:
@@ -172,8 +179,8 @@ def _line(changed: Alternative, estimate: Estimate) -> Line:
     likely = changed.reserved.likely_bytes
     saved = estimate.reserved.likely_bytes - likely
     costs = f"; {changed.costs}" if changed.costs and saved > 0 else ""
-    difference = change(-saved)
-    return Line(changed.change, phrase(f"{{}} ({{}}){costs}", size(likely), difference))
+    fit = f", {changed.fit}" if changed.fit != "no limit" else ""
+    return Line(changed.change, phrase(f"{{}} ({{}}){fit}{costs}", size(likely), change(-saved)))
 
 
 def _memory(estimate: Estimate) -> Section:
@@ -212,6 +219,7 @@ def _alternatives(estimate: Estimate) -> Section:
             Column("tensors", "bytes", priority=1),
             Column("reserved", "bytes"),
             Column("difference", "bytes change"),
+            Column("fits"),
             Column("cost", priority=2),
         ),
         rows=[tuple(_alternative(changed, estimate)) for changed in estimate.alternatives],
@@ -227,6 +235,7 @@ def _alternative(changed: Alternative, estimate: Estimate) -> Iterator[Cell]:
     yield size(changed.allocated_bytes)
     yield size(likely)
     yield change(None if likely is None else likely - estimate.reserved.likely_bytes)
+    yield text("" if changed.fit in {None, "no limit"} else str(changed.fit))
     yield text(changed.problem or changed.costs)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -127,8 +127,9 @@ def test_an_offloaded_rank_has_its_part_of_parameters_gradients_and_state_in_hos
     # Adam counts the steps of each of the four parameters.
     expected = {"parameter": WHOLE // 4, "gradient": WHOLE // 4, "optimizer_state": WHOLE // 2 + 4 * 4}
     assert {name: found.host.categories[name] for name in state} == expected
-    # Shards are gathered for forward and again for backward.
-    assert found.host.to_device_bytes == 2 * WHOLE // 4 + 8 * WIDTH * 4
+    # FSDP1 keeps the parameters of the root, here all, after forward; those of units are gathered again for backward.
+    times = 1 if strategy == "fsdp_cpu_offload" else 2
+    assert found.host.to_device_bytes == times * WHOLE // 4 + 8 * WIDTH * 4
     assert found.host.to_host_bytes == WHOLE // 4
     assert any("override its model_to_device" in words for words in found.assumptions) == (strategy == "fsdp2")
 
@@ -155,7 +156,22 @@ def test_offloaded_activations_are_in_host_memory_between_forward_and_backward()
     (changed,) = kept.alternatives
     assert kept.host.total_bytes < 2**10
     assert kept.allocated_bytes - changed.allocated_bytes >= 4096 * WIDTH * 4
-    assert "of host memory per device" in changed.costs
+    assert "of host memory, copies" in changed.costs
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_one"),
+    [
+        (FSDPStrategy(), True),
+        (FSDPStrategy(auto_wrap_policy={nn.Sequential}), False),
+        (FSDPStrategy(sharding_strategy="NO_SHARD"), False),
+        ("fsdp2", False),
+        ("ddp", False),
+    ],
+)
+def test_a_model_that_fsdp_gathers_all_at_once_is_named(strategy: Any, is_one: bool) -> None:
+    found = of_batch(8, devices=4, strategy=strategy)
+    assert any("the whole model is gathered at once" in words for words in found.assumptions) == is_one
 
 
 class Stage(Net):
@@ -168,11 +184,14 @@ class Stage(Net):
 def test_ranks_with_models_of_their_own_are_estimated_and_the_largest_is_the_result() -> None:
     strategy = ModelParallelStrategy(1, 2)
     found = of_batch(8, Stage, devices=2, strategy=strategy, rank="all")
-    assert found.assumptions[0].startswith("rank 1 is simulated;")
+    assert found.assumptions[0] == "rank 1 of 2 needs most, and its figures are shown"
+    assert found.assumptions[1].startswith("rank 1 is simulated;")
     assert found.categories["parameter"] == WHOLE
-    (other,) = found.alternatives
+    other, own = found.alternatives
     small = of_batch(8, Stage, devices=2, strategy=strategy, rank=0)
     assert (other.change, other.allocated_bytes) == ("rank=0", small.allocated_bytes)
+    assert (own.change, own.allocated_bytes) == ("rank=1", found.allocated_bytes)
+    assert "model parallel on 2 devices" in " ".join(str(found).split())
     assert small.categories["parameter"] == WIDTH * 4 + 512
     with pytest.raises(ConfigError, match="--rank 2: the training has 2 ranks"):
         of_batch(8, Stage, devices=2, strategy=strategy, rank=2)

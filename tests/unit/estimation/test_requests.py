@@ -123,3 +123,12 @@ def test_a_demand_fits_where_the_allocator_releases_what_it_has_cached() -> None
     requests.allocate(80 * MIB)
     found = demand(requests, AllocatorSettings(), capacities=(100 * MIB, 100 * MIB))
     assert (found.fits, found.retries, found.likely_bytes) == (True, 1, 80 * MIB)
+
+
+def test_the_band_contains_the_likely_value_where_only_released_caches_make_it_fit() -> None:
+    requests = Requests()
+    requests.free(requests.allocate(600 * MIB))
+    workspace = requests.allocate(300 * MIB)
+    requests.allocate(800 * MIB)
+    found = demand(requests, AllocatorSettings(), workspaces=[workspace], capacities=(1000 * MIB, 1000 * MIB))
+    assert (found.fits, found.low_bytes, found.likely_bytes) == (None, 800 * MIB, 800 * MIB)
