@@ -108,9 +108,7 @@ def _verdict(estimate: Estimate) -> Words:
             words = f"The largest batch that fits has {samples}: {{}} of {{}} usable."
             return phrase(words, size(reserved.likely_bytes), size(limit))
         if estimate.retries:
-            words = (
-                "Fits, barely: the peak is {} of {} usable, and the allocator empties its cache, which is slow."
-            )
+            words = "Fits, barely: the peak is {} of {} usable, and the allocator empties its cache, which is slow."
             return phrase(words, size(reserved.likely_bytes), size(limit))
         return phrase("Fits: the peak is {}, and {} is usable.", size(reserved.likely_bytes), size(limit))
     if estimate.fit == "does not fit":
