@@ -153,7 +153,7 @@ class Host:
     def words(self) -> str:
         """Return the bytes in words."""
         moved = f"{format_bytes(self.to_device_bytes)} in and {format_bytes(self.to_host_bytes)} out"
-        return f"{format_bytes(self.total_bytes)} of host memory, copies {moved} per step"
+        return f"{format_bytes(self.total_bytes)} of host memory, {moved} per step"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,15 +78,16 @@ CASES: Final = (
     Case("foreach_optimizer", "host.py", "looping_optimizer", "foreach=False, fused=self.fused", "foreach=True"),
     Case(
         "gc_freeze", "host.py", "live_objects",
-        "    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs",
-        "    def on_train_start(self, *_: Any) -> None:\n        import gc; gc.collect(); gc.freeze()\n\n"
-        "    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs",
+        "        self.recent: deque[Any] = deque(maxlen=24)\n",
+        "        self.recent: deque[Any] = deque(maxlen=24)\n\n"
+        "    def on_train_start(self, *_: Any) -> None:\n        import gc; gc.collect(); gc.freeze()\n",
     ),
     Case("without_callback=ConditionProbe", "styles.py", "pre_hook", "[ConditionProbe()] if fault else []", "[]"),
     Case("threads=2", "machine.py", "one_thread", "set_num_threads(1)", "set_num_threads(2)"),
     Case(
         "precision=bf16-mixed", "compute.py", "dominant_module",
-        "DataLoader(Vectors(), batch_size=BATCH))", 'DataLoader(Vectors(), batch_size=BATCH), precision="bf16-mixed")',
+        "fault else 1024), DataLoader(Vectors(), batch_size=BATCH))",
+        'fault else 1024), DataLoader(Vectors(), batch_size=BATCH), precision="bf16-mixed")',
     ),
     Case(
         "compile", "compute.py", "looped_attention", "    fit(model, DataLoader(Tokens(",

@@ -156,7 +156,7 @@ def test_offloaded_activations_are_in_host_memory_between_forward_and_backward()
     (changed,) = kept.alternatives
     assert kept.host.total_bytes < 2**10
     assert kept.allocated_bytes - changed.allocated_bytes >= 4096 * WIDTH * 4
-    assert "of host memory, copies" in changed.costs
+    assert "of host memory, " in changed.costs
 
 
 @pytest.mark.parametrize(
