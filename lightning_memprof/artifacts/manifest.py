@@ -63,7 +63,10 @@ class RunFacts(OpenRow):
 
 
 class OptimizerFacts(OpenRow):
-    """An optimizer; ``parameters`` counts tensors, ``modules`` are the direct children of the model that it updates."""
+    """An optimizer; ``parameters`` counts tensors, ``modules`` are the direct children of the model that it updates.
+
+    ``settings`` counts the different ones of its ``groups`` of parameters.
+    """
 
     name: str | None = None
     foreach: bool | None = None
@@ -71,6 +74,8 @@ class OptimizerFacts(OpenRow):
     parameters: Int64 | None = None
     device: str | None = None
     modules: list[str] = msgspec.field(default_factory=list)
+    groups: Int64 | None = None
+    settings: Int64 | None = None
 
 
 class DataLoaderFacts(OpenRow):

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 PHASES: Final = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
 # Actions of the pulse that Lightning does not have: time outside all actions, GC pauses, the collectors' work at marks.
-UNTRACKED: Final = "untracked"
-GC_PAUSE: Final = "gc_pause"
-PROFILER: Final = "[MemProfiler]"
+UNTRACKED, GC_PAUSE, PROFILER = "untracked", "gc_pause", "[MemProfiler]"
+COMPILATION: Final = "torch.compile"
 
 # Digits of Unix time in nanoseconds until the year 2286: what is longer is damage, and at last too much for a float.
 MAX_DIGITS: Final = 19
@@ -165,7 +164,7 @@ class LoaderQueueRow(SeriesRow, gc=False):
 
 
 class ProcessRow(SeriesRow, gc=False):
-    """Memory outside the training steps of this process, over the whole run.
+    """Memory outside the training steps of this process, over the whole run, and times of other processes and threads.
 
     ``kind`` is ``workers``, the DataLoader workers (``workers`` of them): their proportional set size and the bytes
     that only they have; ``worker``, one of them; or ``validation``, one inside fit: ``rss_bytes`` at its batches, at
@@ -176,6 +175,7 @@ class ProcessRow(SeriesRow, gc=False):
     batches, the time and the processor time in which it made them, the part of ``collate_fn``, and the time in which it
     had nothing to do. ``lock_waits`` of the ``looks`` at its first fetches saw it wait for a lock of several processes,
     mostly at the line ``lock``. ``exit_code`` is of one that died, a signal's number with a minus sign.
+    A ``thread`` of Python has its processor time in ``elapsed_ns``, of which the training thread slept ``asleep_ns``.
     """
 
     series = "processes"
@@ -203,6 +203,9 @@ class ProcessRow(SeriesRow, gc=False):
     lock_waits: Int64 | None = None
     lock: str | None = None
     exit_code: Int64 | None = None
+    thread: str | None = None
+    elapsed_ns: Int64 | None = None
+    asleep_ns: Int64 | None = None
 
 
 class AllocatorRow(SeriesRow, gc=False):

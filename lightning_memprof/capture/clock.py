@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, PROFILER, UNTRACKED
+from lightning_memprof.artifacts.series import COMPILATION, GC_PAUSE, PHASES, PROFILER, UNTRACKED
 from lightning_memprof.capture.observe import gc_callback
+from lightning_memprof.capture.sources.compiled import around_compilations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -298,6 +299,31 @@ def gc_pauses(clock: StepClock) -> Iterator[None]:
             began = 0
 
     with gc_callback(on_collection):
+        yield
+
+
+@contextmanager
+def compilations(clock: StepClock) -> Iterator[None]:
+    """Time what torch compiles in this thread as an action, in the phase that calls the compiled code."""
+    thread = get_ident()
+    is_open = False
+
+    def start(_: object) -> None:
+        nonlocal is_open
+        if get_ident() == thread:
+            is_open = True
+            clock.enter_within(COMPILATION)
+
+    def end(_: object) -> None:
+        nonlocal is_open
+        if is_open:
+            is_open = False
+            clock.leave()
+
+    with ExitStack() as stack:
+        # A version of torch without these callbacks has one owner of time less.
+        with suppress(AttributeError):
+            stack.enter_context(around_compilations(start, end))
         yield
 
 

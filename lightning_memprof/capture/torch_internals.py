@@ -261,7 +261,7 @@ INTERNALS: Final = (
     Internal(
         owner="torch._dynamo.callback",
         names="callback_handler",
-        used_for="remove wrappers of forwards while torch compiles",
+        used_for="remove wrappers of forwards while torch compiles; time compilations",
         without="collectors by module are disabled and reported once torch has compiled something",
         fallback=None,
     ),

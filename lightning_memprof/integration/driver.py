@@ -39,6 +39,8 @@ _MODULE_HOOKS: Final = (
     "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end",
     "on_validation_end", "on_save_checkpoint",
 )  # fmt: skip
+_LOADERS: Final = ("train_dataloader", "val_dataloader")
+_TRANSFERS: Final = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _PREFIX: Final = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
@@ -135,15 +137,21 @@ def _within(trainer: Trainer, hooks: tuple[str, ...]) -> Iterator[str]:
     for hook in hooks:
         if used.get(hook) or _is_overridden(module, LightningModule, hook):
             yield f"[LightningModule]{type(module).__name__}.{hook}"
+    yield from _of_data(trainer, _LOADERS)
 
 
 def _transfers(trainer: Trainer) -> Iterator[str]:
     yield f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device"
+    yield from _of_data(trainer, _TRANSFERS)
+
+
+def _of_data(trainer: Trainer, hooks: tuple[str, ...]) -> Iterator[str]:
+    """Yield the hooks that the model or the data module overrides."""
     for owner, base in (
         (trainer.lightning_module, LightningModule),
         (trainer.datamodule, LightningDataModule),  # type: ignore[attr-defined]
     ):
-        for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        for hook in hooks:
             if owner is not None and _is_overridden(owner, base, hook):
                 yield f"[{base.__name__}]{type(owner).__name__}.{hook}"
 

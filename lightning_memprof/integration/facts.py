@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # One embedding or head dominates; a few rows show it.
 _LARGEST: Final = 5
+# Of a group of parameters, what is not a setting.
+_NAMES: Final = frozenset({"params", "param_names", "name"})
 _LIGHTNING: Final = frozenset({"lightning", "pytorch_lightning"})
 
 
@@ -191,6 +193,8 @@ def _optimizer_facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) 
         "modules": [
             name for name, child in module.named_children() if not updated.isdisjoint(map(id, child.parameters()))
         ],
+        "groups": len(groups),
+        "settings": len({repr(sorted((key, group[key]) for key in group.keys() - _NAMES)) for group in groups}),
     }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity
+from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.trace.report import trace_report
 
 pytestmark = pytest.mark.corpus
@@ -18,7 +18,7 @@ TRACES: list[Path | None] = [*sorted((ROOT / "traces").glob("*/*.json.gz"))]
 @cache
 def findings_of(path: Path) -> tuple[Finding, ...]:
     report = trace_report(path)
-    return tuple(finding for rule in TRACE_RULES for finding in rule(report))
+    return examine_files((report,), ())
 
 
 def found(name: str) -> dict[str, Finding]:

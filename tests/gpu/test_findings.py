@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity
+from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.trace.report import trace_report
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ def found(tmp_path: Path, step: Callable[[], object]) -> dict[str, Finding]:
     report = trace_report(path)
     assert report.gpu_window is not None
     assert len(report.steps) == STEPS
-    return {finding.rule: finding for rule in TRACE_RULES for finding in rule(report)}
+    return {finding.rule: finding for finding in examine_files((report,), ())}
 
 
 def products(device: torch.device, dtype: torch.dtype, count: int = 40) -> Callable[[], torch.Tensor]:

@@ -15,6 +15,10 @@ __all__ = ["LINES", "held", "out_of_bounds"]
 
 PASSES: Final = ("forward", "backward")
 WORK: Final = (*PASSES, "optimizer")
+AWAKE: Final = (
+    *WORK, "callback", "module_hook", "forward_hook", "backward_hook", "self_log", "metric", "logging", "transfer",
+    "data_wait", "untracked",
+)  # fmt: skip
 IDLE: Final = (
     "idle_synchronization", "idle_allocator", "idle_gc_pauses", "idle_python", "idle_operators", "idle_launch",
     "idle_graph", "idle_loading", "idle_queue",
@@ -26,6 +30,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "anomaly_detection": PASSES,
     "between_steps": ("untracked",),
     "blocking_transfers": ("copy",),
+    "busy_thread": AWAKE,
     "callback_bound": ("callback",),
     "checkpoint_bound": ("checkpoint",),
     "communication_exposed": ("collective",),
@@ -56,6 +61,8 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "python_loop": PASSES,
     "python_time": (*WORK, "gc_pauses"),
     "retained_graph": ("activation",),
+    "recompilation": ("compile",),
+    "recomputation": PASSES,
     "registered_hook_bound": ("forward_hook", "backward_hook"),
     "slow_steps": ("stall", *WORK, "untracked"),
     "small_batch": (*WORK, "callback", "module_hook", "logging", "transfer", "untracked", "self_log", "data_wait"),
@@ -64,6 +71,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "synchronization": IDLE,
     "tensor_cores_unused": ("compute",),
     "thread_oversubscription": (*WORK, "core_wait"),
+    "transfer_bound": ("transfer",),
     "unused_gradients": ("backward",),
     "validation_bound": ("validation",),
     "validation_memory": ("validation",),

@@ -33,6 +33,7 @@ from lightning_memprof.analysis.findings.device import allocator_thrash, gpu_idl
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
 from lightning_memprof.analysis.findings.host import actions_bound, between_steps, core_wait, gc_pauses, slow_steps
 from lightning_memprof.analysis.findings.kernels import (
+    busy_thread,
     many_small_kernels,
     many_small_operators,
     python_time,
@@ -47,7 +48,13 @@ from lightning_memprof.analysis.findings.memory import (
     worker_memory,
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
-from lightning_memprof.analysis.findings.modules import double_backward, python_loop, retained_graph, unused_gradients
+from lightning_memprof.analysis.findings.modules import (
+    double_backward,
+    python_loop,
+    recomputation,
+    retained_graph,
+    unused_gradients,
+)
 from lightning_memprof.analysis.findings.profiler import (
     hang,
     other_profiler,
@@ -105,8 +112,10 @@ RULES: Final[tuple[Rule, ...]] = (
     double_precision,
     python_loop,
     python_time,
+    busy_thread,
     unused_gradients,
     double_backward,
+    recomputation,
     thread_oversubscription,
     idle_cores,
     dense_embedding,
@@ -122,7 +131,7 @@ RULES: Final[tuple[Rule, ...]] = (
     optimizer_state,
     profiler_overhead,
 )
-TRACE_RULES: Final[tuple[Callable[[TraceReport], list[Finding]], ...]] = (
+TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (
     input_bound_trace,
     allocator_thrash,
     communication_exposed,
@@ -134,7 +143,9 @@ TRACE_RULES: Final[tuple[Callable[[TraceReport], list[Finding]], ...]] = (
     many_small_operators,
     recording_overhead,
 )
-RULES_OF_ALL_TRACES: Final[tuple[Callable[[Sequence[TraceReport]], list[Finding]], ...]] = (straggler_trace,)
+RULES_OF_ALL_TRACES: Final[tuple[Callable[[Sequence[TraceReport]], Finding | list[Finding] | None], ...]] = (
+    straggler_trace,
+)
 SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | None], ...]] = (
     failed_request,
     allocator_churn,

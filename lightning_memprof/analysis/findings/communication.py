@@ -91,7 +91,7 @@ OVERLAPPED: Final = (0.0, 1.0)
 COLLECTIVE_NUMBERS: Final = ("name", "group", "bytes_each", "count", "exposed_ns", "median_ns", "max_ns")
 
 
-def communication_exposed(trace: TraceReport) -> list[Finding]:
+def communication_exposed(trace: TraceReport) -> Finding | None:
     """Find communication that no computation overlaps, and its collectives.
 
     Excludes the wait for other ranks where their traces show it. Recovers at most the exposed collectives, as far as
@@ -99,49 +99,45 @@ def communication_exposed(trace: TraceReport) -> list[Finding]:
     """
     window, ledger = trace.gpu_window, trace.device_ledger
     if window is None or not window.window_ns:
-        return []
+        return None
     waited_ns = round(ledger.communicates("rank_wait") * ledger.steps) if ledger is not None else 0
     exposed_ns = max(window.communication_exposed_ns - waited_ns, 0)
     share = exposed_ns / window.window_ns
     if share <= NOTABLE_SHARE:
-        return []
+        return None
     collectives = sorted(trace.collectives, key=lambda collective: collective.exposed_ns, reverse=True)
     worst = collectives[0] if collectives else None
     overlapped = window.communication_overlapped_ns / window.communication_ns if window.communication_ns else 0.0
     late = _late(collectives)
     mostly = f", mostly {_plain(worst.name)}" if worst else ""
     waited = f", and {format_ns(waited_ns)} wait for other ranks" if waited_ns else ""
-    return [
-        Finding(
-            rule="communication_exposed",
-            severity=severity_of(share),
-            sentence=f"Communication-bound: exposed collectives take {percent(share)} of the time"
-            f"{on_rank(trace)}{mostly}.",
-            why=(
-                f"{format_ns(exposed_ns)} of {format_ns(window.window_ns)} are exposed{waited}; {percent(overlapped)} "
-                "of all communication overlaps kernels"
-                f"{''.join(f'; {_shown(found)}' for found in collectives[:SHOWN])}."
-            ),
-            next_steps=_next_steps(trace, collectives, late),
-            evidence=longest_in(trace, worst.longest_start_ns if worst else None, worst.max_ns if worst else 0),
-            numbers={
-                "exposed_share": share,
-                "exposed_ns": exposed_ns,
-                "waited_ns": waited_ns,
-                "communication_ns": window.communication_ns,
-                "overlapped_ns": window.communication_overlapped_ns,
-                "overlapped_share": overlapped,
-                "window_ns": window.window_ns,
-                "late": late.name if late else None,
-                "collectives": [
-                    {name: getattr(collective, name) for name in COLLECTIVE_NUMBERS}
-                    for collective in collectives[:SHOWN]
-                ],
-            },
-            weight=share,
-            recovers=recovered_ns(ledger, OVERLAPPED, "collective", recorded_ns=min(exposed_ns, window.compute_ns)),
-        )
-    ]
+    return Finding(
+        rule="communication_exposed",
+        severity=severity_of(share),
+        sentence=f"Communication-bound: exposed collectives take {percent(share)} of the time{on_rank(trace)}{mostly}.",
+        why=(
+            f"{format_ns(exposed_ns)} of {format_ns(window.window_ns)} are exposed{waited}; {percent(overlapped)} "
+            "of all communication overlaps kernels"
+            f"{''.join(f'; {_shown(found)}' for found in collectives[:SHOWN])}."
+        ),
+        next_steps=_next_steps(trace, collectives, late),
+        evidence=longest_in(trace, worst.longest_start_ns if worst else None, worst.max_ns if worst else 0),
+        numbers={
+            "exposed_share": share,
+            "exposed_ns": exposed_ns,
+            "waited_ns": waited_ns,
+            "communication_ns": window.communication_ns,
+            "overlapped_ns": window.communication_overlapped_ns,
+            "overlapped_share": overlapped,
+            "window_ns": window.window_ns,
+            "late": late.name if late else None,
+            "collectives": [
+                {name: getattr(collective, name) for name in COLLECTIVE_NUMBERS} for collective in collectives[:SHOWN]
+            ],
+        },
+        weight=share,
+        recovers=recovered_ns(ledger, OVERLAPPED, "collective", recorded_ns=min(exposed_ns, window.compute_ns)),
+    )
 
 
 def _late(collectives: list[CollectiveTotals]) -> CollectiveTotals | None:
@@ -219,14 +215,14 @@ NEXT: Final = {
 UNKNOWN: Final = "Compare the timeline of rank {rank}{host} before a collective with that of another rank."
 
 
-def straggler(facts: Facts) -> list[Finding]:
+def straggler(facts: Facts) -> Finding | None:
     """Find the rank that the others wait for, and its activity meanwhile.
 
     Recovers what it causes, at most the waits of the other ranks: of the shortest one to the longest one.
     """
     found = facts.ranks.straggler if facts.ranks else None
     if found is None:
-        return []
+        return None
     at_stake = found.caused_ns if found.caused_ns is not None else (found.own_ns or 0) - (found.others_ns or 0)
     share = min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0
     by_chance = found.cause not in NOT_SHARED and _waits_itself(facts, found)
@@ -234,20 +230,18 @@ def straggler(facts: Facts) -> list[Finding]:
     next_step = NEXT.get(found.cause, UNKNOWN) if found.cause else UNKNOWN
     several = len({rank.facts.host for rank in facts.run.ranks}) > 1
     host = f" on {found.host}" if found.host and several else ""
-    return [
-        Finding(
-            rule="straggler",
-            severity=Severity.INFO if by_chance else severity,
-            sentence=_sentence(found),
-            why=_why(found, share) + (SHARED if by_chance else ""),
-            next_steps=(next_step.format(rank=found.rank, host=host, callback=found.callback or "its callbacks"),),
-            evidence=_evidence(facts, found),
-            numbers={**dataclasses.asdict(found), "share": share},
-            # Its slow phase is found too, as if all ranks had it: fixing the straggler comes first.
-            weight=1.0 + share,
-            recovers=_recovery(at_stake, [ledger for rank, ledger in facts.ledgers.items() if rank != found.rank]),
-        )
-    ]
+    return Finding(
+        rule="straggler",
+        severity=Severity.INFO if by_chance else severity,
+        sentence=_sentence(found),
+        why=_why(found, at_stake, facts.ledgers.get(found.rank)) + (SHARED if by_chance else ""),
+        next_steps=(next_step.format(rank=found.rank, host=host, callback=found.callback or "its callbacks"),),
+        evidence=_evidence(facts, found),
+        numbers={**dataclasses.asdict(found), "share": share},
+        # Its slow phase is found too, as if all ranks had it: fixing the straggler comes first.
+        weight=1.0 + share,
+        recovers=_recovery(at_stake, [ledger for rank, ledger in facts.ledgers.items() if rank != found.rank]),
+    )
 
 
 def _recovery(caused_ns: float, others: Sequence[TimeLedger]) -> Recovery | None:
@@ -291,12 +285,14 @@ def _sentence(found: Straggler) -> str:
     return f"Rank {found.rank} is the straggler: {words} {own} per step, {others} on the other ranks."
 
 
-def _why(found: Straggler, share: float) -> str:
+def _why(found: Straggler, at_stake: float, ledger: TimeLedger | None) -> str:
+    own = ledger if ledger is not None and ledger.waits_for_cores else None
+    whole = own.length_text if own else f"a {format_ns(found.step_ns)} step"
+    part = f"{percent(min(1.0, at_stake / (own.running_ns if own else found.step_ns or 1)))} of {whole}"
     if found.pulse_steps is not None and found.caused_ns is not None:
         return (
             f"Over {found.pulse_steps:,} steps, rank {found.rank} is {format_ns(found.caused_ns)} later than any other "
-            f"rank ({percent(share)} of a {format_ns(found.step_ns)} step), {percent(found.caused_share)} of all "
-            "lateness; the others wait in collectives."
+            f"rank ({part}), {percent(found.caused_share)} of all lateness; the others wait in collectives."
         )
     if found.caused_ns is None:
         return (
@@ -304,9 +300,8 @@ def _why(found: Straggler, share: float) -> str:
             "the other ranks; a window with the operator trace shows which rank waits for which."
         )
     return (
-        f"The other ranks wait {format_ns(found.caused_ns)} per step in collectives for it ({percent(share)} of a "
-        f"{format_ns(found.step_ns)} step), {percent(found.caused_share)} of all such waiting"
-        + (f"; it runs on {found.host}." if found.host else ".")
+        f"The other ranks wait {format_ns(found.caused_ns)} per step in collectives for it ({part}), "
+        f"{percent(found.caused_share)} of all such waiting{f'; it runs on {found.host}' if found.host else ''}."
     )
 
 

@@ -6,7 +6,7 @@ import statistics as stats
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.measures import torch_threads
+from lightning_memprof.analysis.findings.measures import ranks_on_host, torch_threads
 from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, SHORT_STEP_NS, Facts, Finding, Recovery
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.artifacts.series import SavedTensorsRow, ThroughputRow
@@ -25,43 +25,38 @@ MIN_DOUBLE: Final = 0.25
 PASSES: Final = ("forward", "backward", "optimizer")
 
 
-def double_precision(facts: Facts) -> list[Finding]:
+def double_precision(facts: Facts) -> Finding | None:
     """Find a training run that computes in float64.
 
     Recovers 35% to 50% of forward, backward and optimizer, times the share of float64: in the saved activations, in the
     parameters where these were not recorded, or in the time of modules that return it where that is more.
     Lost: digits that training does not need.
     """
-    heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))
-    if heaviest is None:
-        return []
+    if (heaviest := facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))) is None:
+        return None
     rank, ledger = heaviest
     source, share = _double_share(rank, ledger)
     if share < MIN_DOUBLE or ledger.steps < MIN_STEPS:
-        return []
+        return None
     spent = ledger.ns(*PASSES) * share
     worth = Recovery(unit="ns", min=spent * DOUBLE[0], max=spent * DOUBLE[1], whole=ledger.running_ns)
-    return [
-        Finding(
-            rule="double_precision",
-            severity=worth.severity,
-            sentence=f"Double precision: {percent(share)} of the {source}{facts.on_rank(rank)}.",
-            why=(
-                f"Forward, backward and optimizer take {format_ns(spent)} of {ledger.length_text}; on "
-                "float64, operators take about twice the time and memory."
+    return Finding(
+        rule="double_precision",
+        sentence=f"Double precision: {percent(share)} of the {source}{facts.on_rank(rank)}.",
+        why=(
+            f"Forward, backward and optimizer take {format_ns(spent)} of {ledger.length_text}; on "
+            "float64, operators take about twice the time and memory."
+        ),
+        next_steps=(
+            (
+                "Compute in float32: cast inputs with .float(), remove .double(), "
+                "torch.set_default_dtype(torch.float64) and Trainer(precision='64-true'); NumPy makes float64."
             ),
-            next_steps=(
-                (
-                    "Compute in float32: cast inputs with .float(), remove .double(), "
-                    "torch.set_default_dtype(torch.float64) and Trainer(precision='64-true'); NumPy makes float64."
-                ),
-            ),
-            evidence=(facts.pulse(rank), *facts.recorded(rank, "saved_tensors")),
-            numbers={"rank": rank.rank, "double_share": share, "duration_ns": round(ledger.step_ns)},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+        ),
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "saved_tensors")),
+        numbers={"rank": rank.rank, "double_share": share, "duration_ns": round(ledger.step_ns)},
+        **worth.parts,
+    )
 
 
 def _double_share(rank: Rank, ledger: TimeLedger) -> tuple[str, float]:
@@ -89,42 +84,37 @@ _COMPUTED: Final = ("forward", "backward", "optimizer", "core_wait")
 LEAST_RECOVERED: Final = 0.1
 
 
-def thread_oversubscription(facts: Facts) -> list[Finding]:
+def thread_oversubscription(facts: Facts) -> Finding | None:
     """Find operators that use many more threads than there are cores.
 
     Recovers at most the share of the threads that cannot run at the same time (1 - cores / threads) of forward,
     backward, optimizer and the wait for a core, at least 10% of them: a parallel region ends with its last thread.
     """
-    heaviest = facts.heaviest(lambda ledger: ledger.ns(*_COMPUTED))
-    if heaviest is None or not heaviest[0].facts.is_cpu:
-        return []
+    if (heaviest := facts.heaviest(lambda ledger: ledger.ns(*_COMPUTED))) is None or not heaviest[0].facts.is_cpu:
+        return None
     rank, ledger = heaviest
     cores, threads = rank.facts.cpu_count, torch_threads(rank)
     here = len(ranks_on_host(facts, rank))
     if not cores or not threads or not is_oversubscribed(facts, rank) or ledger.steps < MIN_STEPS:
-        return []
+        return None
     spent = ledger.ns(*_COMPUTED)
     most = max(1 - cores / (threads * here), LEAST_RECOVERED)
     worth = Recovery(unit="ns", min=spent * LEAST_RECOVERED, max=spent * most, whole=ledger.step_ns)
     ranks = f" in each of {here} ranks" if here > 1 else ""
     wanted = max(cores // here, 1)
-    return [
-        Finding(
-            rule="thread_oversubscription",
-            severity=worth.severity,
-            sentence=f"Thread oversubscription: operators use {threads} threads{ranks} on {cores} cores.",
-            why=(
-                f"Forward, backward, optimizer and waiting for a core take {format_ns(spent)} of a "
-                f"{format_ns(ledger.step_ns)} step; each parallel operator waits until all of its threads have had a "
-                "core."
-            ),
-            next_steps=(f"Use one thread per core: torch.set_num_threads({wanted}), or OMP_NUM_THREADS={wanted}.",),
-            evidence=(facts.pulse(rank),),
-            numbers={"rank": rank.rank, "threads": threads, "ranks_on_host": here, "cores": cores},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="thread_oversubscription",
+        sentence=f"Thread oversubscription: operators use {threads} threads{ranks} on {cores} cores.",
+        why=(
+            f"Forward, backward, optimizer and waiting for a core take {format_ns(spent)} of a "
+            f"{format_ns(ledger.step_ns)} step; each parallel operator waits until all of its threads have had a "
+            "core."
+        ),
+        next_steps=(f"Use one thread per core: torch.set_num_threads({wanted}), or OMP_NUM_THREADS={wanted}.",),
+        evidence=(facts.pulse(rank),),
+        numbers={"rank": rank.rank, "threads": threads, "ranks_on_host": here, "cores": cores},
+        **worth.parts,
+    )
 
 
 # The parts of a shorter call cost more to hand out and to wait for than they save.
@@ -133,44 +123,39 @@ PARALLEL_NS: Final = 100_000
 SAVED_BY_THREADS: Final = (0.3, 1.0)
 
 
-def idle_cores(facts: Facts) -> list[Finding]:
+def idle_cores(facts: Facts) -> Finding | None:
     """Find operators with fewer threads than half of the cores that other ranks and workers leave.
 
     Recovers 30% to all of ``1 - threads / cores`` of the operators that take 0.1 ms or longer per call, times the share
     of the step without its wait for a core: where others take the cores, more threads get few of them.
     """
-    heaviest = facts.heaviest(_parallel)
-    if heaviest is None or not heaviest[0].facts.is_cpu or heaviest[1].steps < MIN_STEPS:
-        return []
+    if (heaviest := facts.heaviest(_parallel)) is None or not heaviest[0].facts.is_cpu:
+        return None
     rank, ledger = heaviest
     threads, cores, spent = torch_threads(rank), _cores_for(facts, rank), _parallel(ledger)
     if not threads or cores < 2 * threads or not spent:
-        return []
+        return None
     saved = spent * (1 - threads / cores) * (ledger.running_ns / ledger.step_ns)
     worth = Recovery(
         unit="ns", min=saved * SAVED_BY_THREADS[0], max=saved * SAVED_BY_THREADS[1], whole=ledger.running_ns
     )
     if worth.share < NOTABLE:
-        return []
-    return [
-        Finding(
-            rule="idle_cores",
-            severity=worth.severity,
-            sentence=(
-                f"Operators use {threads} of {cores} cores{facts.on_rank(rank)}: {ledger.share_text(spent)} can "
-                "run in parallel."
-            ),
-            why=(
-                f"Operators of {format_ns(PARALLEL_NS)} per call and longer take {format_ns(spent)} of "
-                f"{ledger.length_text}; torch.get_num_threads() is {threads}."
-            ),
-            next_steps=(f"Use all cores: torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}.",),
-            evidence=(facts.pulse(rank), *facts.recorded(rank, "operator_trace")),
-            numbers={"rank": rank.rank, "threads": threads, "cores": cores, "parallel_ns": round(spent)},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+        return None
+    return Finding(
+        rule="idle_cores",
+        sentence=(
+            f"Operators use {threads} of {cores} cores{facts.on_rank(rank)}: {ledger.share_text(spent)} can "
+            "run in parallel."
+        ),
+        why=(
+            f"Operators of {format_ns(PARALLEL_NS)} per call and longer take {format_ns(spent)} of "
+            f"{ledger.length_text}; torch.get_num_threads() is {threads}."
+        ),
+        next_steps=(f"Use all cores: torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}.",),
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "operator_trace")),
+        numbers={"rank": rank.rank, "threads": threads, "cores": cores, "parallel_ns": round(spent)},
+        **worth.parts,
+    )
 
 
 def _parallel(ledger: TimeLedger) -> float:
@@ -194,11 +179,6 @@ def is_oversubscribed(facts: Facts, rank: Rank) -> bool:
     return bool(cores) and threads * len(ranks_on_host(facts, rank)) >= OVERSUBSCRIBED * cores
 
 
-def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
-    """Return the ranks on the machine of a rank, with it."""
-    return [other for other in facts.run.ranks if other.facts.host == rank.facts.host]
-
-
 # Anomaly detection keeps a stack for each forward operator and checks each gradient for NaN: 1.4 to 3 times the time.
 ANOMALY: Final = (0.3, 0.65)
 ANOMALY_OFF: Final = "Switch it off: Trainer(detect_anomaly=False), torch.autograd.set_detect_anomaly(False)."
@@ -214,35 +194,31 @@ def _detects_anomaly(rank: Rank) -> bool:
     return bool(rank.training and rank.training.detect_anomaly) or any(row.detects_anomaly for row in rows)
 
 
-def anomaly_detection(facts: Facts) -> list[Finding]:
+def anomaly_detection(facts: Facts) -> Finding | None:
     """Find autograd's anomaly detection in use.
 
     Recovers 30% to 65% of forward and backward. Lost: the forward's stack when a gradient becomes NaN.
     """
     ranks = [rank for rank in facts.run.ranks if _detects_anomaly(rank)]
     if not ranks or ranks[0].rank not in facts.ledgers:
-        return []
+        return None
     rank, ledger = ranks[0], facts.ledgers[ranks[0].rank]
     spent = ledger.ns("forward", "backward")
     worth = Recovery(unit="ns", min=spent * ANOMALY[0], max=spent * ANOMALY[1], whole=ledger.running_ns)
-    return [
-        Finding(
-            rule="anomaly_detection",
-            severity=worth.severity,
-            sentence=(
-                f"Anomaly detection is on: forward and backward take {ledger.share_text(spent)}{facts.on_rank(rank)}."
-            ),
-            why=(
-                f"{format_ns(spent)} of {ledger.length_text}; anomaly detection keeps a stack for each "
-                "forward operator and checks every gradient for NaN."
-            ),
-            next_steps=(ANOMALY_OFF if rank.training and rank.training.detect_anomaly else ANOMALY_REGION,),
-            evidence=(facts.pulse(rank),),
-            numbers={"rank": rank.rank, "passes_ns": round(spent), "duration_ns": round(ledger.step_ns)},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="anomaly_detection",
+        sentence=(
+            f"Anomaly detection is on: forward and backward take {ledger.share_text(spent)}{facts.on_rank(rank)}."
+        ),
+        why=(
+            f"{format_ns(spent)} of {ledger.length_text}; anomaly detection keeps a stack for each "
+            "forward operator and checks every gradient for NaN."
+        ),
+        next_steps=(ANOMALY_OFF if rank.training and rank.training.detect_anomaly else ANOMALY_REGION,),
+        evidence=(facts.pulse(rank),),
+        numbers={"rank": rank.rank, "passes_ns": round(spent), "duration_ns": round(ledger.step_ns)},
+        **worth.parts,
+    )
 
 
 # The Trainer's work around an optimizer step takes 1 to 2 ms for any model; fused saves none of it.
@@ -251,6 +227,11 @@ MIN_OPTIMIZER_NS: Final = 5_000_000
 REGULAR: Final = 0.1
 # For fewer tensors one kernel for all saves no measurable time.
 FEW_TENSORS: Final = 20
+# An optimizer updates each group of parameters by calls of its own.
+JOIN: Final = (
+    "Join the parameter groups that have the same settings: {settings} instead of {groups}, each with all of its "
+    "parameters."
+)
 FUSED: Final = frozenset({"Adagrad", "Adam", "AdamW", "SGD"})
 FOREACH: Final = FUSED | {"ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"}
 FUSE: Final = "Update all parameters in one kernel: torch.optim.{name}(..., fused=True)."
@@ -260,15 +241,16 @@ FOREACH_BY_DEFAULT: Final = ("cuda", "xpu", "mtia")
 FASTER: Final = (1 / 3, 2 / 3)
 
 
-def optimizer_bound(facts: Facts) -> list[Finding]:
-    """Find an optimizer that takes much of the step and uses neither of torch's faster implementations.
+def optimizer_bound(facts: Facts) -> Finding | None:
+    """Find an optimizer that takes much of the step and uses neither of torch's faster implementations for all tensors.
 
+    Each group of parameters has calls of its own: of many groups with the same settings, all but one are needless.
     Recovers a third to two thirds of the time of the optimizer in a median step; of several, of the slowest one that
     loops.
     """
     worst = facts.worst("optimizer")
     if worst is None or worst[0].rank not in facts.ledgers:
-        return []
+        return None
     rank, statistics = worst
     ledger = facts.ledgers[rank.rank]
     # An optimizer takes about the same time in each of its steps: a mean above the median is due to a few odd steps.
@@ -282,36 +264,36 @@ def optimizer_bound(facts: Facts) -> list[Finding]:
     spent = min(mean_share, statistics.median_shares["optimizer"]) * ledger.step_ns
     worth = Recovery(unit="ns", min=spent * FASTER[0], max=spent * FASTER[1], whole=ledger.running_ns)
     if worth.share < NOTABLE or statistics.used < MIN_STEPS or not slow:
-        return []
+        return None
     optimizer_ns = round(mean_share * ledger.step_ns)
     if statistics.mean_ns < SHORT_STEP_NS and optimizer_ns < MIN_OPTIMIZER_NS:
-        return []
+        return None
     optimizer = slow[0]
     name, count = optimizer.name or "the optimizer", optimizer.parameters
-    return [
-        Finding(
-            rule="optimizer_bound",
-            severity=worth.severity,
-            sentence=f"Optimizer-bound: {name} takes {ledger.share_text(optimizer_ns)}{facts.on_rank(rank)}.",
-            why=(
-                f"{format_ns(optimizer_ns)} of {ledger.length_text}: {name} updates its "
-                f"{f'{count:,} ' if count else ''}parameter tensors in a Python loop "
-                f"(foreach={optimizer.foreach}, fused={optimizer.fused} on {_device(optimizer)})."
-            ),
-            next_steps=_next_for_optimizer(name),
-            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
-            numbers={
-                "rank": rank.rank,
-                "optimizer_share": mean_share,
-                "median_optimizer_share": statistics.median_shares["optimizer"],
-                "optimizer_ns": optimizer_ns,
-                "duration_ns": statistics.mean_ns,
-                "optimizers": [found.fields for found in slow],
-            },
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="optimizer_bound",
+        sentence=(
+            f"Optimizer-bound: {name} takes {ledger.share_text(optimizer_ns)}{facts.on_rank(rank)}"
+            f"{f', with {optimizer.groups:,} parameter groups' if _has_needless_groups(optimizer) else ''}."
+        ),
+        why=(
+            f"{format_ns(optimizer_ns)} of {ledger.length_text}: {name} updates its "
+            f"{f'{count:,} ' if count else ''}parameter tensors in a Python loop "
+            f"(foreach={optimizer.foreach}, fused={optimizer.fused} on {_device(optimizer)}"
+            f"{f', {optimizer.groups:,} groups' if (optimizer.groups or 1) > 1 else ''})."
+        ),
+        next_steps=_next_for_optimizer(optimizer),
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
+        numbers={
+            "rank": rank.rank,
+            "optimizer_share": mean_share,
+            "median_optimizer_share": statistics.median_shares["optimizer"],
+            "optimizer_ns": optimizer_ns,
+            "duration_ns": statistics.mean_ns,
+            "optimizers": [found.fields for found in slow],
+        },
+        **worth.parts,
+    )
 
 
 def _part_of(ledger: TimeLedger, optimizer: OptimizerFacts) -> float:
@@ -322,6 +304,8 @@ def _part_of(ledger: TimeLedger, optimizer: OptimizerFacts) -> float:
 
 def _loops(optimizer: OptimizerFacts) -> bool:
     """Return whether an optimizer has a faster implementation and uses the loop."""
+    if _has_needless_groups(optimizer):
+        return True
     if optimizer.name not in FOREACH:
         return False
     foreach, fused = optimizer.foreach, optimizer.fused
@@ -334,11 +318,21 @@ def _device(optimizer: OptimizerFacts) -> str:
     return optimizer.device or "cpu"
 
 
-def _next_for_optimizer(name: str) -> tuple[str, ...]:
+def _has_needless_groups(optimizer: OptimizerFacts) -> bool:
+    return (optimizer.groups or 0) - (optimizer.settings or 0) >= FEW_TENSORS
+
+
+def _next_for_optimizer(optimizer: OptimizerFacts) -> tuple[str, ...]:
+    name = optimizer.name or ""
+    steps = (JOIN.format(settings=optimizer.settings, groups=optimizer.groups),)
+    joined = steps if _has_needless_groups(optimizer) else ()
+    if optimizer.fused or optimizer.foreach or name not in FOREACH:
+        return joined
     foreach = f"torch.optim.{name}(..., foreach=True)"
     if name not in FUSED:
-        return (f"Update the parameters in groups: {foreach}.",)
+        return (*joined, f"Update the parameters in groups: {foreach}.")
     return (
+        *joined,
         FUSE.format(name=name),
         f"If fused does not work (gradient clipping with 16-mixed): {foreach}.",
     )
@@ -348,7 +342,7 @@ def _next_for_optimizer(name: str) -> tuple[str, ...]:
 MIN_EMBEDDING: Final = 0.5
 
 
-def dense_embedding(facts: Facts) -> list[Finding]:
+def dense_embedding(facts: Facts) -> Finding | None:
     """Find an optimizer that spends its time on a large embedding with dense gradients.
 
     Recovers the embedding's share of the parameters of the optimizer's time; sparse updates take next to none. Lost:
@@ -356,11 +350,11 @@ def dense_embedding(facts: Facts) -> list[Finding]:
     """
     worst = facts.worst("optimizer")
     if worst is None or worst[0].rank not in facts.ledgers:
-        return []
+        return None
     rank, ledger = worst[0], facts.ledgers[worst[0].rank]
     found = _embedding(rank)
     if found is None or ledger.steps < MIN_STEPS:
-        return []
+        return None
     embedding, share = found
     optimizers = rank.training.optimizers if rank.training else []
     owner = next((each for each in optimizers if embedding.name.partition(".")[0] in each.modules), None)
@@ -368,32 +362,28 @@ def dense_embedding(facts: Facts) -> list[Finding]:
     share = 1.0 if owner and owner.parameters == 1 else share
     worth = Recovery(unit="ns", min=spent * share / 2, max=spent * share, whole=ledger.running_ns)
     if worth.share < NOTABLE:
-        return []
-    return [
-        Finding(
-            rule="dense_embedding",
-            severity=worth.severity,
-            sentence=(
-                f"Optimizer-bound: the optimizer takes {ledger.share_text(spent)}, mostly for "
-                f"the embedding {embedding.name}{facts.on_rank(rank)}."
+        return None
+    return Finding(
+        rule="dense_embedding",
+        sentence=(
+            f"Optimizer-bound: the optimizer takes {ledger.share_text(spent)}, mostly for "
+            f"the embedding {embedding.name}{facts.on_rank(rank)}."
+        ),
+        why=(
+            f"{embedding.name} ({format_bytes(embedding.bytes)}) is {percent(share)} of the parameters; its "
+            f"gradient is dense: every row is updated in every step, {format_ns(spent)}."
+        ),
+        next_steps=(
+            (
+                "Update only the rows that a batch uses: torch.nn.Embedding(..., sparse=True) with "
+                "torch.optim.SparseAdam (or SGD) for it; two optimizers need self.automatic_optimization = False."
             ),
-            why=(
-                f"{embedding.name} ({format_bytes(embedding.bytes)}) is {percent(share)} of the parameters; its "
-                f"gradient is dense: every row is updated in every step, {format_ns(spent)}."
-            ),
-            next_steps=(
-                (
-                    "Update only the rows that a batch uses: torch.nn.Embedding(..., sparse=True) with "
-                    "torch.optim.SparseAdam (or SGD) for it; two optimizers need self.automatic_optimization = False."
-                ),
-                *((FUSE.format(name=owner.name),) if owner and owner.name in FUSED else ()),
-            ),
-            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
-            numbers={"rank": rank.rank, "parameter": embedding.name, "parameter_share": share, "optimizer_ns": spent},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+            *((FUSE.format(name=owner.name),) if owner and owner.name in FUSED else ()),
+        ),
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
+        numbers={"rank": rank.rank, "parameter": embedding.name, "parameter_share": share, "optimizer_ns": spent},
+        **worth.parts,
+    )
 
 
 def _embedding(rank: Rank) -> tuple[ParameterFacts, float] | None:
@@ -421,7 +411,7 @@ LARGER_BATCH: Final = (1 / 2, 7 / 8)
 TIMES_LARGER: Final = 8
 
 
-def small_batch(facts: Facts) -> list[Finding]:
+def small_batch(facts: Facts) -> Finding | None:
     """Find steps of few samples that take much time for work that does not depend on their number.
 
     Recovers 1/2 to 7/8 of that work for the same number of samples, in batches of twice to eight times the size: of the
@@ -429,42 +419,38 @@ def small_batch(facts: Facts) -> list[Finding]:
     per call, and of 10 µs for each call of the others.
     """
     heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward", "optimizer"))
-    if heaviest is None or heaviest[1].steps < MIN_STEPS or not facts.is_fit:
-        return []
+    if heaviest is None or not facts.is_fit:
+        return None
     rank, ledger = heaviest
     samples = _samples(rank)
     if samples is None or samples > FEW_SAMPLES:
-        return []
+        return None
     lines = [line for line in ledger.of("forward", "backward") if line.operator is not None]
     called, calling = sum(min(line.count, CALLS) for line in lines if line.operator), sum(map(_calling, lines))
     optimizer, around = ledger.ns("optimizer"), ledger.ns("untracked", "callback")
     fixed = optimizer + around + calling
     if not called or fixed < MIN_FIXED * ledger.running_ns:
-        return []
+        return None
     worth = Recovery(unit="ns", min=fixed * LARGER_BATCH[0], max=fixed * LARGER_BATCH[1], whole=ledger.running_ns)
-    return [
-        Finding(
-            rule="small_batch",
-            severity=worth.severity,
-            sentence=(
-                f"Small batch: {ledger.share_text(fixed)} is overhead that more than "
-                f"{samples} sample{'s' * (samples > 1)} would share{facts.on_rank(rank)}."
-            ),
-            why=(
-                f"Of a {format_ns(ledger.step_ns)} step, the optimizer takes {format_ns(optimizer)}, the Trainer "
-                f"{format_ns(around)}, and calling {called:,.0f} operators {format_ns(calling)}, whatever the batch "
-                "size."
-            ),
-            next_steps=(
-                f"Use larger batches: DataLoader(batch_size={samples * TIMES_LARGER}), with a learning rate to match.",
-                "Where memory is short, step less often: Trainer(accumulate_grad_batches=8).",
-            ),
-            evidence=(facts.pulse(rank), *facts.recorded(rank, "throughput")),
-            numbers={"rank": rank.rank, "samples": samples, "fixed_ns": fixed, "called": called},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="small_batch",
+        sentence=(
+            f"Small batch: {ledger.share_text(fixed)} is overhead that more than "
+            f"{samples} sample{'s' * (samples > 1)} would share{facts.on_rank(rank)}."
+        ),
+        why=(
+            f"Of a {format_ns(ledger.step_ns)} step, the optimizer takes {format_ns(optimizer)}, the Trainer "
+            f"{format_ns(around)}, and calling {called:,.0f} operators {format_ns(calling)}, whatever the batch "
+            "size."
+        ),
+        next_steps=(
+            f"Use larger batches: DataLoader(batch_size={samples * TIMES_LARGER}), with a learning rate to match.",
+            "Where memory is short, step less often: Trainer(accumulate_grad_batches=8).",
+        ),
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "throughput")),
+        numbers={"rank": rank.rank, "samples": samples, "fixed_ns": fixed, "called": called},
+        **worth.parts,
+    )
 
 
 def _calling(line: TimeLine) -> float:

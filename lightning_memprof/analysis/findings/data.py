@@ -11,8 +11,10 @@ from lightning_memprof.analysis.findings.measures import (
     cores_of_loading,
     in_workers,
     more_workers,
+    one_by_one,
     rhythm,
     sample_method,
+    samples_one_by_one,
     slow_function,
     takes_turns,
     torch_threads,
@@ -84,7 +86,7 @@ WORKERS: Final = (
 PIN: Final = "Overlap copies with the step: DataLoader(pin_memory=True)."
 
 
-def input_bound(facts: Facts) -> list[Finding]:
+def input_bound(facts: Facts) -> Finding | None:
     """Find steps that wait for their batch, and the DataLoader settings to change.
 
     Recovers at most the wait, at least half of what more workers save: with ``w`` workers, and cores for them, a batch
@@ -94,14 +96,14 @@ def input_bound(facts: Facts) -> list[Finding]:
     """
     worst = facts.worst("data_wait")
     if worst is None:
-        return []
+        return None
     rank, statistics = worst
     ledger = facts.ledgers[rank.rank]
     share, wait_ns = statistics.share("data_wait"), statistics.breakdown_ns["data_wait"] or 0
     if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS:
-        return []
+        return None
     if statistics.mean_ns < SHORT_STEP_NS and wait_ns < MIN_COST_NS:
-        return []
+        return None
     loaders = rank.training.dataloaders if rank.training else []
     in_few_steps = _in_few_steps(rank, share, loaders)
     at_epoch_starts = _share_at_epoch_starts(rank)
@@ -113,74 +115,66 @@ def input_bound(facts: Facts) -> list[Finding]:
     why = [f"The wait takes {format_ns(own_ns)} of {whole}"]
     why += ["mostly in a few steps"] if in_few_steps else []
     why += [f"{percent(at_epoch_starts)} of it at the start of epochs"] if at_epoch_starts >= EPOCH_STARTS_SHARE else []
-    return [
-        Finding(
-            rule="input_bound",
-            severity=Severity.INFO if few is not None and few.is_hiccup else worth.severity,
-            sentence=(
-                f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {part}"
-                f"{facts.on_rank(rank)}{_cause(rank, ledger, loaders, at_epoch_starts, few)}."
-            ),
-            why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
-            next_steps=_next_steps(
-                rank,
-                loaders,
-                at_epoch_starts,
-                _slowest_part(ledger, few),
-                in_few_steps=in_few_steps,
-                measured=worker_advice(facts, rank, ledger),
-            ),
-            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
-            numbers={
-                "rank": rank.rank,
-                "data_wait_share": share,
-                "data_wait_ns": wait_ns,
-                "duration_ns": statistics.mean_ns,
-                "epoch_starts_share": at_epoch_starts,
-                "in_few_steps": in_few_steps,
-                "dataloaders": [loader.fields for loader in loaders],
-            },
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="input_bound",
+        severity=Severity.INFO if few is not None and few.is_hiccup else worth.severity,
+        sentence=(
+            f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {part}"
+            f"{facts.on_rank(rank)}{_cause(rank, ledger, loaders, at_epoch_starts, few)}."
+        ),
+        why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
+        next_steps=_next_steps(
+            rank,
+            ledger,
+            at_epoch_starts,
+            _slowest_part(ledger, few),
+            in_few_steps=in_few_steps,
+            measured=worker_advice(facts, rank, ledger),
+        ),
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
+        numbers={
+            "rank": rank.rank,
+            "data_wait_share": share,
+            "data_wait_ns": wait_ns,
+            "duration_ns": statistics.mean_ns,
+            "epoch_starts_share": at_epoch_starts,
+            "in_few_steps": in_few_steps,
+            "dataloaders": [loader.fields for loader in loaders],
+        },
+        weight=worth.share,
+        recovers=worth,
+    )
 
 
-def workers_restart(facts: Facts) -> list[Finding]:
+def workers_restart(facts: Facts) -> Finding | None:
     """Find workers of a DataLoader that end and start again in every epoch.
 
     Recovers half to all of the time between epochs. Lost: the memory of the workers while they wait.
     """
-    worst = facts.heaviest(_restarting)
-    if worst is None or worst[1].steps < MIN_STEPS:
-        return []
+    if (worst := facts.heaviest(_restarting)) is None:
+        return None
     rank, ledger = worst
     ns = _restarting(ledger)
     if ns < NOTABLE * ledger.running_ns:
-        return []
-    (line,) = (line for line in ledger.of("data_wait") if line.name == RESTART)
+        return None
+    count = sum(line.count for line in ledger.of("data_wait") if line.name == RESTART)
     worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.running_ns)
     loader = rank.training.dataloaders[0] if rank.training else None
-    return [
-        Finding(
-            rule="workers_restart",
-            severity=worth.severity,
-            sentence=(
-                f"DataLoader workers restart in every epoch: {ledger.share_text(ns)}"
-                f"{facts.on_rank(rank)} (persistent_workers=False)."
-            ),
-            why=(
-                f"{format_ns(ns / line.count)} between two epochs, one in {1 / line.count:,.0f} steps"
-                + (f"; {_settings(loader)}" if loader else "")
-                + "."
-            ),
-            next_steps=(KEEP_WORKERS, "Make epochs longer: several passes over the data set in one epoch."),
-            evidence=(facts.pulse(rank),),
-            numbers={"rank": rank.rank, "restart_ns": ns, "epochs_per_step": line.count},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="workers_restart",
+        sentence=(
+            f"DataLoader workers restart in every epoch: {ledger.share_text(ns)}"
+            f"{facts.on_rank(rank)} (persistent_workers=False)."
+        ),
+        why=(
+            f"{format_ns(ns / count)} between two epochs, one in {1 / count:,.0f} steps"
+            f"{f'; {_settings(loader)}' if loader else ''}."
+        ),
+        next_steps=(KEEP_WORKERS, "Make epochs longer: several passes over the data set in one epoch."),
+        evidence=(facts.pulse(rank),),
+        numbers={"rank": rank.rank, "restart_ns": ns, "epochs_per_step": count},
+        **worth.parts,
+    )
 
 
 def _restarting(ledger: TimeLedger) -> float:
@@ -254,6 +248,7 @@ def _cause(
     if workers:
         return f": {format_count(workers, 'worker')} cannot keep up{in_workers(rank)}"
     named = f", mostly in {_named(loaders, *part)}" if part else ""
+    named += f", one by one for {samples:,} samples" if (samples := samples_one_by_one(rank, ledger)) else ""
     return "" if workers is None else f"{named} (num_workers=0)"
 
 
@@ -283,7 +278,7 @@ def _settings(loader: DataLoaderFacts) -> str:
 
 def _next_steps(
     rank: Rank,
-    loaders: Sequence[DataLoaderFacts],
+    ledger: TimeLedger,
     at_epoch_starts: float,
     part: tuple[str, str] | None,
     *,
@@ -291,12 +286,12 @@ def _next_steps(
     measured: str | None,
 ) -> tuple[str, ...]:
     """Return the settings that are not in use, in the order in which they usually help."""
+    loaders = rank.training.dataloaders if rank.training else []
     if not loaders:
         return ("Load batches in parallel with the step: DataLoader(num_workers=4, persistent_workers=True).",)
     loader, slow = loaders[0], slow_function(rank)
     method = slow.function if slow is not None else sample_method(loaders)
-    steps: list[str] = []
-    workers = loader.num_workers or 0
+    steps, workers = [*one_by_one(samples_one_by_one(rank, ledger))], loader.num_workers or 0
     cores = rank.facts.cpu_count
     epochs = at_epoch_starts >= EPOCH_STARTS_SHARE
     share = SHARE if loader.is_iterable else ""
@@ -332,59 +327,54 @@ GROUP: Final = (
 LONGEST: Final = "Pad each batch to its longest sample in collate_fn, not to a fixed length."
 
 
-def padding(facts: Facts) -> list[Finding]:
+def padding(facts: Facts) -> Finding | None:
     """Find batches of sequences of which much is padding.
 
     Recovers 40% to 100% of the padded share of forward and backward: their work is in proportion to the positions, or
     to their square. Lost: batches of similar samples are less random.
     """
-    heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))
-    if heaviest is None or heaviest[1].steps < MIN_STEPS:
-        return []
+    if (heaviest := facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))) is None:
+        return None
     rank, ledger = heaviest
     rows = [row for window in rank.windows for row in window.read(ThroughputRow).recorded if row.positions]
     positions = sum(row.positions or 0 for row in rows)
     padded, beyond = (sum(getattr(row, name) or 0 for row in rows) for name in ("padded", "beyond_longest"))
     share = padded / positions if positions else 0.0
     if share < MIN_PADDING:
-        return []
+        return None
     spent = ledger.ns("forward", "backward") * share
     least, most = (spent * saved for saved in SAVED_OF_PADDING)
     worth = Recovery(unit="ns", min=least, max=most, whole=ledger.running_ns)
     steps = (LONGEST, GROUP) if beyond > padded / 2 else (GROUP, LONGEST)
-    return [
-        Finding(
-            rule="padding",
-            severity=worth.severity,
-            sentence=f"Padding: {percent(share)} of the positions in a batch are padding{facts.on_rank(rank)}.",
-            why=(
-                f"{padded:,} of {positions:,} positions in {len(rows)} recorded batches"
-                f", {percent(beyond / positions)} beyond the longest sample of their batch; forward and backward take "
-                f"{format_ns(ledger.ns('forward', 'backward'))} of {ledger.length_text}."
-            ),
-            next_steps=steps,
-            evidence=facts.recorded(rank, "throughput"),
-            numbers={
-                "rank": rank.rank,
-                "positions": positions,
-                "padded": padded,
-                "beyond_longest": beyond,
-                "passes_ns": ledger.ns("forward", "backward"),
-            },
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="padding",
+        sentence=f"Padding: {percent(share)} of the positions in a batch are padding{facts.on_rank(rank)}.",
+        why=(
+            f"{padded:,} of {positions:,} positions in {len(rows)} recorded batches"
+            f", {percent(beyond / positions)} beyond the longest sample of their batch; forward and backward take "
+            f"{format_ns(ledger.ns('forward', 'backward'))} of {ledger.length_text}."
+        ),
+        next_steps=steps,
+        evidence=facts.recorded(rank, "throughput"),
+        numbers={
+            "rank": rank.rank,
+            "positions": positions,
+            "padded": padded,
+            "beyond_longest": beyond,
+            "passes_ns": ledger.ns("forward", "backward"),
+        },
+        **worth.parts,
+    )
 
 
-def input_bound_trace(trace: TraceReport) -> list[Finding]:
+def input_bound_trace(trace: TraceReport) -> Finding | None:
     """Find a device that is idle while batches load; without a device, loading that takes much of the steps.
 
     Recovers half to all of the exposed loading: workers load while the step runs, as far as there are cores for them.
     """
     loading = exposed_loading(trace)
     if loading is None:
-        return []
+        return None
     steps, has_device = loading.steps, trace.gpu_window is not None
     in_one = steps >= MIN_TRACE_STEPS and loading.most_ns >= ONE_STEP * loading.total_ns
     where = f", {loading.most_ns / loading.total_ns:.1%} of it in one of {steps} steps" if in_one else ""
@@ -392,26 +382,24 @@ def input_bound_trace(trace: TraceReport) -> list[Finding]:
     idle = f"; the GPU is idle for {format_ns(loading.exposed_ns)} meanwhile" if has_device else ""
     ledger = trace.device_ledger if has_device else trace.host_ledger
     part, span = loading.total_ns / loading.span_ns, "the steps" if trace.steps else "the recorded time"
-    return [
-        Finding(
-            rule="input_bound_trace",
-            severity=min(severity_of(loading.share), _most_severe(in_one=in_one, steps=steps)),
-            sentence=f"Input-bound: loading batches takes {part:.1%} of {span}{on_rank(trace)}.",
-            why=f"The DataLoader takes {format_ns(loading.total_ns)} of {format_ns(loading.span_ns)}{where}{idle}.",
-            next_steps=(WORKERS, PIN, LESS_PER_SAMPLE) if has_device else (WORKERS, LESS_PER_SAMPLE),
-            evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
-            numbers={
-                "data_loading_share": part,
-                "data_loading_ns": loading.total_ns,
-                "exposed_ns": loading.exposed_ns,
-                "window_ns": loading.span_ns,
-                "steps": len(trace.steps),
-                "in_one_step": in_one,
-            },
-            weight=loading.share,
-            recovers=recovered_ns(ledger, BESIDE_THE_STEP, "idle_data", "data_wait", recorded_ns=loading.exposed_ns),
-        )
-    ]
+    return Finding(
+        rule="input_bound_trace",
+        severity=min(severity_of(loading.share), _most_severe(in_one=in_one, steps=steps)),
+        sentence=f"Input-bound: loading batches takes {part:.1%} of {span}{on_rank(trace)}.",
+        why=f"The DataLoader takes {format_ns(loading.total_ns)} of {format_ns(loading.span_ns)}{where}{idle}.",
+        next_steps=(WORKERS, PIN, LESS_PER_SAMPLE) if has_device else (WORKERS, LESS_PER_SAMPLE),
+        evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
+        numbers={
+            "data_loading_share": part,
+            "data_loading_ns": loading.total_ns,
+            "exposed_ns": loading.exposed_ns,
+            "window_ns": loading.span_ns,
+            "steps": len(trace.steps),
+            "in_one_step": in_one,
+        },
+        weight=loading.share,
+        recovers=recovered_ns(ledger, BESIDE_THE_STEP, "idle_data", "data_wait", recorded_ns=loading.exposed_ns),
+    )
 
 
 def _most_severe(*, in_one: bool, steps: int) -> Severity:

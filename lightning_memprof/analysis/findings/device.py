@@ -103,7 +103,7 @@ LATER: Final = (
 UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",)
 
 
-def gpu_idle(trace: TraceReport) -> list[Finding]:
+def gpu_idle(trace: TraceReport) -> Finding | None:
     """Find an idle device, whether the host cannot launch fast enough, and the host's activity meanwhile.
 
     Recovers half to all of the idle time with the main cause; of a launch-bound program, of all launching. Of queued
@@ -112,13 +112,13 @@ def gpu_idle(trace: TraceReport) -> list[Finding]:
     """
     idle = idle_time(trace)
     if idle is None:
-        return []
+        return None
     # Idle time that no other rule reports is this one's.
     elsewhere = _reported_elsewhere(trace)
     rest_ns = idle.certain_ns - sum(cause.total_ns for cause in idle.causes if cause.cause in elsewhere)
     share = rest_ns / idle.span_ns
     if share <= NOTABLE_SHARE:
-        return []
+        return None
     causes = [cause for cause in idle.causes if cause.cause not in elsewhere and cause.total_ns > 0]
     causes.sort(key=lambda cause: cause.total_ns, reverse=True)
     main = causes[0] if causes else None
@@ -132,31 +132,27 @@ def gpu_idle(trace: TraceReport) -> list[Finding]:
     # Without the recording, the host is faster by its cost.
     of_program = share - min(max(recording_ns(trace)[:2]), launching_ns) / idle.span_ns
     is_sample = is_short(trace) or cold is not None
-    return [
-        Finding(
-            rule="gpu_idle",
-            severity=Severity.INFO if is_sample else severity_of(of_program),
-            sentence=_sentence(
-                trace, idle, share, "launches" if launch_bound else cold or _activity(trace, main, rest_ns)
-            ),
-            why=_why(trace, idle, causes, kernels, mean_ns),
-            next_steps=remedies(trace, *LATER) if is_sample else _next_steps(trace, main, launch_bound=launch_bound),
-            evidence=longest_in(trace, main.longest_start_ns, main.longest_ns) if main else seen_in(trace),
-            numbers={
-                "idle_share": idle.certain_ns / idle.span_ns,
-                "idle_ns": idle.certain_ns,
-                "window_ns": idle.span_ns,
-                "launch_bound": launch_bound,
-                "cold_start": cold is not None,
-                "causes_ns": {cause.cause: cause.total_ns for cause in idle.causes},
-                "main_cause": main.cause if main else None,
-                "kernels": kernels,
-                "mean_kernel_ns": mean_ns,
-            },
-            weight=share,
-            recovers=None if cold else _recovery(trace, idle, main, launch_bound=launch_bound),
-        )
-    ]
+    return Finding(
+        rule="gpu_idle",
+        severity=Severity.INFO if is_sample else severity_of(of_program),
+        sentence=_sentence(trace, idle, share, "launches" if launch_bound else cold or _activity(trace, main, rest_ns)),
+        why=_why(trace, idle, causes, kernels, mean_ns),
+        next_steps=remedies(trace, *LATER) if is_sample else _next_steps(trace, main, launch_bound=launch_bound),
+        evidence=longest_in(trace, main.longest_start_ns, main.longest_ns) if main else seen_in(trace),
+        numbers={
+            "idle_share": idle.certain_ns / idle.span_ns,
+            "idle_ns": idle.certain_ns,
+            "window_ns": idle.span_ns,
+            "launch_bound": launch_bound,
+            "cold_start": cold is not None,
+            "causes_ns": {cause.cause: cause.total_ns for cause in idle.causes},
+            "main_cause": main.cause if main else None,
+            "kernels": kernels,
+            "mean_kernel_ns": mean_ns,
+        },
+        weight=share,
+        recovers=None if cold else _recovery(trace, idle, main, launch_bound=launch_bound),
+    )
 
 
 def _recovery(trace: TraceReport, idle: IdleTime, main: IdleCause | None, *, launch_bound: bool) -> Recovery | None:
@@ -267,7 +263,7 @@ ADVICE: Final = {
 FIND: Final = 'Find the calls: torch.cuda.set_sync_debug_mode("warn") prints the line of each.'
 
 
-def synchronization(trace: TraceReport) -> list[Finding]:
+def synchronization(trace: TraceReport) -> Finding | None:
     """Find gaps on the device after calls that make the host wait for it, and the calls.
 
     Recovers at most the gaps; nothing where the host prepares work for longer than the device takes for it.
@@ -275,39 +271,37 @@ def synchronization(trace: TraceReport) -> list[Finding]:
     window = trace.gpu_window
     calls = [call for call in trace.synchronizations if call.gap_ns > 0]
     if window is None or not window.window_ns or not calls:
-        return []
+        return None
     calls.sort(key=lambda call: call.gap_ns, reverse=True)
     gap_ns = min(sum(call.gap_ns for call in calls), window.idle_ns - idle_ns(trace, "data_loading"))
     count = sum(call.count for call in calls)
     share = gap_ns / window.window_ns
     if share <= NOTABLE_GAP or count < MIN_CALLS:
-        return []
+        return None
     steps = len(trace.steps)
     often = f"{times(round(count / steps))} per step" if count >= steps > 1 else times(count)
-    return [
-        Finding(
-            rule="synchronization",
-            severity=Severity.INFO if is_short(trace) else severity_of(share),
-            sentence=(
-                f"The host waits for the GPU {often}{on_rank(trace)}; the GPU then idles {percent(share)} of the time."
-            ),
-            why=(
-                f"After these calls the GPU's queue is empty for {format_ns(gap_ns)} of {format_ns(window.window_ns)}: "
-                f"{_named(calls)}."
-            ),
-            next_steps=remedies(trace, *(step for call in calls for step in _advice(call.name)), FIND),
-            evidence=longest_in(trace, calls[0].longest_start_ns, calls[0].longest_gap_ns),
-            numbers={
-                "gap_share": share,
-                "gap_ns": gap_ns,
-                "waiting_ns": sum(call.total_ns for call in calls),
-                "calls": count,
-                "by_name": {call.name: {"calls": call.count, "gap_ns": call.gap_ns} for call in calls},
-            },
-            weight=share,
-            recovers=recovered_ns(trace.device_ledger, (0.0, 1.0), *AFTER_WAITS, recorded_ns=gap_ns),
-        )
-    ]
+    return Finding(
+        rule="synchronization",
+        severity=Severity.INFO if is_short(trace) else severity_of(share),
+        sentence=(
+            f"The host waits for the GPU {often}{on_rank(trace)}; the GPU then idles {percent(share)} of the time."
+        ),
+        why=(
+            f"After these calls the GPU's queue is empty for {format_ns(gap_ns)} of {format_ns(window.window_ns)}: "
+            f"{_named(calls)}."
+        ),
+        next_steps=remedies(trace, *(step for call in calls for step in _advice(call.name)), FIND),
+        evidence=longest_in(trace, calls[0].longest_start_ns, calls[0].longest_gap_ns),
+        numbers={
+            "gap_share": share,
+            "gap_ns": gap_ns,
+            "waiting_ns": sum(call.total_ns for call in calls),
+            "calls": count,
+            "by_name": {call.name: {"calls": call.count, "gap_ns": call.gap_ns} for call in calls},
+        },
+        weight=share,
+        recovers=recovered_ns(trace.device_ledger, (0.0, 1.0), *AFTER_WAITS, recorded_ns=gap_ns),
+    )
 
 
 def _advice(name: str) -> tuple[Remedy | str, ...]:
@@ -356,7 +350,7 @@ UNCACHED_NEXT: Final = (
 SHOWN: Final = 3
 
 
-def allocator_thrash(trace: TraceReport) -> list[Finding]:
+def allocator_thrash(trace: TraceReport) -> Finding | None:
     """Find steps in which the allocator calls the driver, and the collectives that wait meanwhile.
 
     Recovers half to all of the device's idle time in these calls: those that only request memory may remain. Where
@@ -367,41 +361,39 @@ def allocator_thrash(trace: TraceReport) -> list[Finding]:
     slow = _slow_collectives(trace)
     share = _allocator_share(trace)
     if share <= NOTABLE_CALLS:
-        return []
+        return None
     calls_ns = sum(call.total_ns for call in calls)
     uncached = _uncached(trace, calls, freed)
     longest = slow[0] if slow else max(calls, key=lambda call: call.total_ns)
-    return [
-        Finding(
-            rule="allocator_thrash",
-            severity=_severity_of_calls(share, freed, slow),
-            sentence=uncached or _sentence_on_calls(trace, calls_ns / window_ns, freed, slow),
-            why=_why_calls(calls, slow, window_ns),
-            next_steps=UNCACHED_NEXT if uncached else remedies(trace, *THRASH_NEXT),
-            evidence=longest_in(trace, longest.longest_start_ns, longest.max_ns),
-            numbers={
-                "share": share,
-                "allocator_ns": calls_ns,
-                "window_ns": window_ns,
-                "calls": {call.name: call.count for call in calls},
-                "freed": freed,
-                "is_cached": uncached is None,
-                "slow_collectives": [
-                    {"name": collective.name, "median_ns": collective.median_ns, "max_ns": collective.max_ns}
-                    for collective in slow
-                ],
-                "waited_ns": _waited_ns(slow),
-            },
-            weight=share,
-            recovers=recovered_ns(
-                trace.device_ledger,
-                SAVED,
-                "idle_allocator",
-                *(("collective",) if slow else ()),
-                recorded_ns=share * window_ns,
-            ),
-        )
-    ]
+    return Finding(
+        rule="allocator_thrash",
+        severity=_severity_of_calls(share, freed, slow),
+        sentence=uncached or _sentence_on_calls(trace, calls_ns / window_ns, freed, slow),
+        why=_why_calls(calls, slow, window_ns),
+        next_steps=UNCACHED_NEXT if uncached else remedies(trace, *THRASH_NEXT),
+        evidence=longest_in(trace, longest.longest_start_ns, longest.max_ns),
+        numbers={
+            "share": share,
+            "allocator_ns": calls_ns,
+            "window_ns": window_ns,
+            "calls": {call.name: call.count for call in calls},
+            "freed": freed,
+            "is_cached": uncached is None,
+            "slow_collectives": [
+                {"name": collective.name, "median_ns": collective.median_ns, "max_ns": collective.max_ns}
+                for collective in slow
+            ],
+            "waited_ns": _waited_ns(slow),
+        },
+        weight=share,
+        recovers=recovered_ns(
+            trace.device_ledger,
+            SAVED,
+            "idle_allocator",
+            *(("collective",) if slow else ()),
+            recorded_ns=share * window_ns,
+        ),
+    )
 
 
 def _steps_ns(trace: TraceReport) -> int:

@@ -99,18 +99,18 @@ class _Survivor:
         }
 
 
-def memory_growth(facts: Facts) -> list[Finding]:
+def memory_growth(facts: Facts) -> Finding | None:
     """Find memory that grows with every step, its cause, and allocations that outlive their step.
 
     Recovers the line ``growth`` of the byte ledger: all that the slope added to the peak.
     """
     found = _slopes(facts)
     if not found:
-        return []
+        return None
     growth, rank, title, source = max(found, key=lambda entry: entry[0].added_bytes)
     holders = Holders(_bounded(who_holds(rank.read(HolderRow).rows), rank), growth)
     if holders.ends:
-        return []
+        return None
     holder = holders.main
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0
     survivors = _survivors(facts, rank, growth)
@@ -125,37 +125,35 @@ def memory_growth(facts: Facts) -> list[Finding]:
     full = steps_until_full(facts, rank, growth.bytes_per_step, on_host=source == RSS)
     shown += [] if full is None else [f"At this rate it is full {full:,} steps later, before the training ends."]
     evidence = " ".join(shown)
-    return [
-        Finding(
-            rule="memory_growth",
-            severity=Severity.INFO
-            if holders.is_free and full is None
-            else _severity(rank, growth, source, is_explained=cause is not None),
-            sentence=(
-                f"{title} grows by {format_bytes(growth.bytes_per_step)} per step{facts.on_rank(rank)}"
-                f"{cause.where if cause else ''}."
-            ),
-            why=(
-                f"The {source} rose steadily by {format_bytes(growth.added_bytes)} ({percent(share)}) in "
-                f"{growth.steps} steps: 1 GiB more every {GIB / growth.bytes_per_step:,.0f} steps. {evidence}"
-            ).rstrip(),
-            next_steps=(*((cause.next,) if cause else ()), *((DETACH, APPENDS) if facts.is_fit else (APPENDS,))),
-            evidence=(facts.pulse(rank), *sources.values()),
-            numbers={
-                "rank": rank.rank,
-                "column": source,
-                "bytes_per_step": round(growth.bytes_per_step),
-                "added_bytes": growth.added_bytes,
-                "start_bytes": growth.start_bytes,
-                "steps": growth.steps,
-                "action": cause.action if cause else None,
-                "holder": {"place": holder.place, "line": holder.line, "content": holder.content} if holder else None,
-                "survivors": [survivor.numbers for survivor in survivors],
-            },
-            weight=share,
-            recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "growth"),
-        )
-    ]
+    return Finding(
+        rule="memory_growth",
+        severity=Severity.INFO
+        if holders.is_free and full is None
+        else _severity(rank, growth, source, is_explained=cause is not None),
+        sentence=(
+            f"{title} grows by {format_bytes(growth.bytes_per_step)} per step{facts.on_rank(rank)}"
+            f"{cause.where if cause else ''}."
+        ),
+        why=(
+            f"The {source} rose steadily by {format_bytes(growth.added_bytes)} ({percent(share)}) in "
+            f"{growth.steps} steps: 1 GiB more every {GIB / growth.bytes_per_step:,.0f} steps. {evidence}"
+        ).rstrip(),
+        next_steps=(*((cause.next,) if cause else ()), *((DETACH, APPENDS) if facts.is_fit else (APPENDS,))),
+        evidence=(facts.pulse(rank), *sources.values()),
+        numbers={
+            "rank": rank.rank,
+            "column": source,
+            "bytes_per_step": round(growth.bytes_per_step),
+            "added_bytes": growth.added_bytes,
+            "start_bytes": growth.start_bytes,
+            "steps": growth.steps,
+            "action": cause.action if cause else None,
+            "holder": {"place": holder.place, "line": holder.line, "content": holder.content} if holder else None,
+            "survivors": [survivor.numbers for survivor in survivors],
+        },
+        weight=share,
+        recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "growth"),
+    )
 
 
 def _bounded(rows: Iterable[HolderRow], rank: Rank) -> list[HolderRow]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.compute import is_oversubscribed, ranks_on_host
-from lightning_memprof.analysis.findings.measures import MANY_PER_CORE, few_steps
+from lightning_memprof.analysis.findings.compute import is_oversubscribed
+from lightning_memprof.analysis.findings.measures import core_use, few_steps, one_by_one, samples_one_by_one, work_of
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTABLE,
@@ -18,7 +19,7 @@ from lightning_memprof.analysis.findings.model import (
 )
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.steps.pauses import pauses
-from lightning_memprof.analysis.steps.system import systems
+from lightning_memprof.artifacts.series import GC_PAUSE
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
@@ -46,16 +47,6 @@ SAVE_LESS: Final = (
     "Save less: ModelCheckpoint(save_weights_only=True, save_top_k=1, save_last=False).",
     "Save in the background: Trainer(plugins=[AsyncCheckpointIO()]) from lightning.pytorch.plugins.io.",
 )
-ADVICE: Final = {
-    "RichProgressBar": "Draw less often: RichProgressBar(refresh_rate=20).",
-    "TQDMProgressBar": "Draw less often: TQDMProgressBar(refresh_rate=20).",
-}
-# Hooks that look at gradients, which are as many tensors as the model has parameters.
-OF_GRADIENTS: Final = frozenset({"on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"})
-AT_ONCE: Final = (
-    "Handle all gradients in one call in {name}, or every N batches: Trainer(gradient_clip_val=1.0), "
-    "torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), torch._foreach_norm."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +60,7 @@ class _Remedy:
         next_steps: with the field ``name``.
         saves: least and most share of the part's time that the first of them recovers.
         by_name: whether each action is a finding of its own.
+        repeats: whether only an action that returns in several steps is a fault.
     """
 
     rule: str
@@ -77,6 +69,7 @@ class _Remedy:
     next_steps: tuple[str, ...]
     saves: tuple[float, float]
     by_name: bool = False
+    repeats: bool = False
 
 
 REMEDIES: Final = (
@@ -95,6 +88,26 @@ REMEDIES: Final = (
         next_steps=("Do the work of {name} every N batches, in on_train_epoch_end, or in a thread.",),
         saves=(0.5, 1.0),
         by_name=True,
+    ),
+    _Remedy(
+        rule="transfer_bound",
+        parts=("transfer",),
+        sentence="The batch's way to the device takes {share}{on_rank}, in {name}.",
+        next_steps=("Do the work of {name} in worker processes: in collate_fn or the data set.",),
+        saves=(0.3, 1.0),
+        by_name=True,
+    ),
+    _Remedy(
+        rule="recompilation",
+        parts=("compile",),
+        sentence="torch.compile recompiles: compiling takes {share}{on_rank}.",
+        next_steps=(
+            "Compile for all shapes: dynamic=True in torch.compile, or torch._dynamo.mark_dynamic(tensor, dimension).",
+            "Let few shapes occur: pad to a multiple of 64, or group samples of similar length.",
+            "See what changes: set TORCH_LOGS=recompiles in the environment.",
+        ),
+        saves=(0.7, 1.0),
+        repeats=True,
     ),
     _Remedy(
         rule="registered_hook_bound",
@@ -166,13 +179,28 @@ def _of_actions(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy) -
     lines = ledger.of(*remedy.parts)
     names = list(dict.fromkeys(line.name for line in lines))
     groups = [[line for line in lines if line.name == name] for name in names] if remedy.by_name else [[*lines]]
-    return [_of_action(facts, rank, ledger, remedy, group) for group in groups[:MAX_ACTIONS] if _matters(ledger, group)]
+    return [
+        _of_action(facts, rank, ledger, remedy, group)
+        for group in groups[:MAX_ACTIONS]
+        if _matters(ledger, group) and (not remedy.repeats or _repeats(ledger, group))
+    ]
 
 
 def _matters(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
     ns = total(lines)
     least = MIN_SHORT_NS if ledger.step_ns < SHORT_STEP_NS else MIN_NS
     return ledger.steps >= MIN_STEPS and ns >= max(least, LEAST_SHARE * ledger.running_ns)
+
+
+# Python collects everything once in a while, and programs at the end of epochs; a model is compiled for a few shapes:
+# all calls together must be this many times the longest step's.
+MIN_REPEATED: Final = 4
+
+
+def _repeats(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
+    # The longest call includes its wait for a core.
+    longest = max((line.longest_ns or 0 for line in lines), default=0) * (1 - ledger.share("core_wait"))
+    return total(lines) * ledger.steps >= MIN_REPEATED * longest
 
 
 def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, lines: Sequence[TimeLine]) -> Finding:
@@ -183,22 +211,21 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     sentence = remedy.sentence if first else remedy.sentence.replace(", mostly {name}", "")
     if remedy.by_name and not first:
         sentence = f"{kind.capitalize()}s take {{share}}{{on_rank}}; which ones was not recorded."
+    does, first_steps = work_of(facts, rank, replace(lines[0], count=count))
     worth = Recovery(unit="ns", min=ns * remedy.saves[0], max=ns * remedy.saves[1], whole=ledger.running_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
-    owner, _, hook = name.rpartition(".")
-    special = AT_ONCE.format(name=name) if hook in OF_GRADIENTS else ADVICE.get(name.partition(".")[0])
-    steps = tuple(step.format(name=name, owner=owner) for step in remedy.next_steps)
+    steps = (*first_steps, *(step.format(name=name, owner=name.rpartition(".")[0]) for step in remedy.next_steps))
     return Finding(
         rule=remedy.rule,
         severity=Severity.INFO if once else worth.severity,
-        sentence=sentence.format(
+        sentence=f"{sentence.removesuffix('.')}{does}.".format(
             name=name,
             kind=kind,
             share=ledger.share_text(ns),
             on_rank=facts.on_rank(rank),
         ),
         why=_why(ledger, lines, ns, count),
-        next_steps=(special, *steps) if special else steps,
+        next_steps=steps,
         evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
         numbers={
             "rank": rank.rank,
@@ -234,49 +261,36 @@ NOTABLE_BETWEEN: Final = 0.15
 MIN_BETWEEN_NS: Final = 5_000_000
 
 
-def between_steps(facts: Facts) -> list[Finding]:
+def between_steps(facts: Facts) -> Finding | None:
     """Find time outside all phases and actions: code of the program around the batches.
 
     Recovers at most this time, less what the Trainer itself takes (5 ms); how much is not known.
     """
-    worst = facts.heaviest(lambda ledger: ledger.ns("untracked"))
-    if worst is None:
-        return []
+    if (worst := facts.heaviest(lambda ledger: ledger.ns("untracked"))) is None:
+        return None
     rank, ledger = worst
     ns = ledger.ns("untracked")
     if ns <= max(NOTABLE_BETWEEN * ledger.running_ns, MIN_BETWEEN_NS) or ledger.steps < MIN_STEPS:
-        return []
+        return None
     worth = Recovery(unit="ns", min=0, max=ns - MIN_BETWEEN_NS, whole=ledger.running_ns)
-    return [
-        Finding(
-            rule="between_steps",
-            severity=worth.severity,
-            sentence=(f"{ledger.share_text(ns)} is outside the tracked phases{facts.on_rank(rank)}."),
-            why=(
-                f"{format_ns(ns)} of {ledger.length_text} are untracked: no hook, callback or logger of "
-                "the Trainer runs then, but code of the program or of Lightning's loop."
-            ),
-            next_steps=(
-                "Look at the code around the batches: a loop of your own, metrics, self.log with many values.",
-                "Log fewer values per step: self.log(name, value, on_step=False).",
-            ),
-            evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
-            numbers={"rank": rank.rank, "untracked_ns": round(ns), "duration_ns": round(ledger.step_ns)},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="between_steps",
+        sentence=(f"{ledger.share_text(ns)} is outside the tracked phases{facts.on_rank(rank)}."),
+        why=(
+            f"{format_ns(ns)} of {ledger.length_text} are untracked: no hook, callback or logger of "
+            "the Trainer runs then, but code of the program or of Lightning's loop."
+        ),
+        next_steps=(
+            "Look at the code around the batches: a loop of your own, metrics, self.log with many values.",
+            "Log fewer values per step: self.log(name, value, on_step=False).",
+        ),
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
+        numbers={"rank": rank.rank, "untracked_ns": round(ns), "duration_ns": round(ledger.step_ns)},
+        **worth.parts,
+    )
 
 
-# With less of the machine in use there are free cores, and a limit keeps the training from them.
-IS_FULL: Final = 0.8
-OTHERS: Final = "Find them with top: end them, let them wait (renice 19 -p PID), or move them to other cores (taskset)."
-LIMIT: Final = "Use no more threads than the CPU limit of the container or job (cpu.max): torch.set_num_threads(...)."
-FEWER_WORKERS: Final = "Use fewer worker processes: DataLoader(num_workers={count}) for {cores} cores."
-FEWER_THREADS: Final = "Leave them a core: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
-
-
-def core_wait(facts: Facts) -> list[Finding]:
+def core_wait(facts: Facts) -> Finding | None:
     """Find a training thread that is ready to run but waits for a core, and the processes that use the cores.
 
     Recovers half to all of this time. It is the last of the warnings: findings about the training itself still apply
@@ -285,77 +299,35 @@ def core_wait(facts: Facts) -> list[Finding]:
     """
     worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
     if worst is None or not _matters(worst[1], worst[1].of("core_wait")) or is_oversubscribed(facts, worst[0]):
-        return []
+        return None
     rank, ledger = worst
     ns = ledger.ns("core_wait")
     worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.step_ns)
     if worth.share < NOTABLE:
-        return []
+        return None
     waits = f"the training thread waits {percent(ns / ledger.step_ns)} of each step for a core{facts.on_rank(rank)}"
-    use = _core_use(facts, rank)
-    return [
-        Finding(
-            rule="core_wait",
-            severity=Severity.WARNING,
-            sentence=f"{use.owner} the cores: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
-            why=(
-                f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step; all other "
-                f"shares are of the step's own time, without this wait.{use.text}"
-            ),
-            next_steps=use.next_steps,
-            evidence=(facts.pulse(rank), *facts.recorded(rank, "system")),
-            numbers={
-                "rank": rank.rank,
-                "core_wait_ns": round(ns),
-                "duration_ns": round(ledger.step_ns),
-                "cores": rank.facts.cpu_count,
-                "cores_of_training": use.own,
-                "cores_of_others": use.others,
-            },
-            weight=0.0,
-            recovers=worth,
-        )
-    ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CoreUse:
-    """Who uses the cores in the recorded steps: ``own`` cores by the training, ``others``; None where unknown."""
-
-    next_steps: tuple[str, ...]
-    owner: str = ""
-    text: str = ""
-    own: float | None = None
-    others: float | None = None
-
-
-def _core_use(facts: Facts, rank: Rank) -> _CoreUse:
-    here = {other.rank for other in ranks_on_host(facts, rank)}
-    figures = next((system.figures for system in systems(facts.run) if system.rank in here), {})
-    process, machine = figures.get("process_cpu_percent"), figures.get("machine_cpu_percent")
-    cores, all_cores = rank.facts.cpu_count or 1, rank.facts.environment.get("cpu_count")
-    if process is None or machine is None or not isinstance(all_cores, int):
-        return _CoreUse(next_steps=(OTHERS, LIMIT))
-    workers = figures.get("workers_cpu_percent")
-    # The ranks of a training run do the same work.
-    own = len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100
-    busy = machine.mean * all_cores / 100
-    others = max(busy - own, 0.0)
-    text = f" In recorded steps the training used {own:.1f} of {all_cores} cores, other processes {others:.1f}."
-    if busy < IS_FULL * all_cores and cores == all_cores:
-        return _CoreUse(next_steps=(LIMIT, OTHERS), text=text, own=own, others=others)
-    each = max(cores // len(here), 1)
-    count = max((loader.num_workers or 0 for loader in rank.training.dataloaders), default=0) if rank.training else 0
-    of_workers = own - len(here) * process.mean / 100
-    compute = of_workers >= len(here) * process.mean / 100
-    # Many workers that compute share the cores among themselves, whatever else runs.
-    if others >= of_workers and not (count >= MANY_PER_CORE * each and compute):
-        return _CoreUse(next_steps=(OTHERS, LIMIT), owner="Other processes take", text=text, own=own, others=others)
-    owner, fewer = "The training's own processes share", FEWER_THREADS.format(count=max(each - count, 1))
-    if count >= each > 1 and compute:
-        owner = f"{count} DataLoader workers take"
-        fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
-    return _CoreUse(next_steps=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)
+    use = core_use(facts, rank)
+    return Finding(
+        rule="core_wait",
+        severity=Severity.WARNING,
+        sentence=f"{use.owner} the cores: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
+        why=(
+            f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step; all other "
+            f"shares are of the step's own time, without this wait.{use.text}"
+        ),
+        next_steps=use.next_steps,
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "system")),
+        numbers={
+            "rank": rank.rank,
+            "core_wait_ns": round(ns),
+            "duration_ns": round(ledger.step_ns),
+            "cores": rank.facts.cpu_count,
+            "cores_of_training": use.own,
+            "cores_of_others": use.others,
+        },
+        weight=0.0,
+        recovers=worth,
+    )
 
 
 # A busy machine delays a step by less.
@@ -370,14 +342,13 @@ MIN_RHYTHM: Final = 4
 CATCH: Final = "MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()]))"
 
 
-def slow_steps(facts: Facts) -> list[Finding]:
+def slow_steps(facts: Facts) -> Finding | None:
     """Find the few steps that take a multiple of the others for the same work.
 
     Recovers at most their excess. Another program on the machine makes such steps too, but none with a period.
     """
-    worst = facts.heaviest(lambda ledger: ledger.ns("stall"))
-    if worst is None or not worst[1].stalls or worst[1].steps < MIN_STEPS:
-        return []
+    if (worst := facts.heaviest(lambda ledger: ledger.ns("stall"))) is None or not worst[1].stalls:
+        return None
     rank, ledger = worst
     ns, longest = ledger.ns("stall"), ledger.stalls[0]
     typical = rank.typical_steps
@@ -386,44 +357,40 @@ def slow_steps(facts: Facts) -> list[Finding]:
     few = few_steps(rank, [(step, spent if step in slow else 0) for step, spent in durations], stands_out=0)
     usual = sorted(spent for step, spent in durations if step not in slow)
     if ns <= NOTABLE_STALLS * ledger.running_ns or longest.excess_ns < MIN_STALL_NS or few is None or not usual:
-        return []
+        return None
     if min(stall.duration_ns for stall in ledger.stalls) < APART * usual[round(USUAL_PART * (len(usual) - 1))]:
-        return []
+        return None
     worth = Recovery(unit="ns", min=0, max=ns, whole=ledger.running_ns)
     is_regular = few.repeats and len(few.steps) >= MIN_RHYTHM
     mostly = f", mostly in {longest.owner}" if longest.owner else ""
     factor = few.mean_ns / max(ledger.median_ns, 1)
     record = f"MemProfilerCallback(schedule=Schedule(steps=({few.steps[0]},), active=1))"
-    return [
-        Finding(
-            rule="slow_steps",
-            severity=worth.severity if is_regular else Severity.INFO,
-            sentence=(
-                f"{few.subject} {few.verb} {factor:.1f} times as long as the median{facts.on_rank(rank)}{mostly}."
-            ),
-            why=(
-                f"{len(few.steps)} of {few.seen} steps take {format_ns(few.mean_ns)}, the median step "
-                f"{format_ns(ledger.median_ns)}: their excess is {ledger.share_text(ns)}."
-                + ("" if is_regular else " Without a period, a busy machine may be the cause.")
-            ),
-            next_steps=(
-                "Compare the batches of these steps with the others: longer samples, shapes that recompile.",
-                f"Record such a step: {record}." if is_regular else f"Let the next slow step open a window: {CATCH}.",
-            ),
-            evidence=(facts.pulse(rank, few.steps), *facts.recorded(rank, "hooks", few.steps)),
-            numbers={
-                "rank": rank.rank,
-                "steps": list(few.steps),
-                "period": few.period,
-                "stall_ns": round(ns),
-                "slow_ns": few.mean_ns,
-                "median_ns": round(ledger.median_ns),
-                "cause": longest.owner,
-            },
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="slow_steps",
+        severity=worth.severity if is_regular else Severity.INFO,
+        sentence=(f"{few.subject} {few.verb} {factor:.1f} times as long as the median{facts.on_rank(rank)}{mostly}."),
+        why=(
+            f"{len(few.steps)} of {few.seen} steps take {format_ns(few.mean_ns)}, the median step "
+            f"{format_ns(ledger.median_ns)}: their excess is {ledger.share_text(ns)}."
+            + ("" if is_regular else " Without a period, a busy machine may be the cause.")
+        ),
+        next_steps=(
+            "Compare the batches of these steps with the others: longer samples, shapes that recompile.",
+            f"Record such a step: {record}." if is_regular else f"Let the next slow step open a window: {CATCH}.",
+        ),
+        evidence=(facts.pulse(rank, few.steps), *facts.recorded(rank, "hooks", few.steps)),
+        numbers={
+            "rank": rank.rank,
+            "steps": list(few.steps),
+            "period": few.period,
+            "stall_ns": round(ns),
+            "slow_ns": few.mean_ns,
+            "median_ns": round(ledger.median_ns),
+            "cause": longest.owner,
+        },
+        weight=worth.share,
+        recovers=worth,
+    )
 
 
 # In this share of the steps the program calls gc.collect(): Python starts a full collection in one step of many.
@@ -433,49 +400,50 @@ EXPLICIT: Final = "Find the gc.collect() call in the program or a callback: it r
 FREEZE: Final = "Exempt permanent objects from collections: gc.collect(); gc.freeze() in on_train_start."
 CHOOSE: Final = "Choose when to collect: gc.disable() in on_train_start, gc.collect() every 100 batches."
 CYCLES: Final = "Break the cycles that hold tensors: store no tensor on an object that refers to itself or its owner."
-# Python collects everything once in a while, and programs at the end of epochs: all pauses together must be this many
-# times the longest step's.
-MIN_PAUSES: Final = 4
 # Collections of young generations remain.
 COLLECTED: Final = (0.7, 1.0)
 
 
-def gc_pauses(facts: Facts) -> list[Finding]:
+def gc_pauses(facts: Facts) -> Finding | None:
     """Find GC pauses that take much of the steps.
 
     Recovers 70% to all of them. Lost: memory of reference cycles is freed later.
     """
-    worst = facts.heaviest(lambda ledger: ledger.ns("gc_pauses"))
-    if worst is None or not _matters(worst[1], worst[1].of("gc_pauses")):
-        return []
+    if (worst := facts.heaviest(lambda ledger: ledger.ns("gc_pauses"))) is None:
+        return None
     rank, ledger = worst
-    ns, count = ledger.ns("gc_pauses"), sum(line.count for line in ledger.of("gc_pauses"))
-    longest = max((line.longest_ns or 0 for line in ledger.of("gc_pauses")), default=0)
-    # The longest pause includes its wait for a core.
-    if ns * ledger.steps < MIN_PAUSES * longest * (1 - ledger.share("core_wait")):
-        return []
-    found = pauses(rank)
+    lines = ledger.of("gc_pauses")
+    if not _matters(ledger, lines) or not _repeats(ledger, lines):
+        return None
+    ns, count = total(lines), sum(line.count for line in lines)
+    found, samples = pauses(rank), samples_one_by_one(rank, ledger) if _in_fetch(rank) else None
+    fetched = f", as {samples:,} samples per batch are fetched one by one" if samples else ""
     worth = Recovery(unit="ns", min=ns * COLLECTED[0], max=ns * COLLECTED[1], whole=ledger.running_ns)
-    return [
-        Finding(
-            rule="gc_pauses",
-            severity=worth.severity,
-            sentence=f"GC pauses take {ledger.share_text(ns)}{facts.on_rank(rank)}.",
-            why=_why_pauses(ledger, ns, count, found),
-            next_steps=_next_for_pauses(rank, found),
-            evidence=(facts.pulse(rank), *facts.recorded(rank, "garbage")),
-            numbers={
-                "rank": rank.rank,
-                "gc_pauses_ns": round(ns),
-                "gc_pauses_share": ns / ledger.step_ns,
-                "count_per_step": count,
-                "generations": {str(number): list(of) for number, of in found.generations.items()} if found else {},
-                "tensor_bytes": found.tensor_bytes if found else None,
-            },
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="gc_pauses",
+        sentence=f"GC pauses take {ledger.share_text(ns)}{facts.on_rank(rank)}{fetched}.",
+        why=_why_pauses(ledger, ns, count, found),
+        next_steps=(*one_by_one(samples), *_next_for_pauses(rank, found)),
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "garbage")),
+        numbers={
+            "rank": rank.rank,
+            "gc_pauses_ns": round(ns),
+            "gc_pauses_share": ns / ledger.step_ns,
+            "count_per_step": count,
+            "generations": {str(number): list(of) for number, of in found.generations.items()} if found else {},
+            "tensor_bytes": found.tensor_bytes if found else None,
+        },
+        **worth.parts,
+    )
+
+
+def _in_fetch(rank: Rank) -> bool:
+    """Return whether most of the time of pauses is in fetches, whose objects cause them."""
+    spent = Counter[str]()
+    for row in rank.actions:
+        if row.action == GC_PAUSE and not row.in_window:
+            spent[row.phase or ""] += row.total_ns or 0
+    return spent["data_wait"] > spent.total() / 2
 
 
 def _why_pauses(ledger: TimeLedger, ns: float, count: float, found: Pauses | None) -> str:

@@ -7,8 +7,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from lightning_memprof.analysis.findings.measures import OF_VALUES, READS
 from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, Facts, Finding, Recovery, Severity
-from lightning_memprof.analysis.findings.modules import OF_VALUES, READS, pulse_and_trace
 from lightning_memprof.analysis.findings.traces import (
     OPTIMIZER,
     computing,
@@ -22,12 +22,14 @@ from lightning_memprof.analysis.findings.traces import (
     total_ns,
 )
 from lightning_memprof.analysis.ledger.model import grouped, total
+from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
+    from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.trace.model import HostOperators, Kernel, TraceReport
 
 
@@ -57,7 +59,7 @@ FUSED_TIME: Final = (0.0, 0.75)
 LARGER_KERNELS: Final = "Give each kernel more work: a larger batch, scaled_dot_product_attention, fused norms."
 
 
-def many_small_kernels(trace: TraceReport) -> list[Finding]:
+def many_small_kernels(trace: TraceReport) -> Finding | None:
     """Find computing time in very short kernels, and the most frequent ones.
 
     Recovers nothing to three quarters of their time. Lost: the time of compilation, once.
@@ -67,38 +69,34 @@ def many_small_kernels(trace: TraceReport) -> list[Finding]:
     compute_ns, small_ns, count = total_ns(kernels), total_ns(small), sum(kernel.count for kernel in small)
     steps = max(len(trace.steps), 1)
     if not compute_ns or small_ns / compute_ns <= NOTABLE_SMALL or count < MANY_KERNELS * steps:
-        return []
+        return None
     share = small_ns / compute_ns
     most = sorted(small, key=lambda kernel: kernel.count, reverse=True)[:SHOWN]
     simple = sum(kernel.count for kernel in small if any(part in kernel.name for part in SIMPLE))
     number = f"{count / steps:,.0f} kernels per step" if len(trace.steps) > 1 else f"{count:,} kernels"
-    return [
-        Finding(
-            rule="many_small_kernels",
-            # If the device waits for them, gpu_idle reports it; on a busy device there is less to gain.
-            severity=Severity.INFO,
-            sentence=(
-                f"{number}{on_rank(trace)} below {format_ns(SHORT_NS)} take {percent(share)} of the computing time."
-            ),
-            why=(
-                f"They take {format_ns(small_ns / count)} on average; the most frequent: "
-                f"{listed((kernel.name, kernel.count) for kernel in most)}."
-            ),
-            next_steps=_next_for_kernels(trace, simple, count),
-            evidence=seen_in(trace),
-            numbers={
-                "share": share,
-                "kernels": count,
-                "steps": len(trace.steps),
-                "small_ns": small_ns,
-                "compute_ns": compute_ns,
-                "elementwise": simple,
-                "most_frequent": [kernel.name for kernel in most],
-            },
-            weight=share,
-            recovers=recovered_ns(trace.device_ledger, FUSED_TIME, "compute", recorded_ns=small_ns),
-        )
-    ]
+    return Finding(
+        rule="many_small_kernels",
+        # If the device waits for them, gpu_idle reports it; on a busy device there is less to gain.
+        severity=Severity.INFO,
+        sentence=(f"{number}{on_rank(trace)} below {format_ns(SHORT_NS)} take {percent(share)} of the computing time."),
+        why=(
+            f"They take {format_ns(small_ns / count)} on average; the most frequent: "
+            f"{listed((kernel.name, kernel.count) for kernel in most)}."
+        ),
+        next_steps=_next_for_kernels(trace, simple, count),
+        evidence=seen_in(trace),
+        numbers={
+            "share": share,
+            "kernels": count,
+            "steps": len(trace.steps),
+            "small_ns": small_ns,
+            "compute_ns": compute_ns,
+            "elementwise": simple,
+            "most_frequent": [kernel.name for kernel in most],
+        },
+        weight=share,
+        recovers=recovered_ns(trace.device_ledger, FUSED_TIME, "compute", recorded_ns=small_ns),
+    )
 
 
 def _next_for_kernels(trace: TraceReport, simple: int, count: int) -> tuple[str, ...]:
@@ -124,57 +122,55 @@ VECTORIZE: Final = "Replace loops by one operator: torch.stack the tensors, or t
 LARGER_OPERATORS: Final = "Give each operator more work: a larger DataLoader(batch_size=...)."
 
 
-def many_small_operators(trace: TraceReport) -> list[Finding]:
+def many_small_operators(trace: TraceReport) -> Finding | None:
     """Find a step on the host that mostly calls very short operators, and the most frequent ones.
 
     Recovers 20% to 80% of the time in calls, without the cost of recording them.
     """
     found = trace.host_operators
     if found is None or found.operators < MANY_OPERATORS:
-        return []
+        return None
     recording_ns = found.events * EVENT_NS
     step_ns, calling_ns = found.step_ns - recording_ns, found.small_ns + found.between_ns - recording_ns
     share = calling_ns / step_ns if step_ns > 0 else 0.0
     if share <= NOTABLE_CALLING:
-        return []
+        return None
     is_optimizer = bool(found.places) and found.places[0][0].startswith(IN_OPTIMIZER)
-    return [
-        Finding(
-            rule="many_small_operators",
-            # A compiler saves much of it and a rewritten loop nearly all, but not every loop can be rewritten.
-            severity=Severity.WARNING,
-            sentence=(
-                f"Launch-bound on the host: calling {found.operators:,} operators takes {percent(share)} of each step"
-                f"{on_rank(trace)}."
-            ),
-            why=_why_operators(found, recording_ns),
-            next_steps=remedies(
-                trace,
-                *((FOREACH, COMPILE) if is_optimizer else (COMPILE, VECTORIZE, FOREACH)),
-                LARGER_OPERATORS,
-            ),
-            evidence=seen_in(trace),
-            numbers={
-                "share": share,
-                "operators": found.operators,
-                "median_ns": found.median_ns,
-                "small_ns": found.small_ns,
-                "between_ns": found.between_ns,
-                "step_ns": found.step_ns,
-                "recording_ns": recording_ns,
-                "steps": found.steps,
-                "most_frequent": [name for name, _ in found.names],
-                "most_in": [name for name, _ in found.places],
-            },
-            weight=share,
-            recovers=recovered_ns(
-                trace.host_ledger,
-                CALLED_LESS,
-                *("forward", "backward", "optimizer", "untracked"),
-                recorded_ns=calling_ns * (trace.host_ledger.steps if trace.host_ledger else 1),
-            ),
-        )
-    ]
+    return Finding(
+        rule="many_small_operators",
+        # A compiler saves much of it and a rewritten loop nearly all, but not every loop can be rewritten.
+        severity=Severity.WARNING,
+        sentence=(
+            f"Launch-bound on the host: calling {found.operators:,} operators takes {percent(share)} of each step"
+            f"{on_rank(trace)}."
+        ),
+        why=_why_operators(found, recording_ns),
+        next_steps=remedies(
+            trace,
+            *((FOREACH, COMPILE) if is_optimizer else (COMPILE, VECTORIZE, FOREACH)),
+            LARGER_OPERATORS,
+        ),
+        evidence=seen_in(trace),
+        numbers={
+            "share": share,
+            "operators": found.operators,
+            "median_ns": found.median_ns,
+            "small_ns": found.small_ns,
+            "between_ns": found.between_ns,
+            "step_ns": found.step_ns,
+            "recording_ns": recording_ns,
+            "steps": found.steps,
+            "most_frequent": [name for name, _ in found.names],
+            "most_in": [name for name, _ in found.places],
+        },
+        weight=share,
+        recovers=recovered_ns(
+            trace.host_ledger,
+            CALLED_LESS,
+            *("forward", "backward", "optimizer", "untracked"),
+            recorded_ns=calling_ns * (trace.host_ledger.steps if trace.host_ledger else 1),
+        ),
+    )
 
 
 def _why_operators(found: HostOperators, recording_ns: int) -> str:
@@ -213,7 +209,7 @@ EARLY: Final = re.compile(r"\b(V100|T4|TITAN (V|RTX)|Quadro (GV|RTX))\b|^volta_|
 MULTIPLES: Final = "Make the sizes of layers and batches multiples of 8."
 
 
-def tensor_cores_unused(trace: TraceReport) -> list[Finding]:
+def tensor_cores_unused(trace: TraceReport) -> Finding | None:
     """Find computing time in 32-bit matrix multiplications on a device that has tensor cores.
 
     Recovers a half to three quarters of their time. Lost: bits of the products.
@@ -223,40 +219,38 @@ def tensor_cores_unused(trace: TraceReport) -> list[Finding]:
     ordinary = [kernel for kernel in kernels if _is_ordinary(kernel.name)]
     ordinary_ns = total_ns(ordinary)
     if not compute_ns or ordinary_ns / compute_ns <= NOTABLE_PRODUCTS or not _has_tensor_cores(trace, ordinary):
-        return []
+        return None
     share = ordinary_ns / compute_ns
     tensor_ns = total_ns(
         kernel for kernel in kernels if not _is_ordinary(kernel.name) and TENSOR.search(kernel.name.lower())
     )
     ordinary.sort(key=lambda kernel: -kernel.total_ns)
     early = _is_early(trace, ordinary)
-    return [
-        Finding(
-            rule="tensor_cores_unused",
-            # A trace does not show whether the model can be trained in lower precision.
-            severity=Severity.INFO,
-            sentence=(
-                f"32-bit matrix multiplications without tensor cores take {percent(share)} of the computing time"
-                f"{on_rank(trace)}."
-            ),
-            why=(
-                f"{format_ns(ordinary_ns)} of {format_ns(compute_ns)} in kernels, mostly "
-                f"{shorter_name(ordinary[0].name)}; {format_ns(tensor_ns) if tensor_ns else 'none'} with tensor cores."
-            ),
-            next_steps=_next_for_products(trace, early=early),
-            evidence=seen_in(trace),
-            numbers={
-                "share": share,
-                "ordinary_ns": ordinary_ns,
-                "tensor_ns": tensor_ns,
-                "compute_ns": compute_ns,
-                "kernels": [kernel.name for kernel in ordinary[:SHOWN]],
-                "devices": list(dict.fromkeys(trace.devices)),
-            },
-            weight=share,
-            recovers=recovered_ns(trace.device_ledger, ON_TENSOR_CORES, "compute", recorded_ns=ordinary_ns),
-        )
-    ]
+    return Finding(
+        rule="tensor_cores_unused",
+        # A trace does not show whether the model can be trained in lower precision.
+        severity=Severity.INFO,
+        sentence=(
+            f"32-bit matrix multiplications without tensor cores take {percent(share)} of the computing time"
+            f"{on_rank(trace)}."
+        ),
+        why=(
+            f"{format_ns(ordinary_ns)} of {format_ns(compute_ns)} in kernels, mostly "
+            f"{shorter_name(ordinary[0].name)}; {format_ns(tensor_ns) if tensor_ns else 'none'} with tensor cores."
+        ),
+        next_steps=_next_for_products(trace, early=early),
+        evidence=seen_in(trace),
+        numbers={
+            "share": share,
+            "ordinary_ns": ordinary_ns,
+            "tensor_ns": tensor_ns,
+            "compute_ns": compute_ns,
+            "kernels": [kernel.name for kernel in ordinary[:SHOWN]],
+            "devices": list(dict.fromkeys(trace.devices)),
+        },
+        weight=share,
+        recovers=recovered_ns(trace.device_ledger, ON_TENSOR_CORES, "compute", recorded_ns=ordinary_ns),
+    )
 
 
 def _is_ordinary(name: str) -> bool:
@@ -338,20 +332,19 @@ class _Python:
     formats: bool = False
 
 
-def python_time(facts: Facts) -> list[Finding]:
+def python_time(facts: Facts) -> Finding | None:
     """Find a forward, or the training step around it, that computes in Python and not in operators.
 
     Recovers 50% to 90% of the time outside operators. Where values are read one by one, the time includes the reads and
     the GC pauses of their objects, one collection for 700 of them: recovers 80% to 100%.
     """
-    worst = facts.heaviest(lambda ledger: _python(ledger).ns)
-    if worst is None or worst[1].steps < MIN_STEPS:
-        return []
+    if (worst := facts.heaviest(lambda ledger: _python(ledger).ns)) is None:
+        return None
     rank, ledger = worst
     python = _python(ledger)
     called = sum(line.called for line in ledger.of("forward"))
     if python.ns < (NOTABLE if python.reads else NOTABLE_PYTHON) * ledger.running_ns or called < MIN_CALLED:
-        return []
+        return None
     ns, share = python.ns, ledger.share_text(python.ns)
     where = f"the forward of {python.module}" if python.module else "training_step, outside of its submodules,"
     outside = f"Python code in {where} takes {share}"
@@ -362,37 +355,33 @@ def python_time(facts: Facts) -> list[Finding]:
             outside = f"Tensors as text: {where} formats tensors (print, f-string, repr), {count} values: {share}"
     saved = SAVED_READS if python.reads else SAVED_PYTHON
     worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
-    return [
-        Finding(
-            rule="python_time",
-            severity=worth.severity,
-            sentence=f"{outside}{facts.on_rank(rank)}.",
-            why=(
-                f"{format_ns(ns)} of {ledger.length_text}: each .item(), float() or bool() of a tensor "
-                "is an operator and an object, which the GC collects."
-                if python.reads
-                else f"{format_ns(ns)} of {ledger.length_text} are outside operators: self.log, metrics, "
-                "NumPy, or loops over values."
-            ),
-            next_steps=(
-                *((NO_TEXT,) if python.formats else ()),
-                *((NO_LOOPS,) if python.reads else ()),
-                "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
-                *(() if python.reads else (NO_LOOPS,)),
-                "See the functions: ExtendedPyTorchProfiler(with_stack=True).",
-            ),
-            evidence=pulse_and_trace(facts, rank),
-            numbers={
-                "rank": rank.rank,
-                "module": python.module or None,
-                "python_ns": ns,
-                "reads": python.reads,
-                "duration_ns": ledger.step_ns,
-            },
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="python_time",
+        sentence=f"{outside}{facts.on_rank(rank)}.",
+        why=(
+            f"{format_ns(ns)} of {ledger.length_text}: each .item(), float() or bool() of a tensor "
+            "is an operator and an object, which the GC collects."
+            if python.reads
+            else f"{format_ns(ns)} of {ledger.length_text} are outside operators: self.log, metrics, "
+            "NumPy, or loops over values."
+        ),
+        next_steps=(
+            *((NO_TEXT,) if python.formats else ()),
+            *((NO_LOOPS,) if python.reads else ()),
+            "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
+            *(() if python.reads else (NO_LOOPS,)),
+            "See the functions: ExtendedPyTorchProfiler(with_stack=True).",
+        ),
+        evidence=facts.pulse_and_trace(rank),
+        numbers={
+            "rank": rank.rank,
+            "module": python.module or None,
+            "python_ns": ns,
+            "reads": python.reads,
+            "duration_ns": ledger.step_ns,
+        },
+        **worth.parts,
+    )
 
 
 def _python(ledger: TimeLedger) -> _Python:
@@ -417,3 +406,67 @@ def _in_python(ledger: TimeLedger, module: str, of_module: Sequence[TimeLine]) -
     ns = total(lines) + total(pauses) * collected
     called = {line.operator for line in of_module if line.called}
     return _Python(module=module, ns=ns, reads=reads, formats=called >= FORMATS)
+
+
+# A thread that takes less of a core delays the training by little; in a shorter time it may work for once.
+MIN_BUSY: Final = 0.1
+MIN_ELAPSED_NS: Final = 300_000_000
+# The training thread may sleep for another reason: a disk, a lock of a library.
+OF_SLEEP: Final = (0.25, 1.0)
+# Parts in which it has no reason to sleep.
+AWAKE: Final = (
+    "forward", "backward", "optimizer", "callback", "module_hook", "forward_hook", "backward_hook", "self_log",
+    "metric", "logging", "transfer", "data_wait", "untracked",
+)  # fmt: skip
+
+
+def busy_thread(facts: Facts) -> list[Finding]:
+    """Find another thread of Python that computes while the training thread sleeps: they take turns at Python's lock.
+
+    Recovers a quarter to all of the thread's processor time, at most the sleep of the training thread without its waits
+    for workers and for other ranks.
+    """
+    found = [finding for rank in facts.run.ranks if (finding := _busiest(facts, rank)) is not None]
+    return sorted(found, key=lambda finding: -finding.weight)[:1]
+
+
+def _busiest(facts: Facts, rank: Rank) -> Finding | None:
+    ledger = facts.ledgers.get(rank.rank)
+    rows = [row for row in rank.read(ProcessRow).rows if row.kind == "thread" and row.elapsed_ns]
+    if ledger is None or not rows or ledger.steps < MIN_STEPS:
+        return None
+    elapsed = rows[-1].elapsed_ns or 1
+    row = max((row for row in rows if row.elapsed_ns == elapsed), key=lambda row: row.cpu_ns or 0)
+    if elapsed < MIN_ELAPSED_NS:
+        return None
+    busy, asleep = (row.cpu_ns or 0) / elapsed, (row.asleep_ns or 0) / elapsed
+    workers = any(loader.num_workers for loader in rank.training.dataloaders) if rank.training else False
+    asleep -= ledger.share("rank_wait", "data_wait") if workers else ledger.share("rank_wait")
+    ns = max(min(min(busy, asleep) * ledger.step_ns, ledger.ns(*AWAKE)), 0.0)
+    worth = Recovery(unit="ns", min=ns * OF_SLEEP[0], max=ns * OF_SLEEP[1], whole=ledger.running_ns)
+    if busy < MIN_BUSY or worth.share < NOTABLE:
+        return None
+    return Finding(
+        rule="busy_thread",
+        sentence=(
+            f"Busy thread: {row.thread} uses {percent(busy)} of a core; the training thread sleeps "
+            f"{percent(asleep)} of each step{facts.on_rank(rank)}."
+        ),
+        why=(
+            f"It ran for {format_ns(row.cpu_ns or 0)} of {format_ns(elapsed)}. One of Python's "
+            "threads runs at a time (GIL): the training thread sleeps, apart from its waits for workers and ranks."
+        ),
+        next_steps=(
+            f"Let {row.thread} do less, or sleep longer between its turns.",
+            "Run it in a separate process: multiprocessing.get_context('spawn').Process(target=...).",
+        ),
+        evidence=(facts.pulse(rank),),
+        numbers={
+            "rank": rank.rank,
+            "thread": row.thread,
+            "cores": busy,
+            "asleep_share": asleep,
+            "duration_ns": ledger.step_ns,
+        },
+        **worth.parts,
+    )

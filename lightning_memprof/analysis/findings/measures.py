@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_memprof.analysis.findings.model import Facts
-from lightning_memprof.analysis.ledger.model import TimeLedger
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import OWN_WORK
@@ -220,6 +220,107 @@ def steps_until_full(facts: Facts, rank: Rank, bytes_per_step: float, *, on_host
     return round(left) if left < ends - len(rank.pulse) else None
 
 
+# Fewer calls of one operator in a forward are its layers.
+LOOP: Final = 8
+# Operators that read a value of a tensor, and those that iterate over one.
+READS: Final = frozenset({"aten::item", "aten::is_nonzero"})
+OF_VALUES: Final = READS | {"", "aten::_local_scalar_dense", "aten::unbind", "aten::select"}
+# They compute nothing.
+VIEWS: Final = OF_VALUES | {
+    f"aten::{name}"
+    for name in ("slice", "view", "reshape", "transpose", "permute", "expand", "chunk", "split", "unsqueeze", "t")
+}
+
+
+ADVICE: Final = {
+    "RichProgressBar": "Draw less often: RichProgressBar(refresh_rate=20).",
+    "TQDMProgressBar": "Draw less often: TQDMProgressBar(refresh_rate=20).",
+}
+# Hooks that look at gradients, which are as many tensors as the model has parameters.
+AT_ONCE: Final = (
+    "Handle all gradients in one call in {name}, or every N batches: Trainer(gradient_clip_val=1.0), "
+    "torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), torch._foreach_norm."
+)
+BUILD_ONCE: Final = (
+    "Build it once: read the data in setup(), and leave Trainer(reload_dataloaders_every_n_epochs=0) as it is."
+)
+OF_HOOKS: Final = {
+    **dict.fromkeys(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"), AT_ONCE),
+    **dict.fromkeys(("train_dataloader", "val_dataloader"), BUILD_ONCE),
+}
+TRANSFER: Final = ".batch_to_device"
+TENSORS: Final = "Return tensors from collate_fn, not lists of numbers: the transfer visits each object of a batch."
+PIN: Final = "Copy from pinned memory, which does not block: DataLoader(pin_memory=True)."
+# What a hook does, as its recorded operators show.
+WHOLE: Final = "Handle the whole batch at once in {name}: it calls {often}, for one sample or part each."
+REUSE: Final = (
+    "Use the outputs of the step in {name} instead of the forward of {module}: return them from training_step."
+)
+SYNCED: Final = (
+    "Log without sync_dist=True in the steps, or average one stacked tensor over ranks: each of these values is a "
+    "collective of its own."
+)
+# Parts whose modules and operators are those of an action.
+LOOKS_INSIDE: Final = frozenset({"callback", "module_hook", "transfer"})
+# Fewer collectives in a step are a few values.
+MANY_SYNCED: Final = 4
+
+
+def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str, ...]]:
+    """Return what an action does, to end a sentence, and the next steps that fit this.
+
+    Recorded operators show a loop over an operator, the forward of a module, and collectives of ``self.log``.
+    """
+    owner, _, hook = action.name.rpartition(".")
+    special = OF_HOOKS.get(hook) or ADVICE.get(owner)
+    steps = (special.format(name=action.name),) if special else ()
+    if action.name.endswith(TRANSFER):
+        # Without a device there is nothing to copy.
+        return (": it visits each object of a batch", (TENSORS,)) if rank.facts.is_cpu else ("", (PIN, TENSORS))
+    recorded, calls = facts.host_ledger(rank), max(action.count, 1.0)
+    lines = [line for line in recorded.lines if line.name == action.name] if recorded and action.name else []
+    synced = sum(line.count for line in lines if line.part == "rank_wait")
+    if action.part == "self_log" and synced >= MANY_SYNCED:
+        return f", {synced:,.0f} collectives per step", (SYNCED,)
+    lines = [line for line in lines if line.part == action.part in LOOKS_INSIDE]
+    loops = [line for line in lines if line.operator and line.operator not in VIEWS and line.called >= LOOP * calls]
+    if loops:
+        loop = max(loops, key=lambda line: line.ns)
+        often = f"{loop.operator} {loop.called / calls:,.0f} times"
+        return f": it calls {often}", (WHOLE.format(name=action.name, often=often), *steps)
+    modules = Counter[str]()
+    for line in lines:
+        modules[(line.module or "").partition(".")[0]] += round(line.ns)
+    module, ns = modules.most_common(1)[0] if modules else ("", 0)
+    if not module or ns < MOST * total(lines):
+        return "", steps
+    return f": it runs {module}", (REUSE.format(name=action.name, module=module), *steps)
+
+
+# Python takes about this long to fetch a row of a tensor and to stack it with others.
+OF_A_ROW_NS: Final = 30_000
+# Smaller batches do not take long.
+MANY_SAMPLES: Final = 256
+ONE_BY_ONE: Final = (
+    "Fetch all samples of a batch at once: DataLoader(dataset, sampler=BatchSampler(RandomSampler(dataset), "
+    "{samples}, drop_last=True), batch_size=None); the data set is indexed with a list then."
+)
+
+
+def samples_one_by_one(rank: Rank, ledger: TimeLedger) -> int | None:
+    """Return the samples of a batch if the training process fetches many, one by one, in little time for each."""
+    loaders = rank.training.dataloaders if rank.training else []
+    lines = [line for line in ledger.of("data_wait") if line.name.endswith((".fetch", ".collate"))]
+    samples = (loaders[0].batch_size or 0) if loaders and not loaders[0].is_iterable else 0
+    is_many = samples >= MANY_SAMPLES and not loaders[0].num_workers
+    return samples if is_many and lines and total(lines) < OF_A_ROW_NS * samples else None
+
+
+def one_by_one(samples: int | None) -> tuple[str, ...]:
+    """Return the next step for samples that are fetched one by one, if there are any."""
+    return (ONE_BY_ONE.format(samples=samples),) if samples else ()
+
+
 def torch_threads(rank: Rank) -> int | None:
     """Return how many threads an operator of a rank uses; None where the run does not say."""
     count = rank.training.threads if rank.training else None
@@ -319,3 +420,57 @@ def more_workers(workers: int, cores: int | None, method: str) -> str:
         )
     wanted = min(2 * workers, cores) if cores else 2 * workers
     return f"{slow}use DataLoader(num_workers={wanted}), or make {method} faster."
+
+
+def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
+    """Return the ranks on the machine of a rank, with it."""
+    return [other for other in facts.run.ranks if other.facts.host == rank.facts.host]
+
+
+# With less of the machine in use there are free cores, and a limit keeps the training from them.
+IS_FULL: Final = 0.8
+OTHERS: Final = "Find them with top: end them, let them wait (renice 19 -p PID), or move them to other cores (taskset)."
+LIMIT: Final = "Use no more threads than the CPU limit of the container or job (cpu.max): torch.set_num_threads(...)."
+FEWER_WORKERS: Final = "Use fewer worker processes: DataLoader(num_workers={count}) for {cores} cores."
+FEWER_THREADS: Final = "Leave them a core: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreUse:
+    """Who uses the cores in the recorded steps: ``own`` cores by the training, ``others``; None where unknown."""
+
+    next_steps: tuple[str, ...]
+    owner: str = ""
+    text: str = ""
+    own: float | None = None
+    others: float | None = None
+
+
+def core_use(facts: Facts, rank: Rank) -> CoreUse:
+    """Return who uses the cores of a rank's machine, and what to do."""
+    here = {other.rank for other in ranks_on_host(facts, rank)}
+    figures = next((system.figures for system in systems(facts.run) if system.rank in here), {})
+    process, machine = figures.get("process_cpu_percent"), figures.get("machine_cpu_percent")
+    cores, all_cores = rank.facts.cpu_count or 1, rank.facts.environment.get("cpu_count")
+    if process is None or machine is None or not isinstance(all_cores, int):
+        return CoreUse(next_steps=(OTHERS, LIMIT))
+    workers = figures.get("workers_cpu_percent")
+    # The ranks of a training run do the same work.
+    own = len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100
+    busy = machine.mean * all_cores / 100
+    others = max(busy - own, 0.0)
+    text = f" In recorded steps the training used {own:.1f} of {all_cores} cores, other processes {others:.1f}."
+    if busy < IS_FULL * all_cores and cores == all_cores:
+        return CoreUse(next_steps=(LIMIT, OTHERS), text=text, own=own, others=others)
+    each = max(cores // len(here), 1)
+    count = max((loader.num_workers or 0 for loader in rank.training.dataloaders), default=0) if rank.training else 0
+    of_workers = own - len(here) * process.mean / 100
+    compute = of_workers >= len(here) * process.mean / 100
+    # Many workers that compute share the cores among themselves, whatever else runs.
+    if others >= of_workers and not (count >= MANY_PER_CORE * each and compute):
+        return CoreUse(next_steps=(OTHERS, LIMIT), owner="Other processes take", text=text, own=own, others=others)
+    owner, fewer = "The training's own processes share", FEWER_THREADS.format(count=max(each - count, 1))
+    if count >= each > 1 and compute:
+        owner = f"{count} DataLoader workers take"
+        fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
+    return CoreUse(next_steps=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)

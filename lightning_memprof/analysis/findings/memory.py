@@ -39,36 +39,34 @@ SEVERE_GROWTH: Final = 0.5
 NO_SNAPSHOT: Final = 0
 
 
-def out_of_memory(facts: Facts) -> list[Finding]:
+def out_of_memory(facts: Facts) -> Finding | None:
     """Find out-of-memory errors: where the run ended, or how often it continued."""
     found = autopsies(facts.run, max_bytes=NO_SNAPSHOT)
     if not found:
-        return []
+        return None
     fatal = [autopsy for autopsy in found if autopsy.ended_run]
     autopsy = fatal[0] if fatal else found[-1]
     rank = f" of rank {autopsy.rank}" if len(facts.run.ranks) > 1 else ""
     where = "before the first step" if autopsy.place["step"] is None else f"in step {autopsy.place['step']}"
     phase = f", in {str(autopsy.place['phase']).replace('_', ' ')}" if autopsy.place["phase"] else ""
     often = "" if fatal else f" {format_count(len(found), 'time')}, last"
-    return [
-        Finding(
-            rule="out_of_memory",
-            severity=Severity.CRITICAL if fatal else Severity.WARNING,
-            sentence=(
-                f"{'The host' if autopsy.is_host else autopsy.device}{rank} ran out of memory{often} {where}{phase}: "
-                f"{CAUSES[autopsy.cause]}."
-            ),
-            why=autopsy.why,
-            next_steps=autopsy.next_steps,
-            numbers={
-                "asked_bytes": autopsy.asked_bytes,
-                "cause": autopsy.cause,
-                "step": autopsy.place["step"],
-                "events": len(found),
-            },
-            weight=1.0,
-        )
-    ]
+    return Finding(
+        rule="out_of_memory",
+        severity=Severity.CRITICAL if fatal else Severity.WARNING,
+        sentence=(
+            f"{'The host' if autopsy.is_host else autopsy.device}{rank} ran out of memory{often} {where}{phase}: "
+            f"{CAUSES[autopsy.cause]}."
+        ),
+        why=autopsy.why,
+        next_steps=autopsy.next_steps,
+        numbers={
+            "asked_bytes": autopsy.asked_bytes,
+            "cause": autopsy.cause,
+            "step": autopsy.place["step"],
+            "events": len(found),
+        },
+        weight=1.0,
+    )
 
 
 # From this share on, new private memory is called copies.
@@ -78,7 +76,7 @@ COPIES: Final = (
 )
 
 
-def worker_memory(facts: Facts) -> list[Finding]:
+def worker_memory(facts: Facts) -> Finding | None:
     """Find DataLoader workers that grow with every step.
 
     Copies of objects of the main process end when all are copied: they matter where the memory is nearly full. Recovers
@@ -87,7 +85,7 @@ def worker_memory(facts: Facts) -> list[Finding]:
     series = [(rank, rank.read(ProcessRow).rows) for rank in facts.run.ranks if rank.in_full]
     found = [(growth, rank, rows) for rank, rows in series if (growth := worker_growth(rows)) is not None]
     if not found:
-        return []
+        return None
     growth, rank, rows = max(found, key=lambda entry: entry[0].added_bytes)
     ledger = facts.byte_ledgers.get(rank.rank)
     start = growth.start_bytes + (ledger.peak_bytes - ledger.bytes("workers") if ledger is not None else 0)
@@ -99,40 +97,38 @@ def worker_memory(facts: Facts) -> list[Finding]:
     is_copy = copied >= MOSTLY
     recovers = recovered(ledger, growth.added_bytes, "workers")
     severity = Severity.CRITICAL if share >= SEVERE_GROWTH else Severity.WARNING
-    return [
-        Finding(
-            rule="worker_memory",
-            severity=_severity(ledger, recovers) if is_copy else severity,
-            sentence=(
-                f"DataLoader workers{f' of {name}' if name else ''} grow by {format_bytes(growth.bytes_per_step)} per "
-                f"step{facts.on_rank(rank)}{': they copy objects of the main process' if is_copy else ''}."
-            ),
-            why=(
-                f"The private memory of {format_count(workers, 'worker')} rose steadily by "
-                f"{format_bytes(growth.added_bytes)} in {growth.steps} steps to {format_bytes(held)}: 1 GiB more every "
-                f"{GIB / growth.bytes_per_step:,.0f} steps. "
-                + (
-                    f"{percent(copied)} of it was shared before: pages are copied when a reference count changes."
-                    if is_copy
-                    else "The RSS of the main process does not contain it."
-                )
-            ),
-            next_steps=(COPIES,) if is_copy else _caches(rank, name),
-            numbers={
-                "rank": rank.rank,
-                "workers": workers,
-                "bytes_per_step": round(growth.bytes_per_step),
-                "added_bytes": growth.added_bytes,
-                "start_bytes": growth.start_bytes,
-                "steps": growth.steps,
-                "private_bytes": held,
-                "copied_share": copied,
-            },
-            weight=min(share, 1.0),
-            evidence=(_processes(facts, rank),),
-            recovers=recovers,
-        )
-    ]
+    return Finding(
+        rule="worker_memory",
+        severity=_severity(ledger, recovers) if is_copy else severity,
+        sentence=(
+            f"DataLoader workers{f' of {name}' if name else ''} grow by {format_bytes(growth.bytes_per_step)} per "
+            f"step{facts.on_rank(rank)}{': they copy objects of the main process' if is_copy else ''}."
+        ),
+        why=(
+            f"The private memory of {format_count(workers, 'worker')} rose steadily by "
+            f"{format_bytes(growth.added_bytes)} in {growth.steps} steps to {format_bytes(held)}: 1 GiB more every "
+            f"{GIB / growth.bytes_per_step:,.0f} steps. "
+            + (
+                f"{percent(copied)} of it was shared before: pages are copied when a reference count changes."
+                if is_copy
+                else "The RSS of the main process does not contain it."
+            )
+        ),
+        next_steps=(COPIES,) if is_copy else _caches(rank, name),
+        numbers={
+            "rank": rank.rank,
+            "workers": workers,
+            "bytes_per_step": round(growth.bytes_per_step),
+            "added_bytes": growth.added_bytes,
+            "start_bytes": growth.start_bytes,
+            "steps": growth.steps,
+            "private_bytes": held,
+            "copied_share": copied,
+        },
+        weight=min(share, 1.0),
+        evidence=(_processes(facts, rank),),
+        recovers=recovers,
+    )
 
 
 def _caches(rank: Rank, name: str | None) -> tuple[str, str]:
@@ -144,7 +140,7 @@ def _caches(rank: Rank, name: str | None) -> tuple[str, str]:
     )
 
 
-def validation_memory(facts: Facts) -> list[Finding]:
+def validation_memory(facts: Facts) -> Finding | None:
     """Find a validation that keeps memory of each batch until its end.
 
     Recovers the line ``validation`` of the byte ledger: what its batches add to the peak.
@@ -152,37 +148,35 @@ def validation_memory(facts: Facts) -> list[Finding]:
     series = [(rank, rank.read(ProcessRow).rows) for rank in facts.run.ranks if rank.in_full]
     found = [(growth, rank) for rank, rows in series if (growth := validation_growth(rows)) is not None]
     if not found:
-        return []
+        return None
     growth, rank = max(found, key=lambda entry: entry[0].added_bytes)
     model = (rank.training.model if rank.training is not None else None) or "LightningModule"
-    return [
-        Finding(
-            rule="validation_memory",
-            severity=Severity.WARNING,
-            sentence=(
-                f"Validation keeps {format_bytes(growth.bytes_per_step)} of memory per batch{facts.on_rank(rank)}: "
-                f"{format_bytes(growth.added_bytes)} at its end."
-            ),
-            why=(
-                f"RSS rises steadily from {format_bytes(growth.start_bytes)} over {growth.steps} batches of a "
-                "validation: something of each batch is kept. It grows with the validation set."
-            ),
-            next_steps=(
-                f"Aggregate in {model}.validation_step, in a metric or a sum, instead of keeping each batch's outputs.",
-                "Keep less of each batch: detached, and reduced to what the metric needs.",
-            ),
-            numbers={
-                "rank": rank.rank,
-                "bytes_per_batch": round(growth.bytes_per_step),
-                "added_bytes": growth.added_bytes,
-                "start_bytes": growth.start_bytes,
-                "batches": growth.steps,
-            },
-            weight=growth.added_bytes / (growth.start_bytes + growth.added_bytes),
-            evidence=(_processes(facts, rank),),
-            recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "validation"),
-        )
-    ]
+    return Finding(
+        rule="validation_memory",
+        severity=Severity.WARNING,
+        sentence=(
+            f"Validation keeps {format_bytes(growth.bytes_per_step)} of memory per batch{facts.on_rank(rank)}: "
+            f"{format_bytes(growth.added_bytes)} at its end."
+        ),
+        why=(
+            f"RSS rises steadily from {format_bytes(growth.start_bytes)} over {growth.steps} batches of a "
+            "validation: something of each batch is kept. It grows with the validation set."
+        ),
+        next_steps=(
+            f"Aggregate in {model}.validation_step, in a metric or a sum, instead of keeping each batch's outputs.",
+            "Keep less of each batch: detached, and reduced to what the metric needs.",
+        ),
+        numbers={
+            "rank": rank.rank,
+            "bytes_per_batch": round(growth.bytes_per_step),
+            "added_bytes": growth.added_bytes,
+            "start_bytes": growth.start_bytes,
+            "batches": growth.steps,
+        },
+        weight=growth.added_bytes / (growth.start_bytes + growth.added_bytes),
+        evidence=(_processes(facts, rank),),
+        recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "validation"),
+    )
 
 
 def _processes(facts: Facts, rank: Rank) -> Evidence:
@@ -215,7 +209,7 @@ SHOWN: Final = 3
 SMALLER: Final = "Save fewer activations: a smaller batch with Trainer(accumulate_grad_batches=2), or bf16-mixed."
 
 
-def activation_peak(facts: Facts) -> list[Finding]:
+def activation_peak(facts: Facts) -> Finding | None:
     """Find a peak that is mostly saved activations, their largest modules, and the effect of checkpointing.
 
     Recovers what checkpointing the blocks saves beyond the recomputation of one; without repeated blocks half of the
@@ -223,41 +217,39 @@ def activation_peak(facts: Facts) -> list[Finding]:
     """
     memory = facts.memory.lead if facts.memory is not None else None
     if memory is None or memory.peak is None or memory.activations is None or not facts.is_fit:
-        return []
+        return None
     total, saved = memory.peak.total_bytes, memory.peak.categories.get("activation") or 0
     if saved < MIN_BYTES or saved < NOTABLE_ACTIVATIONS * total:
-        return []
+        return None
     group = _best(memory, total)
     rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
     steps = (memory.peak.step,)
     ledger = facts.byte_ledgers.get(rank.rank)
     fewer = group.saved_bytes - group.recompute_peak_bytes if group else saved / 2
     recovers = recovered(ledger, fewer, "activation")
-    return [
-        Finding(
-            rule="activation_peak",
-            severity=_severity(ledger, recovers),
-            sentence=(
-                f"Saved activations are {percent(saved / total)} of the tensor peak{facts.on_rank(rank)}: "
-                f"{format_bytes(saved)} of {format_bytes(total)}."
-            ),
-            why=_why_activations(memory.activations, group) + _pressure(ledger),
-            next_steps=_next_for_activations(group),
-            evidence=facts.recorded(rank, memory.peak.source, steps) or facts.recorded(rank, "saved_tensors"),
-            numbers={
-                "rank": memory.rank,
-                "activation_bytes": saved,
-                "peak_bytes": total,
-                "activation_share": saved / total,
-                "step": memory.peak.step,
-                "checkpointed": group.name if group else None,
-                "saved_bytes": group.saved_bytes - group.recompute_peak_bytes if group else None,
-                "recompute_ns": group.recompute_ns if group else None,
-            },
-            weight=saved / total,
-            recovers=recovers,
-        )
-    ]
+    return Finding(
+        rule="activation_peak",
+        severity=_severity(ledger, recovers),
+        sentence=(
+            f"Saved activations are {percent(saved / total)} of the tensor peak{facts.on_rank(rank)}: "
+            f"{format_bytes(saved)} of {format_bytes(total)}."
+        ),
+        why=_why_activations(memory.activations, group) + _pressure(ledger),
+        next_steps=_next_for_activations(group),
+        evidence=facts.recorded(rank, memory.peak.source, steps) or facts.recorded(rank, "saved_tensors"),
+        numbers={
+            "rank": memory.rank,
+            "activation_bytes": saved,
+            "peak_bytes": total,
+            "activation_share": saved / total,
+            "step": memory.peak.step,
+            "checkpointed": group.name if group else None,
+            "saved_bytes": group.saved_bytes - group.recompute_peak_bytes if group else None,
+            "recompute_ns": group.recompute_ns if group else None,
+        },
+        weight=saved / total,
+        recovers=recovers,
+    )
 
 
 def _best(memory: RankMemory, total: int) -> CheckpointedGroup | None:
@@ -305,47 +297,45 @@ LESS_STATE: Final = "Use an optimizer with less state: torch.optim.Adafactor, SG
 ADAFACTOR: Final = 0.9
 
 
-def optimizer_state(facts: Facts) -> list[Finding]:
+def optimizer_state(facts: Facts) -> Finding | None:
     """Find the permanent memory of the first optimizer step: a model that fits before it may not fit after it.
 
     Recovers the part of the line ``optimizer_state`` that other ranks would hold, or that Adafactor does without.
     """
     memory = facts.memory.lead if facts.memory is not None else None
     if memory is None or memory.peak is None or not facts.is_fit:
-        return []
+        return None
     peak = memory.peak
     state, parameters = peak.categories.get("optimizer_state") or 0, peak.categories.get("parameter") or 0
     if state < MIN_BYTES or state < NOTABLE_PARAMETERS * parameters or state < NOTABLE_STATE * peak.total_bytes:
-        return []
+        return None
     rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
     risen = _risen(rank)
     ledger, ranks = facts.byte_ledgers.get(rank.rank), len(facts.run.ranks)
     recovers = recovered(ledger, state * ((ranks - 1) / ranks if ranks > 1 else ADAFACTOR), "optimizer_state")
     first_steps = tuple(row["step"] for row in rank.pulse[:2] if row["step"] is not None)
-    return [
-        Finding(
-            rule="optimizer_state",
-            severity=_severity(ledger, recovers),
-            sentence=(
-                f"Optimizer state takes {format_bytes(state)} from the first optimizer step on{facts.on_rank(rank)}: "
-                f"{percent(state / peak.total_bytes)} of the peak."
-            ),
-            why=_why_state(rank, peak, state, parameters)
-            + (f" Step 2 peaks {format_bytes(risen)} above step 1." if risen is not None else "")
-            + _pressure(ledger),
-            next_steps=(SHARDED, LESS_STATE) if ranks > 1 else (LESS_STATE,),
-            evidence=(*facts.recorded(rank, peak.source, (peak.step,)), facts.pulse(rank, first_steps)),
-            numbers={
-                "rank": memory.rank,
-                "optimizer_state_bytes": state,
-                "parameter_bytes": parameters,
-                "peak_bytes": peak.total_bytes,
-                "first_step_bytes": risen,
-            },
-            weight=state / peak.total_bytes,
-            recovers=recovers,
-        )
-    ]
+    return Finding(
+        rule="optimizer_state",
+        severity=_severity(ledger, recovers),
+        sentence=(
+            f"Optimizer state takes {format_bytes(state)} from the first optimizer step on{facts.on_rank(rank)}: "
+            f"{percent(state / peak.total_bytes)} of the peak."
+        ),
+        why=_why_state(rank, peak, state, parameters)
+        + (f" Step 2 peaks {format_bytes(risen)} above step 1." if risen is not None else "")
+        + _pressure(ledger),
+        next_steps=(SHARDED, LESS_STATE) if ranks > 1 else (LESS_STATE,),
+        evidence=(*facts.recorded(rank, peak.source, (peak.step,)), facts.pulse(rank, first_steps)),
+        numbers={
+            "rank": memory.rank,
+            "optimizer_state_bytes": state,
+            "parameter_bytes": parameters,
+            "peak_bytes": peak.total_bytes,
+            "first_step_bytes": risen,
+        },
+        weight=state / peak.total_bytes,
+        recovers=recovers,
+    )
 
 
 def _why_state(rank: Rank, peak: CategoryPeak, state: int, parameters: int) -> str:
@@ -389,7 +379,7 @@ class _Retries:
     reserved_bytes: int | None
 
 
-def allocator_retries(facts: Facts) -> list[Finding]:
+def allocator_retries(facts: Facts) -> Finding | None:
     """Find retries of the allocator, in the recorded steps or before them."""
     found = [
         retries
@@ -398,48 +388,44 @@ def allocator_retries(facts: Facts) -> list[Finding]:
         if (retries := _retries(rank, window)) is not None
     ]
     if not found:
-        return []
+        return None
     worst = max(found, key=lambda retries: (retries.grown, retries.total))
     steps = max(len(worst.window.steps) + len(worst.window.warmup_steps), 1)
     rate = worst.grown / steps
     severe = Severity.CRITICAL if rate >= SEVERE_PER_STEP else Severity.WARNING
     device = f"{worst.device}{f' of rank {worst.rank}' if len(facts.run.ranks) > 1 else ''}"
     reserved = f" with {format_bytes(worst.reserved_bytes)} reserved" if worst.reserved_bytes is not None else ""
-    return [
-        Finding(
-            rule="allocator_retries",
-            severity=severe if worst.grown else Severity.INFO,
-            sentence=(
-                f"{device} is nearly full: the allocator emptied its cache {times(worst.grown)} in {steps} recorded "
-                "steps."
-                if worst.grown
-                else f"{device} was full {times(worst.total)} before the recorded steps: the allocator emptied its "
-                "cache."
+    return Finding(
+        rule="allocator_retries",
+        severity=severe if worst.grown else Severity.INFO,
+        sentence=(
+            f"{device} is nearly full: the allocator emptied its cache {times(worst.grown)} in {steps} recorded steps."
+            if worst.grown
+            else f"{device} was full {times(worst.total)} before the recorded steps: the allocator emptied its cache."
+        ),
+        why=(
+            f"An allocation failed{reserved}: the allocator waited for all kernels, freed its cache and retried; "
+            "other ranks wait for that in their next collective."
+        ),
+        next_steps=RETRIES_NEXT,
+        evidence=(
+            Evidence(
+                artifact=f"{facts.run.directory.name}/{series_path(worst.window.index, worst.rank, 'allocator')}",
+                rank=worst.rank,
+                window=worst.window.index,
+                steps=(min(worst.window.steps), max(worst.window.steps)) if worst.window.steps else None,
             ),
-            why=(
-                f"An allocation failed{reserved}: the allocator waited for all kernels, freed its cache and retried; "
-                "other ranks wait for that in their next collective."
-            ),
-            next_steps=RETRIES_NEXT,
-            evidence=(
-                Evidence(
-                    artifact=f"{facts.run.directory.name}/{series_path(worst.window.index, worst.rank, 'allocator')}",
-                    rank=worst.rank,
-                    window=worst.window.index,
-                    steps=(min(worst.window.steps), max(worst.window.steps)) if worst.window.steps else None,
-                ),
-            ),
-            numbers={
-                "rank": worst.rank,
-                "device": worst.device,
-                "retries": worst.grown,
-                "retries_in_all": worst.total,
-                "steps": steps,
-                "reserved_bytes": worst.reserved_bytes,
-            },
-            weight=min(rate, 1.0),
-        )
-    ]
+        ),
+        numbers={
+            "rank": worst.rank,
+            "device": worst.device,
+            "retries": worst.grown,
+            "retries_in_all": worst.total,
+            "steps": steps,
+            "reserved_bytes": worst.reserved_bytes,
+        },
+        weight=min(rate, 1.0),
+    )
 
 
 def _retries(rank: Rank, window: RecordedWindow) -> _Retries | None:

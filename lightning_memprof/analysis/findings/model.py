@@ -91,6 +91,11 @@ class Recovery:
         """The severity of a fault that costs this much."""
         return severity_of(self.share)
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The fields of a finding that follow from its worth."""
+        return {"severity": self.severity, "weight": self.share, "recovers": self}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -201,8 +206,9 @@ class Facts:
         return {rank: ledger for rank, ledger in found.items() if ledger is not None}
 
     def heaviest(self, cost: Callable[[TimeLedger], float]) -> tuple[Rank, TimeLedger] | None:
-        """Return the rank whose ledger costs the most, None if no rank has one."""
-        ranks = [(rank, self.ledgers[rank.rank]) for rank in self.run.ranks if rank.rank in self.ledgers]
+        """Return the rank whose ledger costs the most, None if no rank has one of enough steps."""
+        found = [(rank, self.ledgers[rank.rank]) for rank in self.run.ranks if rank.rank in self.ledgers]
+        ranks = [pair for pair in found if pair[1].steps >= MIN_STEPS]
         return max(ranks, key=lambda pair: cost(pair[1]), default=None)
 
     @property
@@ -229,6 +235,18 @@ class Facts:
             start_ns=start,
             end_ns=None if last_start is None or duration is None else last_start + duration,
         )
+
+    def pulse_and_trace(self, rank: Rank) -> tuple[Evidence, ...]:
+        """Return the pulse of a rank and its trace, if it has one, as evidence."""
+        traces = (Evidence(artifact=str(trace.file), rank=rank.rank) for trace in self._traces(rank)[:1])
+        return self.pulse(rank), *traces
+
+    def host_ledger(self, rank: Rank) -> TimeLedger | None:
+        """Return the host ledger of a rank's trace, None without one."""
+        return next((trace.host_ledger for trace in self._traces(rank)), None)
+
+    def _traces(self, rank: Rank) -> list[TraceReport]:
+        return [trace for trace in self.traces if trace.host_ledger is not None and trace.rank in {rank.rank, None}]
 
     def recorded(self, rank: Rank, collector: str, steps: Collection[int] = ()) -> tuple[Evidence, ...]:
         """Return a collector's files of the windows that recorded any of ``steps``; of all windows if it is empty."""
@@ -261,4 +279,4 @@ class Facts:
         return f" on rank {number}" if len(self.run.ranks) > 1 else ""
 
 
-Rule = Callable[["Facts"], "list[Finding]"]
+Rule = Callable[["Facts"], "Finding | list[Finding] | None"]

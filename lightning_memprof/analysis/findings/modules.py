@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.growth import RETAINED, recovered
-from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, Evidence, Facts, Finding, Recovery
+from lightning_memprof.analysis.findings.measures import LOOP, VIEWS
+from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.ledger.growth import steady_growth
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import rank_events
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.memory.model import DeviceAllocations
     from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.trace.model import TraceReport
     from lightning_memprof.artifacts.manifest import OptimizerFacts
 
 
@@ -120,23 +120,6 @@ def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
     return (*compiled, *lower)
 
 
-def pulse_and_trace(facts: Facts, rank: Rank) -> tuple[Evidence, ...]:
-    """Return the pulse of a rank and its trace, if it has one, as evidence."""
-    return (
-        facts.pulse(rank),
-        *(Evidence(artifact=str(trace.file), rank=rank.rank) for trace in _traces(facts, rank)[:1]),
-    )
-
-
-def _traces(facts: Facts, rank: Rank) -> list[TraceReport]:
-    return [trace for trace in facts.traces if trace.host_ledger is not None and trace.rank in {rank.rank, None}]
-
-
-def host_ledger(facts: Facts, rank: Rank) -> TimeLedger | None:
-    """Return the host ledger of a rank's trace, None without one."""
-    return next((trace.host_ledger for trace in _traces(facts, rank)), None)
-
-
 ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
 # Of the gradients that all passes of a step could compute: parameters that a pass does not need are missing.
 ALL_GRADIENTS: Final = 0.95
@@ -155,37 +138,32 @@ class _Unused:
     max: float
 
 
-def unused_gradients(facts: Facts) -> list[Finding]:
+def unused_gradients(facts: Facts) -> Finding | None:
     """Find backward passes that compute gradients which no optimizer uses.
 
     Of modules that are in no optimizer: recovers 40% to 100% of their backward, the lower figure where modules before
     them train. With several optimizers and ``n`` passes per step that all reach all of their parameters: one pass of
     the optimizer with the shortest backward, to ``n - 1`` of the one with the longest.
     """
-    worst = facts.heaviest(lambda ledger: ledger.ns("backward"))
-    if worst is None or worst[0].training is None or worst[1].steps < MIN_STEPS:
-        return []
+    if (worst := facts.heaviest(lambda ledger: ledger.ns("backward"))) is None or worst[0].training is None:
+        return None
     rank, ledger = worst
     training = worst[0].training
     unused = _not_optimized(training.not_optimized, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
     if unused is None:
-        return []
+        return None
     worth = Recovery(unit="ns", min=unused.min, max=unused.max, whole=ledger.running_ns)
     if worth.share < NOTABLE:
-        return []
-    return [
-        Finding(
-            rule="unused_gradients",
-            severity=worth.severity,
-            sentence=f"Unused gradients: {unused.sentence}{facts.on_rank(rank)}.",
-            why=f"{unused.why} of {ledger.length_text}.",
-            next_steps=unused.next_steps,
-            evidence=pulse_and_trace(facts, rank),
-            numbers={"rank": rank.rank, "backward_ns": ledger.ns("backward"), "duration_ns": ledger.step_ns},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+        return None
+    return Finding(
+        rule="unused_gradients",
+        sentence=f"Unused gradients: {unused.sentence}{facts.on_rank(rank)}.",
+        why=f"{unused.why} of {ledger.length_text}.",
+        next_steps=unused.next_steps,
+        evidence=facts.pulse_and_trace(rank),
+        numbers={"rank": rank.rank, "backward_ns": ledger.ns("backward"), "duration_ns": ledger.step_ns},
+        **worth.parts,
+    )
 
 
 # Of a penalty in every 16th step a sixteenth remains; in every second one half.
@@ -194,37 +172,70 @@ LAZY: Final = "Apply the gradient penalty in every 16th step, with 16 times its 
 NO_GRAPH: Final = "Remove create_graph=True where nothing differentiates the gradients."
 
 
-def double_backward(facts: Facts) -> list[Finding]:
+def double_backward(facts: Facts) -> Finding | None:
     """Find gradients of gradients in each step: a penalty on gradients, or a graph of them that nothing uses.
 
     Recovers half of the nodes that build or run the graph of gradients, to 15/16 of them. Lost: a penalty applies less
     often.
     """
-    worst = facts.heaviest(lambda ledger: ledger.double_backward_ns)
-    if worst is None or worst[1].steps < MIN_STEPS:
-        return []
+    if (worst := facts.heaviest(lambda ledger: ledger.double_backward_ns)) is None:
+        return None
     rank, ledger = worst
     ns = ledger.double_backward_ns
     worth = Recovery(unit="ns", min=ns * LESS_OFTEN[0], max=ns * LESS_OFTEN[1], whole=ledger.running_ns)
     if worth.share < NOTABLE:
-        return []
+        return None
     share = ledger.share_text(ns)
-    return [
-        Finding(
-            rule="double_backward",
-            severity=worth.severity,
-            sentence=f"Double backward: gradients of gradients take {share}{facts.on_rank(rank)}.",
-            why=(
-                f"{format_ns(ns)} of {ledger.length_text}: backward builds a graph of the gradients "
-                "(create_graph=True), and a second backward runs through it."
-            ),
-            next_steps=(LAZY, NO_GRAPH),
-            evidence=pulse_and_trace(facts, rank),
-            numbers={"rank": rank.rank, "double_backward_ns": round(ns), "duration_ns": round(ledger.step_ns)},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="double_backward",
+        sentence=f"Double backward: gradients of gradients take {share}{facts.on_rank(rank)}.",
+        why=(
+            f"{format_ns(ns)} of {ledger.length_text}: backward builds a graph of the gradients "
+            "(create_graph=True), and a second backward runs through it."
+        ),
+        next_steps=(LAZY, NO_GRAPH),
+        evidence=facts.pulse_and_trace(rank),
+        numbers={"rank": rank.rank, "double_backward_ns": round(ns), "duration_ns": round(ledger.step_ns)},
+        **worth.parts,
+    )
+
+
+# Of the peak: what the memory can hold is four times as much, so that activations fit that checkpointing does not save.
+AMPLE: Final = 0.25
+# Saving activations takes some time, too.
+SAVED: Final = (0.7, 1.0)
+NO_CHECKPOINTS: Final = (
+    "Save the activations: call the modules without torch.utils.checkpoint (gradient_checkpointing=False).",
+    "Checkpoint fewer modules, such as every second one.",
+)
+
+
+def recomputation(facts: Facts) -> Finding | None:
+    """Find activation checkpointing, which runs forwards of modules again in backward, where memory is ample.
+
+    Recovers 70% to all of these forwards. Lost: memory for the activations that they save then.
+    """
+    if (worst := facts.heaviest(lambda ledger: ledger.recomputed_ns)) is None:
+        return None
+    rank, ledger = worst
+    memory, ns = facts.byte_ledgers.get(rank.rank), ledger.recomputed_ns
+    worth = Recovery(unit="ns", min=ns * SAVED[0], max=ns * SAVED[1], whole=ledger.running_ns)
+    if worth.share < NOTABLE or memory is None or memory.filled is None:
+        return None
+    limit = f"{format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of what {memory.place} can hold"
+    return Finding(
+        rule="recomputation",
+        severity=worth.severity if memory.filled <= AMPLE else Severity.INFO,
+        sentence=(
+            f"Activation checkpointing: backward runs forwards again, {ledger.share_text(ns)}{facts.on_rank(rank)}."
+        ),
+        why=f"Forwards of modules in backward take {format_ns(ns)} of {ledger.length_text}. The peak of {limit}.",
+        next_steps=NO_CHECKPOINTS,
+        evidence=facts.pulse_and_trace(rank),
+        numbers={"rank": rank.rank, "recomputed_ns": round(ns), "peak_bytes": memory.peak_bytes},
+        weight=worth.share,
+        recovers=worth,
+    )
 
 
 def _not_optimized(modules: Iterable[str], ledger: TimeLedger) -> _Unused | None:
@@ -288,7 +299,7 @@ MIN_RETAINED: Final = 32 * MIB
 MOSTLY: Final = 0.5
 
 
-def retained_graph(facts: Facts) -> list[Finding]:
+def retained_graph(facts: Facts) -> Finding | None:
     """Find saved activations of a step that are live at the peak of a later one: backward did not free its graph.
 
     Recovers these bytes, at most the saved activations of the byte ledger. Memory that grows from step to step is not
@@ -304,27 +315,23 @@ def retained_graph(facts: Facts) -> list[Finding]:
         columns = ("rss_bytes", "device_peak_bytes")
         if ledger is None or worth is None or any(steady_growth(rank.pulse, column) for column in columns):
             continue
-        return [
-            Finding(
-                rule="retained_graph",
-                severity=worth.severity,
-                sentence=(
-                    f"Graphs outlive their step: {format_bytes(worth.max)} of saved activations are live in the "
-                    f"next one{facts.on_rank(rank)}."
-                ),
-                why=(
-                    f"A step saves {format_bytes(saved.total_bytes)} of activations; at the peak, {format_bytes(kept)} "
-                    f"of the forward before are live, {percent(worth.share)} of {format_bytes(ledger.peak_bytes)}: "
-                    "retain_graph=True keeps a graph, and a stored loss or output holds it."
-                ),
-                next_steps=(RETAINED,),
-                evidence=pulse_and_trace(facts, rank),
-                numbers={"rank": rank.rank, "retained_bytes": kept, "activation_bytes": saved.total_bytes},
-                weight=worth.share,
-                recovers=worth,
-            )
-        ]
-    return []
+        return Finding(
+            rule="retained_graph",
+            sentence=(
+                f"Graphs outlive their step: {format_bytes(worth.max)} of saved activations are live in the "
+                f"next one{facts.on_rank(rank)}."
+            ),
+            why=(
+                f"A step saves {format_bytes(saved.total_bytes)} of activations; at the peak, {format_bytes(kept)} "
+                f"of the forward before are live, {percent(worth.share)} of {format_bytes(ledger.peak_bytes)}: "
+                "retain_graph=True keeps a graph, and a stored loss or output holds it."
+            ),
+            next_steps=(RETAINED,),
+            evidence=facts.pulse_and_trace(rank),
+            numbers={"rank": rank.rank, "retained_bytes": kept, "activation_bytes": saved.total_bytes},
+            **worth.parts,
+        )
+    return None
 
 
 def _outliving(device: DeviceAllocations) -> int:
@@ -333,19 +340,11 @@ def _outliving(device: DeviceAllocations) -> int:
     return sum(site.bytes for site in device.sites if site.phase == "forward" and (site.step or peak) < peak)
 
 
-# Fewer calls of one operator in a forward are its layers.
-LOOP: Final = 8
-# Operators that read a value of a tensor, and those that iterate over one.
-READS: Final = frozenset({"aten::item", "aten::is_nonzero"})
-OF_VALUES: Final = READS | {"", "aten::_local_scalar_dense", "aten::unbind", "aten::select"}
-# They compute nothing.
-VIEWS: Final = OF_VALUES | {
-    f"aten::{name}"
-    for name in ("slice", "view", "reshape", "transpose", "permute", "expand", "chunk", "split", "unsqueeze", "t")
-}
 # Batching the calls of a loop saves their dispatch, and lets an operator use all cores.
 BATCHED: Final = (0.2, 0.7)
 NOTABLE_LOOP: Final = 0.10
+PARAMETRIZATIONS: Final = ".parametrizations."
+CACHED: Final = "Compute the parameters of {module} once: with torch.nn.utils.parametrize.cached(): around the loop."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,54 +358,56 @@ class _Loop:
     ns: float
 
 
-def python_loop(facts: Facts) -> list[Finding]:
+def python_loop(facts: Facts) -> Finding | None:
     """Find a forward that runs an operator or a submodule many times in a Python loop.
 
     Recovers 20% to 70% of the time of the module's own operators, forward and backward: one batched call has the same
     arithmetic without the dispatch of each.
     """
-    worst = facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))
-    if worst is None or worst[1].steps < MIN_STEPS:
-        return []
+    if (worst := facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))) is None:
+        return None
     rank, ledger = worst
-    loops = _loops(ledger, host_ledger(facts, rank) or ledger)
+    recorded = facts.host_ledger(rank) or ledger
+    loops = _loops(ledger, recorded)
     eager = [loop for loop in loops if not in_compiled(loop.module, rank)]
     loop = max(eager, key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
     if loop is None or loop.ns < NOTABLE_LOOP * ledger.running_ns:
-        return []
+        return None
+    calls = _calls(recorded.of("forward"))
+    anew = {path for path, count in calls.items() if PARAMETRIZATIONS in path and count >= calls[loop.repeated]}
+    inside = [line for line in ledger.of("forward", "backward") if f"{line.module}.".startswith(f"{loop.repeated}.")]
+    made = total(line for line in inside if line.module in anew)
     worth = Recovery(unit="ns", min=loop.ns * BATCHED[0], max=loop.ns * BATCHED[1], whole=ledger.running_ns)
-    return [
-        Finding(
-            rule="python_loop",
-            severity=worth.severity,
-            sentence=(
-                f"Python loop: {loop.module} runs {loop.repeated} {loop.times:,.0f} times in each forward and takes "
-                f"{ledger.share_text(loop.ns)}{facts.on_rank(rank)}."
+    return Finding(
+        rule="python_loop",
+        sentence=(
+            f"Python loop: {loop.module} runs {loop.repeated} {loop.times:,.0f} times in each forward and takes "
+            f"{ledger.share_text(loop.ns)}{facts.on_rank(rank)}."
+        ),
+        why=(
+            f"Forward and backward of its operators take {format_ns(loop.ns)} of {ledger.length_text}"
+            f"{f', {format_ns(made)} of it to compute parameters' if made else ''}; each small call is dispatched "
+            "from Python and uses few cores."
+        ),
+        next_steps=(
+            *((CACHED.format(module=loop.repeated),) if made >= MOSTLY * loop.ns else ()),
+            (
+                f"Vectorize the loop in the forward of {loop.module}: one batched operator (bmm, einsum, "
+                "scaled_dot_product_attention) on all slices."
             ),
-            why=(
-                f"Forward and backward of its operators take {format_ns(loop.ns)} of {ledger.length_text}"
-                "; each small call is dispatched from Python and uses few cores."
-            ),
-            next_steps=(
-                (
-                    f"Vectorize the loop in the forward of {loop.module}: one batched operator (bmm, einsum, "
-                    "scaled_dot_product_attention) on all slices."
-                ),
-                "Compile it, so that the loop becomes a few fused kernels: torch.compile(module).",
-            ),
-            evidence=pulse_and_trace(facts, rank),
-            numbers={
-                "rank": rank.rank,
-                "module": loop.module,
-                "repeated": loop.repeated,
-                "times": loop.times,
-                "loop_ns": loop.ns,
-                "duration_ns": ledger.step_ns,
-            },
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+            "Compile it, so that the loop becomes a few fused kernels: torch.compile(module).",
+        ),
+        evidence=facts.pulse_and_trace(rank),
+        numbers={
+            "rank": rank.rank,
+            "module": loop.module,
+            "repeated": loop.repeated,
+            "times": loop.times,
+            "loop_ns": loop.ns,
+            "duration_ns": ledger.step_ns,
+        },
+        **worth.parts,
+    )
 
 
 def _loops(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:

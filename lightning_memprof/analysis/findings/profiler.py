@@ -95,32 +95,28 @@ def _end(worker: Worker) -> str:
     return f"exit code {code}" if code > 0 else f"signal {-code} ({names.get(-code, 'unknown')})"
 
 
-def other_profiler(facts: Facts) -> list[Finding]:
+def other_profiler(facts: Facts) -> Finding | None:
     """Find another torch profiler that runs in the training.
 
     Recovers 20% to 50% of forward and backward, and the GC pauses in them.
     """
     seen = next((row for row in facts.run.unavailable if OTHER_PROFILER.search(row.reason)), None)
     if seen is None or (ledger := facts.ledgers.get(seen.rank)) is None:
-        return []
+        return None
     passes, pauses = ledger.ns("forward", "backward"), ledger.ns("gc_pauses")
     worth = Recovery(unit="ns", min=pauses + passes * OTHER[0], max=pauses + passes * OTHER[1], whole=ledger.running_ns)
-    return [
-        Finding(
-            rule="other_profiler",
-            severity=worth.severity,
-            sentence=f"Another profiler is on: torch.profiler records the training{facts.on_rank(seen.rank)}.",
-            why=(
-                f"{seen.reason[:1].upper()}{seen.reason[1:]}. It costs time for each operator; forward and backward "
-                f"take {format_ns(passes)}, GC pauses {format_ns(pauses)} of {ledger.length_text}."
-            ),
-            next_steps=('Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',),
-            evidence=tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == seen.rank),
-            numbers={"rank": seen.rank, "passes_ns": passes, "gc_pauses_ns": pauses},
-            weight=worth.share,
-            recovers=worth,
-        )
-    ]
+    return Finding(
+        rule="other_profiler",
+        sentence=f"Another profiler is on: torch.profiler records the training{facts.on_rank(seen.rank)}.",
+        why=(
+            f"{seen.reason[:1].upper()}{seen.reason[1:]}. It costs time for each operator; forward and backward "
+            f"take {format_ns(passes)}, GC pauses {format_ns(pauses)} of {ledger.length_text}."
+        ),
+        next_steps=('Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',),
+        evidence=tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == seen.rank),
+        numbers={"rank": seen.rank, "passes_ns": passes, "gc_pauses_ns": pauses},
+        **worth.parts,
+    )
 
 
 def profiler_overhead(facts: Facts) -> list[Finding]:
@@ -232,16 +228,16 @@ def recording_ns(trace: TraceReport) -> tuple[int, int, int]:
     return known_ns, estimated_ns, span_ns
 
 
-def recording_overhead(trace: TraceReport) -> list[Finding]:
+def recording_overhead(trace: TraceReport) -> Finding | None:
     """Find a trace in which the profiler's own work, known or estimated from the host's events, takes much time."""
     window = trace.gpu_window
     if window is None or not window.window_ns:
-        return []
+        return None
     costs = [cost for cost in trace.profiler_overhead if cost.name not in OTHERS]
     known_ns, estimated_ns, span_ns = recording_ns(trace)
     share = min(max(known_ns, estimated_ns) / span_ns, 1.0)
     if share <= NOTABLE_SHARE:
-        return []
+        return None
     is_known = known_ns >= estimated_ns
     is_idle = window.idle_ns > HOST_MATTERS * window.window_ns
     if is_known:
@@ -253,30 +249,28 @@ def recording_overhead(trace: TraceReport) -> list[Finding]:
         why = f"{trace.host_events:,} host events in {format_ns(span_ns)}{options}, {each}."
     less = ", ".join(f"{name}=False" for name in OPTIONS if name in trace.recorded_with)
     profiler = "ExtendedPyTorchProfiler" if trace.program.is_lightning else "torch.profiler.profile"
-    return [
-        Finding(
-            rule="recording_overhead",
-            # It does not describe the program, but the reliability of the other findings.
-            severity=Severity.WARNING if is_known and is_idle else Severity.INFO,
-            sentence=(
-                f"The profiler takes {'' if is_known else 'about '}{percent(share)} of the recorded time"
-                f"{on_rank(trace)}; without it the GPU is less idle."
-            ),
-            why=why,
-            next_steps=remedies(trace, *((f"Record less per step: {profiler}({less}).",) if less else ()), *COMPARE),
-            evidence=seen_in(trace),
-            numbers={
-                "share": share,
-                "profiler_ns": known_ns,
-                "estimated_ns": estimated_ns,
-                "events": trace.events,
-                "host_events": trace.host_events,
-                "span_ns": span_ns,
-                "recorded_with": list(trace.recorded_with),
-            },
-            weight=share,
-        )
-    ]
+    return Finding(
+        rule="recording_overhead",
+        # It does not describe the program, but the reliability of the other findings.
+        severity=Severity.WARNING if is_known and is_idle else Severity.INFO,
+        sentence=(
+            f"The profiler takes {'' if is_known else 'about '}{percent(share)} of the recorded time"
+            f"{on_rank(trace)}; without it the GPU is less idle."
+        ),
+        why=why,
+        next_steps=remedies(trace, *((f"Record less per step: {profiler}({less}).",) if less else ()), *COMPARE),
+        evidence=seen_in(trace),
+        numbers={
+            "share": share,
+            "profiler_ns": known_ns,
+            "estimated_ns": estimated_ns,
+            "events": trace.events,
+            "host_events": trace.host_events,
+            "span_ns": span_ns,
+            "recorded_with": list(trace.recorded_with),
+        },
+        weight=share,
+    )
 
 
 def hang(facts: Facts) -> list[Finding]:

@@ -14,7 +14,7 @@ import numpy as np
 from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
 from lightning_memprof.analysis.ledger.work import operator_work, shaped
-from lightning_memprof.analysis.steps.events import action_name, is_profiler, meeting, part_of
+from lightning_memprof.analysis.steps.events import MODULES, action_name, is_profiler, meeting, part_of
 from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind
 from lightning_memprof.analysis.trace.communication import common_name
 from lightning_memprof.analysis.trace.intervals import (
@@ -50,6 +50,7 @@ _RANGES: Final[Mapping[str, HostPart]] = {
     "enumerate(DataLoader)": "data_wait",
     _NODE: "backward",
     "<built-in method run_backward": "backward",
+    "_compile.compile_inner (dynamo_timed)": "compile",
     "[pl][forward_hook]": "forward_hook",
     "[pl][backward_hook]": "backward_hook",
 }
@@ -115,6 +116,7 @@ def host_ledger(
         lines=_summed(found, joined(tables), count),
         work=operator_work(columns, computed, _PARTS, found.modules.path, count),
         double_backward_ns=_double_backward(found, steps),
+        recomputed_ns=_recomputed(found, spans) / count,
         communication=tuple(_communication(columns, exposed, count)),
         exposed=stretches(exposed, columns.origin_ns),
     )
@@ -252,7 +254,7 @@ def _part(name: str, stage: str) -> int:
         return _PARTS.index(own)
     found = part_of(action, "", stage)
     if not found:
-        return _PARTS.index("module_hook") if action.startswith("[LightningModule]") else _NONE
+        return _PARTS.index("module_hook") if action.startswith(MODULES) else _NONE
     return [*_PARTS].index(_OF_PART.get(found, found))  # type: ignore[arg-type]
 
 
@@ -308,7 +310,7 @@ def _tables(threads: _Threads, spans: Intervals, exposed: Intervals) -> tuple[li
         own = _own(columns, thread, taken)
         in_log = thread.part == _PARTS.index("self_log")
         waits = _own(columns, thread, intersection(taken, _since_met(columns, thread, in_log, exposed))) * in_log
-        tables += [_table(columns, thread, own - waits, spans, part), _waits(thread, waits)]
+        tables += [_table(columns, thread, own - waits, spans, part), _waits(thread, waits, in_log)]
         if len(columns.shapes.rows):
             computed.append(_computed(columns, thread, own, part))
     rest = int(np.sum(spans.ends - spans.starts)) - sum(int(np.sum(table[4])) for table in tables)
@@ -369,11 +371,12 @@ def _since_met(columns: TraceColumns, thread: _Thread, in_log: NDArray[np.bool_]
     return union(begins[meets], ends[met][meets])
 
 
-def _waits(thread: _Thread, waits: Column) -> Table:
-    """Return the waits for other ranks in a thread's calls of ``self.log``."""
+def _waits(thread: _Thread, waits: Column, in_log: NDArray[np.bool_]) -> Table:
+    """Return the waits for other ranks in a thread's calls of ``self.log``, and how many of these calls meet them."""
     rows = np.flatnonzero(waits)
-    part, label = _PARTS.index("rank_wait"), thread.label[rows]
-    return summed(*np.broadcast_arrays(part, label, _NONE, _NONE, waits[rows], 0, 0, 0, 0))
+    part, label, parents = _PARTS.index("rank_wait"), thread.label[rows], thread.parents[rows]
+    calls = (parents < 0) | ~in_log[parents]
+    return summed(*np.broadcast_arrays(part, label, _NONE, _NONE, waits[rows], calls, 0, 0, 0))
 
 
 def _double_backward(threads: _Threads, steps: Sequence[Step]) -> float:
@@ -397,6 +400,17 @@ def _double_backward(threads: _Threads, steps: Sequence[Step]) -> float:
     found = np.union1d(built, np.flatnonzero(outer & np.isin(sequences, sequences[makes])))
     in_steps = [np.any((starts[found] >= step.start) & (starts[found] < step.end)) for step in steps]
     return float(np.sum(thread.ends[found] - starts[found])) / max(len(steps), 1) if all(in_steps) else 0.0
+
+
+def _recomputed(threads: _Threads, spans: Intervals) -> int:
+    """Return the time of modules that are called in backward, as activation checkpointing does."""
+    whole = 0
+    for thread in (threads.training, *threads.autograd):
+        is_module = threads.modules.named[threads.columns.names[thread.rows]]
+        calls = is_module & (thread.part == _PARTS.index("backward"))
+        called = union(threads.columns.starts[thread.rows[calls]], thread.ends[calls])
+        whole += length(intersection(spans, called))
+    return whole
 
 
 def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:

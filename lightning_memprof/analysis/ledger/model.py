@@ -33,6 +33,7 @@ HostPart = Literal[
     "validation",
     "checkpoint",
     "gc_pauses",
+    "compile",
     "profiler",
     "stall",
     "rank_wait",
@@ -143,6 +144,7 @@ class TimeLedger:
         stalls: the steps whose excess is the line ``stall``, longest first.
         work: of the operators whose inputs were recorded, most time first; beside the lines, not one of them.
         double_backward_ns: of nodes that build or run a graph of gradients; beside the lines.
+        recomputed_ns: of forwards of modules that run again in backward; beside the lines.
         window_factor: duration of a recorded step divided by ``median_ns``, None without a recorded step.
         communication: time in collectives that nothing hides: ``rank_wait`` until the last rank has come, where that is
             known, and ``collective``, the transfer. The lines have this time too; the rest is the rank's own work.
@@ -158,6 +160,7 @@ class TimeLedger:
     window_factor: float | None = None
     work: tuple[OperatorWork, ...] = ()
     double_backward_ns: float = 0.0
+    recomputed_ns: float = 0.0
     communication: tuple[TimeLine, ...] = ()
     exposed: tuple[tuple[int, int], ...] = ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,6 +12,7 @@ from lightning_memprof.analysis.ledger.host import corrected
 from lightning_memprof.analysis.ledger.model import HostPart, Stall, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import (
+    MODULES,
     Event,
     StepEvents,
     action_name,
@@ -23,7 +24,7 @@ from lightning_memprof.analysis.steps.events import (
 )
 from lightning_memprof.analysis.steps.statistics import TypicalSteps
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
-from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, PulseRow
+from lightning_memprof.artifacts.series import COMPILATION, GC_PAUSE, PHASES, PulseRow
 
 # Number, ns, and ns by phase.
 _Step = tuple[int, float, "Mapping[str, float | None]"]
@@ -42,10 +43,10 @@ _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
 }
 # The parts in which ranks meet.
 _MEETING: Final = (*_STEADY, "untracked", "rank_wait")
-_MODULE: Final = "[LightningModule]"
 _CLIPPING: Final = ".configure_gradient_clipping"
 # Actions inside forward, backward and optimizer that are separate lines.
-_WITHIN: Final = ("gc_pauses", "metric", "module_hook", "callback", "self_log")
+_WITHIN: Final = ("gc_pauses", "compile", "metric", "module_hook", "callback", "self_log")
+_WITHOUT_NAME: Final[Mapping[str, HostPart]] = {GC_PAUSE: "gc_pauses", COMPILATION: "compile"}
 _NAMED_PARTS: Final[Mapping[str, HostPart]] = {
     "data_wait": "data_wait",
     "transfer": "transfer",
@@ -89,11 +90,11 @@ def run_ledger(
     steps = _running(rank, typical, steady) if typical.clock == "host" else typical.steps
     median = statistics.median(duration for _, duration, _ in typical.steps)
     stalls, stalled = _stalls(steps, steady)
-    mean, whole_mean = (
-        {phase: sum(step[phase] or 0 for _, _, step in of) / len(of) for phase in PHASES}
-        for of in (steps, typical.steps)
-    )
+    mean, whole_mean = _mean(steps), _mean(typical.steps)
     named = _named(rank)
+    # A step that compiles is a stall, but that time has a line of its own.
+    compiling = {phase: total(line for line in lines if line.part == "compile") for phase, lines in named.items()}
+    stalled = {phase: max(ns - compiling.get(phase, 0.0), 0.0) for phase, ns in stalled.items()}
     # Of a run of several ranks `self.log` is timed in every step.
     is_logged = any(line.part == "self_log" for lines in named.values() for line in lines)
     logged = {"self_log", "rank_wait"} if is_logged else set()
@@ -120,9 +121,14 @@ def run_ledger(
         stalls=tuple(_with_core_wait(stall, typical) for stall in stalls),
         window_factor=_window_factor(rank, median),
         work=inside.work if inside is not None else (),
-        double_backward_ns=_of_passes(inside, sum(mean[phase] for phase in ("forward", "backward"))),
+        double_backward_ns=_of_passes(inside, mean, lambda recorded: recorded.double_backward_ns),
+        recomputed_ns=_of_passes(inside, mean, lambda recorded: recorded.recomputed_ns),
         communication=_communication(lines, inside),
     )
+
+
+def _mean(steps: Sequence[_Step]) -> dict[str, float]:
+    return {phase: sum(step[phase] or 0 for _, _, step in steps) / len(steps) for phase in PHASES}
 
 
 def _owners(rank: Rank, phase: str, ns: float, named: Sequence[TimeLine]) -> list[TimeLine]:
@@ -144,12 +150,14 @@ def _with_waits(lines: Sequence[TimeLine], phase: str, ns: float, waits_ns: Mapp
     return [*own, TimeLine(part="rank_wait", name=phase, ns=wait)] if wait > 0 else own
 
 
-def _of_passes(recorded: TimeLedger | None, passes_ns: float) -> float:
-    """Return the time of double backward in forward and backward, of which it has the share that it has in a trace."""
-    whole = (
-        recorded.ns("forward", "backward", *_INSIDE["forward"], *_INSIDE["backward"]) if recorded is not None else 0.0
-    )
-    return recorded.double_backward_ns / whole * passes_ns if recorded is not None and whole else 0.0
+def _of_passes(
+    recorded: TimeLedger | None, mean_ns: Mapping[str, float], spent: Callable[[TimeLedger], float]
+) -> float:
+    """Return a time of forward and backward that has the share of them that it has in a trace."""
+    parts = ("forward", "backward", *_INSIDE["forward"], *_INSIDE["backward"])
+    if recorded is None or not (whole := recorded.ns(*parts)):
+        return 0.0
+    return spent(recorded) / whole * (mean_ns["forward"] + mean_ns["backward"])
 
 
 def _communication(lines: Sequence[TimeLine], recorded: TimeLedger | None) -> tuple[TimeLine, ...]:
@@ -348,14 +356,14 @@ def _with_phase(step: StepEvents, stage: str) -> Iterator[tuple[str, Event]]:
 
 def _owner(rank: Rank, action: str, part: str) -> tuple[HostPart, str] | None:
     """Return the part and the name of an action's self time, None where it stays with its phase."""
-    if action == GC_PAUSE or is_profiler(action):
-        return "gc_pauses" if action == GC_PAUSE else "profiler", ""
+    if action in _WITHOUT_NAME or is_profiler(action):
+        return _WITHOUT_NAME.get(action, "profiler"), ""
     if (own := meeting(action)) is not None:
         return own, action_name(action)
     if action.rpartition(".")[2] == "on_save_checkpoint" or action_name(action).startswith("ModelCheckpoint."):
         return "checkpoint", action_name(action)
-    if action.startswith(_MODULE) and action.endswith(_CLIPPING) and rank.training and rank.training.clips_itself:
+    if action.startswith(MODULES) and action.endswith(_CLIPPING) and rank.training and rank.training.clips_itself:
         return "module_hook", action_name(action)
     if part in _NAMED_PARTS:
         return _NAMED_PARTS[part], action_name(action)
-    return ("module_hook", action_name(action)) if part == "other" and action.startswith(_MODULE) else None
+    return ("module_hook", action_name(action)) if part == "other" and action.startswith(MODULES) else None

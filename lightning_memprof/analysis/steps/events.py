@@ -34,6 +34,8 @@ OPTIMIZER: Final = frozenset(
 )
 EVALUATION_STEPS: Final = frozenset({"validation_step", "test_step", "predict_step"})
 CALLBACK: Final = "[Callback]"
+# Of a fit: the model and the data module.
+MODULES: Final = ("[LightningModule]", "[LightningDataModule]")
 # The profiler's own actions at the marks of a step.
 OWN_WORK: Final = "[MemProfiler]"
 # The profiler's own callbacks: their hooks open and close windows.

@@ -41,6 +41,7 @@ from lightning_memprof.capture.loader_workers import (
 )
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, peak_rss_bytes
+from lightning_memprof.capture.threads import ThreadTimes
 from lightning_memprof.capture.torch_internals import _MultiProcessingDataLoaderIter, _utils
 from lightning_memprof.schedule import Point
 
@@ -292,7 +293,7 @@ class ActionMemory:
 
 
 class ProcessLog:
-    """Samples of the DataLoader workers and of validations, in a file that begins with the first sample.
+    """Samples of the DataLoader workers, of validations and threads, in a file that begins with the first sample.
 
     Args:
         path: the file.
@@ -325,6 +326,8 @@ class ProcessLog:
         self._sizes: list[tuple[int, int | None]] = []
         self._heap = HeapSize()
         self._validations = 0
+        self._threads = ThreadTimes()
+        self._busy: list[ProcessRow] = []
 
     @property
     def is_unreadable(self) -> bool:
@@ -345,6 +348,10 @@ class ProcessLog:
         if self._batches:
             self._end_validation(record.step, record.global_step)
         self._at = (record.step, record.global_step)
+        if record.window is not None:
+            self._busy = self._threads.read()
+        elif self._busy:
+            self._write_threads()
         for child in new_workers(self._seen):
             if child.pid is not None:
                 self._known[child.pid] = child
@@ -379,7 +386,16 @@ class ProcessLog:
             self._begin(perf_counter_ns())
         while self._left:
             self._read_next()
+        if self._busy:
+            # Threads that have ended are not read again.
+            self._busy = self._threads.read() or self._busy
+        self._write_threads()
         self._report_deaths()
+
+    def _write_threads(self) -> None:
+        busy, self._busy = self._busy, []
+        for row in busy:
+            self._write(row, *(self._at or (None, None)))
 
     def _begin(self, now: int) -> None:
         """Begin a sample of the workers that there are."""

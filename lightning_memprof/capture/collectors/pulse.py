@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import os
 from collections import deque
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise, zip_longest
@@ -23,9 +22,10 @@ from lightning_memprof.artifacts.series import (
 )
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep
-from lightning_memprof.capture.clock import LoggedTimes, RecentMedian, StepClock, gc_pauses
+from lightning_memprof.capture.clock import LoggedTimes, RecentMedian, StepClock, compilations, gc_pauses
 from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes, without_statistics
+from lightning_memprof.capture.threads import CoreWait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -67,38 +67,6 @@ def device_columns(record: StepRecord, timer: DeviceTimer) -> tuple[int | None, 
     for _, moment, _ in moments:
         timer.release(moment)
     return (sum(spent), *(None if index == _CALLBACKS else ns for index, ns in enumerate(spent)))
-
-
-class CoreWait:
-    """Reads how long the calling thread is ready to run but waits for a core; 1 µs on Linux, from one open file."""
-
-    def __init__(self) -> None:
-        try:
-            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._fd = -1
-        self._before_ns = self._total_ns() or 0
-
-    def read(self) -> int | None:
-        """Return the nanoseconds since the previous reading, None where the kernel does not count them."""
-        total_ns = self._total_ns()
-        if total_ns is None:
-            return None
-        waited_ns, self._before_ns = total_ns - self._before_ns, total_ns
-        return waited_ns
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _total_ns(self) -> int | None:
-        if self._fd < 0:
-            return None
-        ran, waited, _ = os.pread(self._fd, 96, 0).split()
-        # A kernel that does not count writes zeros; this thread has run.
-        return int(waited) if ran != b"0" else None
 
 
 class PulseWriter:
@@ -349,7 +317,7 @@ def _followed_actions(run: RunContext) -> Iterator[ActionTotals]:
             clock.enter(slot)
 
     try:
-        with timed_parts(parts, enter, lambda _: clock.leave()), gc_pauses(clock):
+        with timed_parts(parts, enter, lambda _: clock.leave()), gc_pauses(clock), compilations(clock):
             yield totals
     finally:
         if totals.write():

@@ -83,16 +83,10 @@ def outside_of_compilers(functions: Sequence[Callable[..., Any]], *places: tuple
         functions: the first is the wrapper, which is not compiled itself; nothing that the others call is either.
         places: a class or an instance, and its attribute that is wrapped: unwrapped while torch compiles.
     """
-    # Nothing is compiled before it is loaded; loading it takes a second.
-    if "torch._dynamo.eval_frame" not in sys.modules or "torch._dynamo.callback" not in sys.modules:
+    if "torch._dynamo.eval_frame" not in sys.modules:
         yield
         return
-    from lightning_memprof.capture.torch_internals import (
-        _FrameAction,
-        _FrameExecStrategy,
-        callback_handler,
-        set_code_exec_strategy,
-    )
+    from lightning_memprof.capture.torch_internals import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     for index, function in enumerate(functions):
         within = _FrameAction.SKIP if index else _FrameAction.DEFAULT
@@ -111,12 +105,27 @@ def outside_of_compilers(functions: Sequence[Callable[..., Any]], *places: tuple
         while hidden:
             put(*hidden.pop())
 
+    with around_compilations(start, end):
+        yield
+
+
+@contextmanager
+def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]) -> Iterator[None]:
+    """Call functions, which must not raise, at the start and end of each compilation while the context is open.
+
+    ``torch.compiler.reset()`` ends this.
+    """
+    # Nothing is compiled before it is loaded; loading it takes a second.
+    if "torch._dynamo.callback" not in sys.modules:
+        yield
+        return
+    from lightning_memprof.capture.torch_internals import callback_handler
+
     callback_handler.register_start_callback(start)
     callback_handler.register_end_callback(end)
     try:
         yield
     finally:
-        # torch._dynamo.reset() has removed them already.
         for callbacks, callback in ((callback_handler.start_callbacks, start), (callback_handler.end_callbacks, end)):
             if callback in callbacks:
                 callbacks.remove(callback)

@@ -23,6 +23,7 @@ LABELS: Final[Mapping[str, str]] = {
     "before": "before the window",
     "before_run": "before the run",
     "callback": "callbacks",
+    "compile": "torch.compile, compiling",
     "core_wait": "waiting for a core",
     "data_loading": "data wait",
     "idle_loading": "idle, data wait",

@@ -119,6 +119,7 @@ def _by_phase(view: View) -> Iterator[Table]:
         *([text(name), *(size(column.memory.get(name)) for column in columns)] for name in names),
     ]
     pulse = view.lead.statistics
+    waits = view.ledger is not None and view.ledger.waits_for_cores
     notes = [
         "RSS, allocated and reserved bytes are those at the end of the steps",
         "times of recorded steps include the cost of recording" if len(columns) > 1 else "",
@@ -127,6 +128,7 @@ def _by_phase(view: View) -> Iterator[Table]:
         else "",
         *left_out,
         f"device: {view.device_note}" if view.device_note else "",
+        "phases include the wait for a core, other shares of this page do not" if waits else "",
     ]
     yield Table(
         id="by-phase",

@@ -13,9 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_devices import FakeCuda, FakeTimer
-from lightning_memprof.artifacts.series import GC_PAUSE, PHASES, PULSE_COLUMNS, UNTRACKED
+from lightning_memprof.artifacts.series import COMPILATION, GC_PAUSE, PHASES, PULSE_COLUMNS, UNTRACKED
 from lightning_memprof.capture.base import StepRecord, unix_offset_ns
-from lightning_memprof.capture.clock import AcceleratorTimer, LoggedTimes, StepClock, device_timer, gc_pauses
+from lightning_memprof.capture.clock import (
+    AcceleratorTimer,
+    LoggedTimes,
+    StepClock,
+    compilations,
+    device_timer,
+    gc_pauses,
+)
 from lightning_memprof.capture.collectors.pulse import device_columns
 
 FORWARD, BACKWARD, CALLBACKS, OTHER = (PHASES.index(name) for name in ("forward", "backward", "callbacks", "other"))
@@ -396,3 +403,28 @@ def test_a_meeting_of_ranks_is_other_time_called_in_the_phase_around_it() -> Non
     clock.leave()
     _, times, _ = clock.stop()
     assert times.phases_ns[PHASES.index("other")] > 10_000_000 > times.phases_ns[PHASES.index("forward")]
+
+
+@pytest.mark.slow
+def test_compiling_is_an_action_in_the_phase_that_calls_the_code() -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="eager", dynamic=False)
+    clock = StepClock(None)
+    with compilations(clock):
+        counts = []
+        for size in (3, 3, 4):
+            clock.start()
+            enter(clock, FORWARD)
+            compiled(torch.ones(size))
+            clock.leave()
+            record = record_of(clock)
+            spent, entries = record.times.actions
+            slots = [slot for slot, (name, _) in enumerate(clock.actions) if name == COMPILATION and entries[slot]]
+            counts.append(sum(entries[slot] for slot in slots))
+            assert all(clock.actions[slot][1] == FORWARD and spent[slot] > 0 for slot in slots)
+            assert sum(spent) == record.duration_ns
+    assert counts == [1, 0, 1]
+    clock.start()
+    compiled(torch.ones(5))
+    assert COMPILATION not in {
+        clock.actions[slot][0] for slot, count in enumerate(record_of(clock).times.actions[1]) if count
+    }

@@ -13,6 +13,7 @@ from lightning_memprof.analysis.findings import Facts, Finding, Severity, examin
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
+from lightning_memprof.units import GIB
 
 DENSE = {"name": "table.weight", "module": "Embedding", "bytes": 900, "sparse": False}
 
@@ -217,3 +218,49 @@ def test_double_backward_has_its_share_of_forward_and_backward(tmp_path: Path) -
     assert finding.recovers is not None
     assert finding.recovers.max == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
     assert "double_backward" not in with_ledger(tmp_path / "single", FakeRun(training={"threads": 8}))
+
+
+@pytest.mark.parametrize(("memory_bytes", "severity"), [(64 * GIB, Severity.CRITICAL), (GIB, Severity.INFO)])
+def test_recomputed_forwards_are_a_fault_where_memory_is_ample(
+    tmp_path: Path, memory_bytes: int, severity: Severity
+) -> None:
+    directory = make_run(tmp_path, FakeRun(training={"threads": 8}))
+    manifest = directory / "manifest.rank00000.jsonl"
+    known = f'"memory_bytes":{memory_bytes},"cpu_count":'
+    manifest.write_text(manifest.read_text().replace('"cpu_count":', known, 1))
+    host = TimeLedger(
+        step_ns=10e6,
+        median_ns=10e6,
+        steps=2,
+        basis="",
+        lines=(TimeLine(part="backward", module="", operator="aten::mm", ns=10e6, count=1, called=1),),
+        recomputed_ns=5e6,
+    )
+    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
+    finding = next(each for each in examine(Facts.of(load_run(directory), (trace,))) if each.rule == "recomputation")
+    assert finding.sentence == "Activation checkpointing: backward runs forwards again, 44% of each step."
+    assert finding.severity is severity
+    assert finding.recovers is not None
+    assert finding.recovers.max == pytest.approx((6e6 + 10e6) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("groups", "settings", "fused", "first"),
+    [
+        (120, 2, True, "Join the parameter groups that have the same settings: 2 instead of 120"),
+        (120, 120, False, "Update all parameters in one kernel"),
+        (2, 2, True, None),
+    ],
+)
+def test_groups_with_the_same_settings_are_needless(
+    tmp_path: Path, groups: int, settings: int, fused: bool, first: str | None
+) -> None:
+    optimizer = {"name": "AdamW", "fused": fused, "parameters": 120, "device": "cpu"}
+    fake = FakeRun(
+        training={"optimizers": [{**optimizer, "groups": groups, "settings": settings}]},
+        phases=lambda _rank, _step: {**HEALTHY, "optimizer": 20_000_000},
+    )
+    found = {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
+    assert ("optimizer_bound" in found) == (first is not None)
+    if first is not None:
+        assert found["optimizer_bound"].next_steps[0].startswith(first)

@@ -167,7 +167,8 @@ def test_workers_that_take_turns_at_a_lock_need_no_more_workers(
         for n in (1, 3)
     ]  # fmt: skip
     (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (found,) = input_bound(Facts.of(load_run(directory)))
+    found = input_bound(Facts.of(load_run(directory)))
+    assert found is not None
     assert found.next_steps[0].startswith(next_step.replace("=7", f"={-(-400 * MS // usual)}"))
     assert ("its 3 workers take turns at a lock in read (data.py:7)" in found.sentence) == (lock_waits == 60)
     assert found.recovers is not None
@@ -190,7 +191,8 @@ def test_a_function_with_most_of_a_fetch_is_the_cause(tmp_path: Path, share: flo
     run = load_run(directory)
     (first, *_) = calls(run.lead)
     assert (first.function, first.count) == (("Decode.__call__", 8) if is_named else ("Images.__getitem__", 8))
-    (finding,) = input_bound(Facts.of(run))
+    finding = input_bound(Facts.of(run))
+    assert finding is not None
     if is_named:
         assert finding.sentence.endswith("of each step: Decode.__call__ takes 71% of a fetch.")
         assert all("__getitem__" not in step for step in finding.next_steps)

@@ -9,7 +9,7 @@ import pytest
 
 from device_traces import BASE_NS, GEMM, Recording
 from ledger_lines import held, out_of_bounds
-from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity, examine_files
+from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.ledger.ranks import across_ranks
 from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.analysis.trace.report import trace_report
@@ -23,7 +23,7 @@ NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul
 def found(path: Path) -> dict[str, Finding]:
     """The findings; each recovers something, and no more than its lines hold, if they hold any."""
     report = trace_report(path)
-    findings = {finding.rule: finding for rule in TRACE_RULES for finding in rule(report)}
+    findings = {finding.rule: finding for finding in examine_files((report,), ())}
     assert not out_of_bounds(findings.values(), report.host_ledger, report.device_ledger)
     ledger = report.device_ledger or report.host_ledger
     for rule in findings.keys() - {"recording_overhead"}:

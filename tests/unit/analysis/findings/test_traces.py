@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from lightning_memprof.analysis.findings import TRACE_RULES, Finding, Severity, examine_files
+from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.findings.traces import shorter_name
 from lightning_memprof.analysis.trace.model import (
     Cause,
@@ -21,7 +21,7 @@ from trace_reports import MS, START, STEP_NS, collective, gpu_times, idle, kerne
 
 
 def found(report: TraceReport) -> dict[str, Finding]:
-    return {finding.rule: finding for rule in TRACE_RULES for finding in rule(report)}
+    return {finding.rule: finding for finding in examine_files((report,), ())}
 
 
 def call(name: str, count: int, total_ns: int, at_ns: int | None = None) -> RuntimeCall:

@@ -404,7 +404,26 @@ def test_a_collective_in_self_log_is_a_wait_for_other_ranks_and_the_rest_is_logg
         action("[pl][profile][LightningModule]Net.log", 72, 78),
     )
     assert (found.ns("rank_wait"), found.ns("self_log"), found.ns("forward")) == (39_000, 17_000, 24_000)
+    # Of two calls of self.log one meets the other ranks.
+    assert sum(line.count for line in found.of("rank_wait") if line.name == "Net.log") == 1
     assert total(found.lines) == found.step_ns
+
+
+def test_forwards_of_modules_in_backward_are_recomputed(tmp_path: Path) -> None:
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        action(FORWARD, 0, 30),
+        module("block", 0, 20),
+        operator("aten::mm", 2, 18, makes=3),
+        action(BACKWARD, 30, 100),
+        operator(f"{NODE}CheckpointFunctionBackward", 30, 90, runs=3),
+        module("block", 32, 52),
+        module("block.inner", 33, 50),
+        module("head", 60, 65),
+    )
+    assert found.recomputed_ns == 25_000
+    assert found.double_backward_ns == 0
 
 
 def penalized(net: Any, batch: Any) -> Any:
@@ -455,6 +474,7 @@ def test_gradients_of_gradients_in_each_step_are_double_backward(
     assert found is not None
     assert (found.double_backward_ns > 0) == is_found
     assert found.double_backward_ns < found.step_ns
+    assert found.recomputed_ns == 0  # torch's profiler has the ranges of no module
 
 
 def test_a_collective_of_the_host_has_the_time_in_which_no_operator_computes(tmp_path: Path) -> None:

@@ -1,0 +1,314 @@
+"""Owners of time that a few recorded facts name: real training runs with the fault, and their healthy twins."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.cli.main import main
+from training import only_run, trainer
+
+Shown = dict[str, dict[str, Any]]
+LATE = Schedule(skip_first=4, wait=8, warmup=1, active=2, repeat=0)
+
+
+@pytest.fixture
+def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a training and returns the findings of its page, by rule."""
+
+    def run(name: str, model: pl.LightningModule, data: Any, *callbacks: pl.Callback, **options: Any) -> Shown:
+        ours = MemProfilerCallback(schedule=LATE, output=OutputOptions(summary=False))
+        made = trainer(tmp_path / name, ours, *callbacks, profiler=ExtendedPyTorchProfiler(), **options)
+        made.fit(model, **{"datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders": data})
+        capsys.readouterr()
+        assert main(["show", str(only_run(tmp_path / name)), "--format", "json"]) == 0
+        page = json.loads(capsys.readouterr().out)
+        return {finding["rule"]: finding for finding in page["findings"]}
+
+    return run
+
+
+class Model(pl.LightningModule):
+    """A regression by whatever network, and by default a step of some ms."""
+
+    def __init__(self, network: nn.Module | None = None, **optimizer: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.network = network or nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 1))
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.network(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, **self.optimizer)
+
+
+def batches(count: int, *shape: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(count, *shape)), batch_size=None)
+
+
+class Signals(IterableDataset[Any]):
+    """Signals of which each has another length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in range(40):
+            yield (torch.randn(4, 1, 200 + 8 * (step // 2)),)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_code_that_is_compiled_for_each_length_is_named(shown: Any, dynamic: bool) -> None:
+    torch.compiler.reset()
+    layers = (nn.Conv1d(1, 16, 9), nn.ReLU(), nn.Conv1d(16, 16, 9), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    model = Model(nn.Sequential(*layers))
+    model.network.forward = torch.compile(model.network.forward, backend="eager", dynamic=dynamic)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        found = shown("run", model, DataLoader(Signals(), batch_size=None))
+    assert ("recompilation" in found) == (not dynamic)
+    if not dynamic:
+        finding = found["recompilation"]
+        assert finding["sentence"].startswith("torch.compile recompiles: compiling takes ")
+        assert "dynamic=True" in finding["next_steps"][0]
+        assert finding["numbers"]["count_per_step"] == pytest.approx(0.5, abs=0.2)
+        assert finding["recovers"]["max"] <= finding["numbers"]["ns"]
+
+
+class Block(nn.Module):
+    """A block whose inner activations are saved, or computed twice."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.inner = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "saved":
+            return x + self.inner(x)
+        return x + checkpoint(self.inner, x, use_reentrant=self.how == "reentrant")
+
+
+@pytest.mark.parametrize("how", ["saved", "reentrant", "in hooks"])
+def test_forwards_that_run_again_in_backward_are_named(shown: Any, how: str) -> None:
+    network = nn.Sequential(nn.Linear(32, 128), *(Block(how) for _ in range(6)), nn.Linear(128, 1))
+    found = shown("run", Model(network), batches(24, 512, 32))
+    assert ("recomputation" in found) == (how != "saved")
+    if how != "saved":
+        finding = found["recomputation"]
+        assert "forwards again" in finding["sentence"]
+        assert "without torch.utils.checkpoint" in finding["next_steps"][0]
+        assert 0.1 < finding["recovers"]["max"] / finding["recovers"]["whole"] < 0.45
+
+
+class Grouped(Model):
+    """A group of parameters for each tensor, or for each setting."""
+
+    def __init__(self, *, is_joined: bool) -> None:
+        super().__init__(nn.Sequential(*(nn.Linear(32, 32) for _ in range(60))))
+        self.is_joined = is_joined
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        weights = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+        biases = [parameter for parameter in self.parameters() if parameter.ndim == 1]
+        if self.is_joined:
+            joined: list[dict[str, Any]] = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+            return torch.optim.AdamW(joined, fused=True)
+        groups: list[dict[str, Any]] = [{"params": [weight]} for weight in weights]
+        groups += [{"params": [bias], "weight_decay": 0.0} for bias in biases]
+        return torch.optim.AdamW(groups, fused=True)
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_group_of_parameters_per_tensor_is_named(shown: Any, is_joined: bool) -> None:
+    found = shown("run", Grouped(is_joined=is_joined), batches(30, 8, 32))
+    assert ("optimizer_bound" in found) == (not is_joined)
+    if not is_joined:
+        assert "with 120 parameter groups" in found["optimizer_bound"]["sentence"]
+        assert "2 instead of 120" in found["optimizer_bound"]["next_steps"][0]
+
+
+class Prices(pl.LightningDataModule):
+    """Reads its prices when a loader is made, or once."""
+
+    def __init__(self, *, is_read_once: bool) -> None:
+        super().__init__()
+        self.rows = self.read() if is_read_once else None
+
+    def read(self) -> Tensor:
+        text = "\n".join(",".join(["0.25"] * 32) for _ in range(3000))
+        return torch.tensor([[float(value) for value in line.split(",")] for line in text.splitlines()])
+
+    def train_dataloader(self) -> Any:
+        rows = self.read() if self.rows is None else self.rows
+        return DataLoader(TensorDataset(rows), batch_size=600)
+
+
+@pytest.mark.parametrize("is_read_once", [False, True])
+def test_loaders_that_are_built_for_each_epoch_are_named(shown: Any, is_read_once: bool) -> None:
+    data = Prices(is_read_once=is_read_once)
+    found = shown("run", Model(), data, max_epochs=8, reload_dataloaders_every_n_epochs=1)
+    assert ("hook_bound" in found) == (not is_read_once)
+    if not is_read_once:
+        assert found["hook_bound"]["sentence"].startswith("The hook Prices.train_dataloader of the module takes ")
+        assert "reload_dataloaders_every_n_epochs" in found["hook_bound"]["next_steps"][0]
+
+
+@pytest.mark.parametrize("kind", ["numbers", "tensors"])
+def test_a_batch_of_numbers_that_the_transfer_visits_is_named(shown: Any, kind: str) -> None:
+    boxes: Any = [[0.1, 0.2, 0.3, 0.4] for _ in range(3000)]
+    data = [(torch.randn(64, 32), {"boxes": boxes if kind == "numbers" else torch.tensor(boxes)}) for _ in range(24)]
+    found = shown("run", Model(), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    assert ("transfer_bound" in found) == (kind == "numbers")
+    if kind == "numbers":
+        assert "batch_to_device: it visits each object" in found["transfer_bound"]["sentence"]
+        assert "tensors from collate_fn" in found["transfer_bound"]["next_steps"][0]
+
+
+class Noisy(Model):
+    """Adds noise to the signals of a batch, one after the other or at once."""
+
+    def __init__(self, *, one_by_one: bool) -> None:
+        super().__init__()
+        self.one_by_one = one_by_one
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        signals = batch[0]
+        if self.one_by_one:
+            return [torch.stack([torch.cumsum(signal + torch.randn(32), 0) for signal in signals])]
+        return [torch.cumsum(signals + torch.randn(len(signals), 32), 1)]
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_a_transfer_hook_that_takes_samples_one_by_one_is_named(shown: Any, one_by_one: bool) -> None:
+    found = shown("run", Noisy(one_by_one=one_by_one), batches(24, 300, 32))
+    sentence = found.get("transfer_bound", {"sentence": ""})["sentence"]
+    assert ("Noisy.on_after_batch_transfer: it calls aten::" in sentence) == one_by_one
+    if one_by_one:
+        assert " 300 times" in sentence
+        assert found["transfer_bound"]["next_steps"][0].startswith("Handle the whole batch at once in Noisy.on_after_")
+
+
+class Scores(pl.Callback):
+    """Counts how often the model is right, with a forward of its own or that of the step."""
+
+    def __init__(self, *, own: bool) -> None:
+        self.own = own
+        self.right = 0
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        scores = pl_module.network(batch[0]) if self.own else outputs["loss"][None]
+        self.right += int((scores > 0).sum())
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_callback_that_runs_the_model_again_is_named(shown: Any, own: bool) -> None:
+    network = nn.Sequential(nn.Linear(32, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1))
+    found = shown("run", Model(network), batches(24, 512, 32), Scores(own=own))
+    assert ("callback_bound" in found) == own
+    if own:
+        assert "Scores.on_train_batch_end takes " in found["callback_bound"]["sentence"]
+        assert found["callback_bound"]["sentence"].endswith(": it runs network.")
+        assert "outputs of the step" in found["callback_bound"]["next_steps"][0]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_thousands_of_samples_that_are_fetched_one_by_one_are_named(shown: Any, at_once: bool) -> None:
+    table = TensorDataset(torch.randn(3000, 32), torch.randn(3000))
+    sampler = BatchSampler(RandomSampler(table, num_samples=3000 * 16, replacement=True), 3000, drop_last=True)
+    one = RandomSampler(table, num_samples=3000 * 16, replacement=True)
+    loader = (
+        DataLoader(table, sampler=sampler, batch_size=None)
+        if at_once
+        else DataLoader(table, batch_size=3000, sampler=one)
+    )
+    found = shown("run", Model(), loader)
+    steps = [finding["next_steps"][0] for finding in found.values()]
+    assert any(step.startswith("Fetch all samples of a batch at once: ") for step in steps) == (not at_once)
+    if not at_once:
+        assert "one by one for 3,000 samples" in found["input_bound"]["sentence"]
+
+
+class Ticker(pl.Callback):
+    """A thread that counts, all the time or once in a while."""
+
+    def __init__(self, *, is_busy: bool) -> None:
+        self.pause = 0.001 if is_busy else 5.0
+        self.ended = threading.Event()
+        self.counted = 0
+
+    def on_fit_start(self, *_: Any) -> None:
+        self.thread = threading.Thread(target=self.count, name="ticker", daemon=True)
+        self.thread.start()
+
+    def count(self) -> None:
+        while not self.ended.wait(self.pause):
+            self.counted += sum(number % 7 for number in range(200_000))
+
+    def on_fit_end(self, *_: Any) -> None:
+        self.ended.set()
+        self.thread.join()
+
+
+class Pythonic(Model):
+    """Many small operators, each called from Python."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for _ in range(60):
+            x = x * 1.01 + 0.1
+        loss: Tensor = self.network(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_thread_that_takes_turns_with_the_training_is_named(shown: Any, is_busy: bool) -> None:
+    found = shown("run", Pythonic(), batches(120, 16, 32), Ticker(is_busy=is_busy))
+    assert ("busy_thread" in found) == is_busy
+    if is_busy:
+        finding = found["busy_thread"]
+        assert finding["sentence"].startswith("Busy thread: Ticker.count (test_findings_owners.py:")
+        assert finding["numbers"]["thread"] in finding["next_steps"][0]
+        assert finding["numbers"]["cores"] > 0.2
+        asleep_ns = finding["numbers"]["asleep_share"] * finding["numbers"]["duration_ns"]
+        assert finding["recovers"]["max"] <= asleep_ns * 1.01
+
+
+class Recurrent(nn.Module):
+    """A recurrent network whose weight is made from another one, in each step of time or once."""
+
+    def __init__(self, *, is_cached: bool) -> None:
+        super().__init__()
+        self.is_cached = is_cached
+        self.cell = parametrizations.orthogonal(nn.Linear(96, 96), orthogonal_map="matrix_exp")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_cached:
+            with parametrize.cached():
+                return self.run(x)
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        state = x
+        for _ in range(12):
+            state = torch.tanh(self.cell(state))
+        return state
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_parameters_that_are_made_in_a_loop_are_named(shown: Any, is_cached: bool) -> None:
+    found = shown("run", Model(Recurrent(is_cached=is_cached)), batches(20, 64, 96))
+    steps = found.get("python_loop", {"next_steps": [""]})["next_steps"]
+    assert ("parametrize.cached()" in steps[0]) == (not is_cached)
