@@ -435,7 +435,9 @@ def _loops(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
             parent = parent.rpartition(".")[0]
         times = count / max(calls[parent], 1.0)
         if module and times >= LOOP:
-            inside = total(line for line in lines if f"{line.module}.".startswith(f"{module}."))
+            # A parametrization that is evaluated once is not in the loop.
+            within = (line for line in lines if f"{line.module}.".startswith(f"{module}."))
+            inside = total(line for line in within if calls[line.module or ""] >= count)
             yield _Loop(module=parent or ROOT, repeated=module, repeated_ns=inside, times=times, ns=inside)
 
 
