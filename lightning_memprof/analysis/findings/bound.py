@@ -29,6 +29,7 @@ from lightning_memprof.analysis.findings.modules import (
 )
 from lightning_memprof.analysis.findings.traces import Remedy, open_trace, remedies, remedy, shorter_name
 from lightning_memprof.analysis.ledger.peaks import Peaks, device_peaks
+from lightning_memprof.analysis.ledger.work import all_pairs
 from lightning_memprof.analysis.ranks.hangs import first_exception
 from lightning_memprof.analysis.run.locate import shown_path, shown_place
 from lightning_memprof.analysis.trace.intervals import length, union
@@ -158,6 +159,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
             f"{format_ns(ledger.ns('backward'))} per step."
         )
         batch = (BATCH,) if achieved is not None and achieved.is_tiny else ()
+        batch = (PAIRS,) if achieved is not None and achieved.pairs else batch
         steps = (*batch, *faster(heaviest, rank), _look_further(facts.run))
     return Finding(
         rule=NOTHING_FOUND,
@@ -184,6 +186,7 @@ TINY_NS: Final = {True: 10_000, False: 20_000}
 NEAR: Final = 0.6
 TERA: Final = 1e12
 BATCH: Final = "Batch the tiny operators: stack their inputs and call one operator, or torch.compile(model)."
+PAIRS: Final = "Make no tensor of all pairs: use torch.cdist, a matrix product, or a part of the pairs at a time."
 SHAPE: Final = "Give each operator more work: a larger batch, and sizes that are multiples of 8."
 
 
@@ -199,6 +202,7 @@ class Achieved:
         share: of the peak that bounds them, None where it is unknown.
         dtype: of the operands.
         numbers: the same for programs: FLOP/s, bytes/s, and the peaks with their source.
+        pairs: operands that are broadcast to a value for each pair of theirs, if most of the work is on that result.
     """
 
     on: str
@@ -208,6 +212,7 @@ class Achieved:
     share: float | None
     dtype: str
     numbers: Mapping[str, Any]
+    pairs: str = ""
 
 
 def achieved_by(work: Sequence[OperatorWork], peaks: Peaks | None, *, on_device: bool) -> Achieved | None:
@@ -263,14 +268,18 @@ def _of_module(facts: Facts, rank: Rank, heaviest: Heaviest) -> Achieved | None:
     trace = next((trace for trace in facts.traces if trace.rank in {rank.rank, None} and trace.device_ledger), None)
     ledger = trace.device_ledger if trace is not None and trace.device_ledger else facts.ledgers[rank.rank]
     inside = "" if heaviest.module == ROOT else f"{heaviest.module}."
-    alike = [each for each in ledger.work if operator_family(each.operator) == heaviest.family]
-    work = [each for each in alike if f"{each.module}.".startswith(inside)]
+    within = [each for each in ledger.work if f"{each.module}.".startswith(inside)]
+    work = [each for each in within if operator_family(each.operator) == heaviest.family]
     if not work:
         return None
     if trace is not None:
-        return achieved_by(work, device_peaks(trace.devices[0]) if trace.devices else None, on_device=True)
-    is_here = rank.facts.is_cpu and rank.facts.host == platform.node()
-    return achieved_by(work, facts.measure() if is_here and facts.measure else None, on_device=False)
+        peaks = device_peaks(trace.devices[0]) if trace.devices else None
+    else:
+        is_here = rank.facts.is_cpu and rank.facts.host == platform.node()
+        peaks = facts.measure() if is_here and facts.measure else None
+    achieved = achieved_by(work, peaks, on_device=trace is not None)
+    pairs = all_pairs(within, sum(each.ns for each in within) / 2)
+    return replace(achieved, on=f", on all pairs of {pairs}", pairs=pairs) if achieved and pairs else achieved
 
 
 def _around(ledger: TimeLedger) -> str | None:

@@ -14,7 +14,6 @@ from lightning_memprof.analysis.findings.measures import (
     one_by_one,
     rhythm,
     sample_method,
-    samples_one_by_one,
     slow_function,
     takes_turns,
     torch_threads,
@@ -248,8 +247,7 @@ def _cause(
     if workers:
         return f": {format_count(workers, 'worker')} cannot keep up{in_workers(rank)}"
     named = f", mostly in {_named(loaders, *part)}" if part else ""
-    named += f", one by one for {samples:,} samples" if (samples := samples_one_by_one(rank, ledger)) else ""
-    return "" if workers is None else f"{named} (num_workers=0)"
+    return "" if workers is None else f"{named}{one_by_one(rank, ledger)[0]} (num_workers=0)"
 
 
 def _slowest_part(ledger: TimeLedger, few: Rhythm | None) -> tuple[str, str] | None:
@@ -291,7 +289,7 @@ def _next_steps(
         return ("Load batches in parallel with the step: DataLoader(num_workers=4, persistent_workers=True).",)
     loader, slow = loaders[0], slow_function(rank)
     method = slow.function if slow is not None else sample_method(loaders)
-    steps, workers = [*one_by_one(samples_one_by_one(rank, ledger))], loader.num_workers or 0
+    steps, workers = [*one_by_one(rank, ledger)[1]], loader.num_workers or 0
     cores = rank.facts.cpu_count
     epochs = at_epoch_starts >= EPOCH_STARTS_SHARE
     share = SHARE if loader.is_iterable else ""

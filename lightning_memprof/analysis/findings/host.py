@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.compute import is_oversubscribed
-from lightning_memprof.analysis.findings.measures import core_use, few_steps, one_by_one, samples_one_by_one, work_of
+from lightning_memprof.analysis.findings.measures import core_use, few_steps, one_by_one, work_of
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTABLE,
@@ -416,14 +416,14 @@ def gc_pauses(facts: Facts) -> Finding | None:
     if not _matters(ledger, lines) or not _repeats(ledger, lines):
         return None
     ns, count = total(lines), sum(line.count for line in lines)
-    found, samples = pauses(rank), samples_one_by_one(rank, ledger) if _in_fetch(rank) else None
-    fetched = f", as {samples:,} samples per batch are fetched one by one" if samples else ""
+    found, (how, fetch_at_once) = pauses(rank), one_by_one(rank, ledger) if _in_fetch(rank) else ("", ())
+    where = f", mostly in fetches{how}" if how else ""
     worth = Recovery(unit="ns", min=ns * COLLECTED[0], max=ns * COLLECTED[1], whole=ledger.running_ns)
     return Finding(
         rule="gc_pauses",
-        sentence=f"GC pauses take {ledger.share_text(ns)}{facts.on_rank(rank)}{fetched}.",
+        sentence=f"GC pauses take {ledger.share_text(ns)}{facts.on_rank(rank)}{where}.",
         why=_why_pauses(ledger, ns, count, found),
-        next_steps=(*one_by_one(samples), *_next_for_pauses(rank, found)),
+        next_steps=(*fetch_at_once, *_next_for_pauses(rank, found)),
         evidence=(facts.pulse(rank), *facts.recorded(rank, "garbage")),
         numbers={
             "rank": rank.rank,

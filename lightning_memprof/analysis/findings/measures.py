@@ -307,18 +307,14 @@ ONE_BY_ONE: Final = (
 )
 
 
-def samples_one_by_one(rank: Rank, ledger: TimeLedger) -> int | None:
-    """Return the samples of a batch if the training process fetches many, one by one, in little time for each."""
+def one_by_one(rank: Rank, ledger: TimeLedger) -> tuple[str, tuple[str, ...]]:
+    """Return that the training process fetches many samples, one by one in little time for each, and the next step."""
     loaders = rank.training.dataloaders if rank.training else []
     lines = [line for line in ledger.of("data_wait") if line.name.endswith((".fetch", ".collate"))]
     samples = (loaders[0].batch_size or 0) if loaders and not loaders[0].is_iterable else 0
-    is_many = samples >= MANY_SAMPLES and not loaders[0].num_workers
-    return samples if is_many and lines and total(lines) < OF_A_ROW_NS * samples else None
-
-
-def one_by_one(samples: int | None) -> tuple[str, ...]:
-    """Return the next step for samples that are fetched one by one, if there are any."""
-    return (ONE_BY_ONE.format(samples=samples),) if samples else ()
+    if samples < MANY_SAMPLES or loaders[0].num_workers or not 0 < total(lines) < OF_A_ROW_NS * samples:
+        return "", ()
+    return f", one by one for {samples:,} samples", (ONE_BY_ONE.format(samples=samples),)
 
 
 def torch_threads(rank: Rank) -> int | None:

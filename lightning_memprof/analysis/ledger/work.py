@@ -37,6 +37,8 @@ _DENSE: Final = 4
 _PRODUCTS: Final = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 # Their result is small.
 _REDUCES: Final = ("sum", "mean")
+# A result this many times as large as its largest operand has a value for each pair of theirs.
+_EXPANDS: Final = 8
 # The operators with the most time; the others change no statement.
 _MOST: Final = 200
 
@@ -114,8 +116,20 @@ def _broadcast(dims: list[Dims]) -> Dims:
     """Return the dimensions of an elementwise result; those of the largest operand where others are parameters."""
     backwards = list(itertools.zip_longest(*(each[::-1] for each in dims), fillvalue=1))
     if all(len({*sizes, 1}) <= 2 for sizes in backwards):
-        return tuple(max(sizes) for sizes in backwards)
+        return tuple(max(sizes) for sizes in reversed(backwards))
     return max(dims, key=prod)
+
+
+def all_pairs(work: Sequence[OperatorWork], ns: float) -> str:
+    """Return the operands that are broadcast to a much larger result, if the work on it takes ``ns``; else nothing."""
+    for each in work:
+        dims = [tuple(map(int, shape.split("x"))) for shape in each.shapes.split(" and ")]
+        result = _broadcast(dims)
+        shape = "x".join(map(str, result))
+        spent = sum(other.ns for other in work if other is each or shape in other.shapes.split(" and "))
+        if not each.flops and prod(result) >= _EXPANDS * max(map(prod, dims)) and spent >= ns:
+            return each.shapes
+    return ""
 
 
 def _numbers(text: str, count: int) -> list[int]:

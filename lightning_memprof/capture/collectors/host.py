@@ -73,7 +73,7 @@ class HostMemory(Collector):
     In recorded steps RSS and the C allocator's bytes are read around each hook that a callback or the module overrides,
     and around fetches. Over the whole run RSS is read at the batches of a validation inside fit; memory and times of
     DataLoader workers are read at the ends of steps, of one worker in each, at windows and at most every 10 s after the
-    first ones; in a run of some seconds also at its end.
+    first ones; in a run of some seconds also at its end. In windows the processor time of other Python threads is read.
 
     The unique size (``uss_bytes``) walks the process's page tables, some 40 to 70 ms per GiB: a thread reads it once
     a window, after the last step, while the other collectors save their data.
