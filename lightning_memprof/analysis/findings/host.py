@@ -92,7 +92,7 @@ REMEDIES: Final = (
     _Remedy(
         rule="transfer_bound",
         parts=("transfer",),
-        sentence="The batch's way to the device takes {share}{on_rank}, in {name}.",
+        sentence="Moving batches to the device takes {share}{on_rank}, in {name}.",
         next_steps=("Do the work of {name} in worker processes: in collate_fn or the data set.",),
         saves=(0.3, 1.0),
         by_name=True,

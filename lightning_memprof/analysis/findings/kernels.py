@@ -436,9 +436,10 @@ def _busiest(facts: Facts, rank: Rank) -> Finding | None:
     if ledger is None or not rows or ledger.steps < MIN_STEPS:
         return None
     elapsed = rows[-1].elapsed_ns or 1
-    row = max((row for row in rows if row.elapsed_ns == elapsed), key=lambda row: row.cpu_ns or 0)
-    if elapsed < MIN_ELAPSED_NS:
+    # With an accelerator the training thread sleeps for that, too.
+    if elapsed < MIN_ELAPSED_NS or not rank.facts.is_cpu:
         return None
+    row = max((row for row in rows if row.elapsed_ns == elapsed), key=lambda row: row.cpu_ns or 0)
     busy, asleep = (row.cpu_ns or 0) / elapsed, (row.asleep_ns or 0) / elapsed
     workers = any(loader.num_workers for loader in rank.training.dataloaders) if rank.training else False
     asleep -= ledger.share("rank_wait", "data_wait") if workers else ledger.share("rank_wait")
