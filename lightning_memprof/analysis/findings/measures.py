@@ -262,6 +262,8 @@ SYNCED: Final = (
 )
 # Parts whose modules and operators are those of an action.
 LOOKS_INSIDE: Final = frozenset({"callback", "module_hook", "transfer"})
+# Fewer calls of an operator in a hook are no loop over samples, parameters or values.
+OFTEN: Final = 32
 # Fewer collectives in a step are a few values.
 MANY_SYNCED: Final = 4
 
@@ -283,18 +285,19 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
     if action.part == "self_log" and synced >= MANY_SYNCED:
         return f", {synced:,.0f} collectives per step", (SYNCED,)
     lines = [line for line in lines if line.part == action.part in LOOKS_INSIDE]
-    loops = [line for line in lines if line.operator and line.operator not in VIEWS and line.called >= LOOP * calls]
-    if loops:
-        loop = max(loops, key=lambda line: line.ns)
-        often = f"{loop.operator} {loop.called / calls:,.0f} times"
-        return f": it calls {often}", (WHOLE.format(name=action.name, often=often), *steps)
+    is_transfer = action.part == "transfer"
     modules = Counter[str]()
     for line in lines:
         modules[(line.module or "").partition(".")[0]] += round(line.ns)
     module, ns = modules.most_common(1)[0] if modules else ("", 0)
-    if not module or ns < MOST * total(lines):
+    if module and ns >= MOST * total(lines) and not is_transfer:
+        return f": it runs {module}", (REUSE.format(name=action.name, module=module), *steps)
+    loops = [line for line in lines if line.operator and line.operator not in VIEWS and line.called >= OFTEN * calls]
+    if (loop := max(loops, key=lambda line: line.ns, default=None)) is None:
         return "", steps
-    return f": it runs {module}", (REUSE.format(name=action.name, module=module), *steps)
+    often = f"{loop.operator} {loop.called / calls:,.0f} times"
+    # Other hooks need not run for each batch.
+    return f": it calls {often}", (*([WHOLE.format(name=action.name, often=often)] if is_transfer else ()), *steps)
 
 
 # Python takes about this long to fetch a row of a tensor and to stack it with others.
