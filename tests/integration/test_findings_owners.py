@@ -30,7 +30,8 @@ def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
     def run(name: str, model: pl.LightningModule, data: Any, *callbacks: pl.Callback, **options: Any) -> Shown:
         ours = MemProfilerCallback(schedule=LATE, output=OutputOptions(summary=False))
-        made = trainer(tmp_path / name, ours, *callbacks, profiler=ExtendedPyTorchProfiler(), **options)
+        options = {"profiler": ExtendedPyTorchProfiler(), **options}
+        made = trainer(tmp_path / name, ours, *callbacks, **options)
         made.fit(model, **{"datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders": data})
         capsys.readouterr()
         assert main(["show", str(only_run(tmp_path / name)), "--format", "json"]) == 0
@@ -180,7 +181,7 @@ class Noisy(Model):
     """Adds noise to the signals of a batch, one after the other or at once."""
 
     def __init__(self, *, one_by_one: bool) -> None:
-        super().__init__()
+        super().__init__(nn.Linear(32, 1))
         self.one_by_one = one_by_one
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -192,11 +193,11 @@ class Noisy(Model):
 
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_a_transfer_hook_that_takes_samples_one_by_one_is_named(shown: Any, one_by_one: bool) -> None:
-    found = shown("run", Noisy(one_by_one=one_by_one), batches(24, 300, 32))
+    found = shown("run", Noisy(one_by_one=one_by_one), batches(24, 1500, 32))
     sentence = found.get("transfer_bound", {"sentence": ""})["sentence"]
     assert ("Noisy.on_after_batch_transfer: it calls aten::" in sentence) == one_by_one
     if one_by_one:
-        assert " 300 times" in sentence
+        assert " 1,500 times" in sentence
         assert found["transfer_bound"]["next_steps"][0].startswith("Handle the whole batch at once in Noisy.on_after_")
 
 
@@ -330,7 +331,8 @@ class Chamfer(nn.Module):
 
 @pytest.mark.parametrize("is_broadcast", [True, False])
 def test_a_tensor_of_all_pairs_is_named(tmp_path: Path, shown: Any, is_broadcast: bool, capsys: Any) -> None:
-    shown("run", Model(Chamfer(is_broadcast=is_broadcast)), batches(24, 400, 32))
+    profiler = ExtendedPyTorchProfiler(record_shapes=True)
+    shown("run", Model(Chamfer(is_broadcast=is_broadcast)), batches(24, 400, 32), profiler=profiler)
     assert main(["show", str(only_run(tmp_path / "run"))]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert ("on all pairs of 400x1x32 and 1x400x32" in page) == is_broadcast
