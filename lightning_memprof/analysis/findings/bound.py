@@ -270,15 +270,15 @@ def _of_module(facts: Facts, rank: Rank, heaviest: Heaviest) -> Achieved | None:
     inside = "" if heaviest.module == ROOT else f"{heaviest.module}."
     within = [each for each in ledger.work if f"{each.module}.".startswith(inside)]
     work = [each for each in within if operator_family(each.operator) == heaviest.family]
-    if not work:
+    pairs = all_pairs(within, sum(each.ns for each in within) / 2)
+    if not work and not pairs:
         return None
     if trace is not None:
         peaks = device_peaks(trace.devices[0]) if trace.devices else None
     else:
         is_here = rank.facts.is_cpu and rank.facts.host == platform.node()
         peaks = facts.measure() if is_here and facts.measure else None
-    achieved = achieved_by(work, peaks, on_device=trace is not None)
-    pairs = all_pairs(within, sum(each.ns for each in within) / 2)
+    achieved = achieved_by(work or within, peaks, on_device=trace is not None)
     return replace(achieved, on=f", on all pairs of {pairs}", pairs=pairs) if achieved and pairs else achieved
 
 
