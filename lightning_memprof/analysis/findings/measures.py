@@ -262,7 +262,7 @@ SYNCED: Final = (
 )
 # Parts whose modules and operators are those of an action.
 LOOKS_INSIDE: Final = frozenset({"callback", "module_hook", "transfer"})
-# Fewer calls of an operator in a hook are no loop over samples, parameters or values.
+# Fewer calls of an operator in a hook are not a loop over samples, parameters or values.
 OFTEN: Final = 32
 # Fewer collectives in a step are a few values.
 MANY_SYNCED: Final = 4
