@@ -348,14 +348,15 @@ class _Reports:
         if frames:
             row.function, (row.place, row.source) = _function(frames[0][0]), _place(frames)
         row.pid, row.host = os.getpid(), self._host
-        self.write(row)
         if self._run.world_size > 1:
             if row.kind != "asked":
                 self._marker.touch()
                 self._marked_ns = self._marker_ns()
-            self.write(*self._others(row.time_ns or 0))
-            if rows := list(_collectives()):
-                self._collectives.write_text(encode_rows(map(columns_of, rows)), encoding="utf-8")
+            # Before the row: a page without its collectives may blame a rank that waits.
+            with self._run.faults.caught(Hangs.name, "mark"):
+                if rows := list(_collectives()):
+                    self._collectives.write_text(encode_rows(map(columns_of, rows)), encoding="utf-8")
+        self.write(row, *self._others(row.time_ns or 0))
 
     def _marker_ns(self) -> int:
         try:

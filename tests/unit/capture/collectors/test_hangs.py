@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed
 
 from lightning_memprof import ConfigError, Schedule
 from lightning_memprof.artifacts.series import HangRow
 from lightning_memprof.capture.base import OnMark, RunContext
+from lightning_memprof.capture.collectors import hangs
 from lightning_memprof.capture.collectors.hangs import _Reports, step_limit
 from lightning_memprof.collectors import Hangs, Window
 from lightning_memprof.schedule import Point
@@ -119,6 +122,37 @@ def test_an_exception_is_written_with_the_state_of_the_process_of_a_neighbour(tm
         ("exception", "ValueError: empty", None, None, None),
         ("other", None, 1, "gone", 4),
     ]
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process alone, which has called a collective."""
+    # torch sets its own, and leaves it.
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.all_reduce(torch.ones(3))
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_row_has_its_collectives_on_disk_and_does_not_depend_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "memprofiler" / "collectives.rank00000.jsonl"
+    written: list[str] = []
+
+    def write(reports: _Reports, *rows: HangRow) -> None:
+        written.append(f"{rows[0].kind} {json.loads(path.read_text())['operation'] if path.exists() else None}")
+
+    monkeypatch.setattr(_Reports, "write", write)
+    with context(tmp_path) as made:
+        run = replace(made, world_size=2)
+        _Reports(run).exception(ValueError("empty"))
+        path.unlink()
+        monkeypatch.setattr(hangs, "_dump_fr_trace_json", lambda: '{"entries": [{}]}')
+        _Reports(run).exception(ValueError("empty"))
+    assert written == ["exception all_reduce", "exception None"]
 
 
 def test_time_between_two_steps_is_not_a_step_that_hangs(tmp_path: Path) -> None:
