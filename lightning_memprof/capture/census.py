@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter_ns
+from time import thread_time_ns
 from typing import Any, Final
 from weakref import ref
 
@@ -146,9 +146,9 @@ def graphs(tensors: Sequence[torch.Tensor], skip: Iterable[int]) -> Iterator[tup
             if not tensor.is_leaf and tensor.grad_fn is not None:
                 roots[tensor.grad_fn._sequence_nr()] = tensor  # noqa: SLF001 torch has no public one
         # Later ones contain earlier ones.
-        until = perf_counter_ns() + _GRAPHS_NS
+        until = thread_time_ns() + _GRAPHS_NS
         for number in sorted(roots, reverse=True)[:_MOST_GRAPHS]:
-            if perf_counter_ns() > until:
+            if thread_time_ns() > until:
                 return
             yield roots[number], graph.read(roots[number], excluded).bytes
 

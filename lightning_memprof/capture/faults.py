@@ -21,7 +21,7 @@ OnError = Literal["warn", "raise"]
 def describe(error: BaseException) -> str:
     """Return an exception as one line without its secrets, also if its text is not available."""
     try:
-        return masked(f"{type(error).__name__}: {error}")
+        return masked(f"{type(error).__name__}: {error}".removesuffix(": "))
     except Exception:  # noqa: BLE001 the text of any exception may fail
         return type(error).__name__
 

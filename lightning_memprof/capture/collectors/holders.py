@@ -48,7 +48,7 @@ class Holders(Collector):
     The search runs no code of the program, keeps no object alive, and does not collect garbage.
 
     Args:
-        seconds: limit of a search.
+        seconds: limit of a search, of processor time.
     """
 
     name: ClassVar[str] = "holders"

@@ -163,16 +163,18 @@ def grown_holders(
         before: an earlier moment.
         now: the current moment.
         model: the LightningModule.
-        seconds: limit of the search.
+        seconds: limit of the search, of processor time.
         skip: storages of parameters, by address.
     """
     device = (now.device_bytes or 0) - (before.device_bytes or 0)
     grown = max(now.rss_bytes - before.rss_bytes, device, 0)
-    compared = _Comparison(before, now, HolderSearch(model, seconds), max(_LEAST_BYTES, round(_LEAST_SHARE * grown)))
+    search = HolderSearch(model, seconds)
+    compared = _Comparison(before, now, search, max(_LEAST_BYTES, round(_LEAST_SHARE * grown)))
     rows = compared.rows(set(skip), grown)
     rows += _touched(before, now, compared.least)
     rest = grown - sum(row.added_bytes or 0 for row in rows)
-    if rest >= max(_LEAST_REMAINDER, grown // 4):
+    # Without time left, the rest may have a holder.
+    if rest >= max(_LEAST_REMAINDER, grown // 4) and not search.is_over:
         kind = "free memory" if 2 * (now.free_bytes - before.free_bytes) >= rest else "remainder"
         rows.append(HolderRow(kind=kind, added_bytes=rest))
     for row in rows:
@@ -245,8 +247,9 @@ class _Comparison:
             for value in gc.get_objects()
             if is_container(value) and (more := length_of(value) - known.get(id(value), LEAST_ENTRIES - 1)) > 1
         ]
-        grown.sort(key=lambda pair: -pair[1])
-        del grown[_MOST_CONTAINERS:]
+        # The last is the first: the time may end.
+        grown.sort(key=lambda pair: pair[1])
+        del grown[:-_MOST_CONTAINERS]
         self._search.ignore(grown, *grown)
         sized: list[tuple[float, str, Any]] = []
         self._search.ignore(sized)
@@ -320,7 +323,8 @@ class _Comparison:
         if not holders:
             # Only autograd or C++ refers to them, or a function that runs.
             row.kind = "no Python object"
-            self._rows[words] = row
+            if not self._search.is_over:
+                self._rows[words] = row
             return
         place, _ = Counter(holder.place for holder in holders).most_common(1)[0]
         self._add(next(holder for holder in holders if holder.place == place), place, row)
@@ -398,7 +402,7 @@ def holders_of(wanted: Any, model: nn.Module | None, seconds: float = 2.0) -> li
     Args:
         wanted: a tensor or another object; or a type, of which the garbage collector tracks the objects.
         model: the LightningModule.
-        seconds: limit of the search.
+        seconds: limit of the search, of processor time.
     """
     search = HolderSearch(model, seconds)
     if not issubclass(type(wanted), type):
