@@ -1,9 +1,8 @@
-"""Draw the page of a recorded run as a picture: ``python docs/picture.py RUN [NAME]``.
+"""Draw the summary of a recorded run in the README as a picture: ``python docs/picture.py RUN``.
 
-Without a name it is the summary in the README; ``holders``, ``workers`` and ``hangs`` are those of the guides, of their
-programs, with the section of this name. Run it in the directory where the run was recorded: the commands show paths
-relative to it. With a title, RUN is a file with the output of a command and its colours:
-``python docs/picture.py OUTPUT budgets "pytest test_training.py"``.
+Run it in the directory where the run was recorded: the commands show paths relative to it. With a name and a
+title, RUN is a file with the output of a command and its colours: ``python docs/picture.py OUTPUT budgets
+"pytest test_training.py"``.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from lightning_memprof.report.opened import opened
-from lightning_memprof.report.printers.terminal import print_lines, render
-from lightning_memprof.report.printers.text import sections_page
+from lightning_memprof.report.printers.terminal import render
 from lightning_memprof.report.sections import document_of
 
 TARGET = Path(__file__).parent / "images"
@@ -33,12 +31,9 @@ def main(run: str, name: str = "summary", title: str = "") -> None:
     if title:
         file.write(Path(run).read_text(encoding="utf-8"))
     else:
-        title = "trainer.fit(model)" if name == "summary" else f"lightning-memprof show RUN --section {name}"
+        title = "trainer.fit(model)"
         with opened([run]) as view:
-            document = document_of(view)
-            render(document, page)
-            if name != "summary":
-                print_lines(sections_page, document.only([name]), page)
+            render(document_of(view), page)
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     # An empty line at the end: the picture's edge cuts the descenders of the last line.
     console.print(Text.from_ansi(file.getvalue() + "\n"))

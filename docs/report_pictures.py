@@ -3,7 +3,8 @@
 First the report of the demo, then the sections that it does not have: ``RANKS.html ranks`` of a run of
 ``tests/support/straggling_ranks.py`` as two processes with ``slow=1``, and ``SNAPSHOT.html snapshots`` of the file that
 ``tests/support/trained_snapshot.py`` writes, and ``estimate.html memory`` that ``lightning-memprof estimate`` writes,
-and ``trial.html remedies`` of ``lightning-memprof try``.
+and ``trial.html remedies`` of ``lightning-memprof try``, and ``RUN.html`` with ``holders``, ``workers`` or ``hangs`` of
+the programs in the guides of these names.
 With section names after the report, only those sections are taken. Record in a neutral directory: the pictures show
 paths and the host name.
 """

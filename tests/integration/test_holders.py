@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -216,3 +218,12 @@ def test_a_request_in_the_run_directory_and_a_question_are_answered(tmp_path: Pa
     page = run_document(run_view(load_run(only_run(tmp_path))))
     section = next(section for section in page.sections if section.id == "holders")
     assert section.title == "Who keeps the memory"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_page_names_leaks_with_its_defaults_and_reports_nothing_of_a_healthy_training() -> None:
+    program = Path(__file__).parents[1] / "programs" / "leaks.py"
+    command = [sys.executable, str(program), "--only", "forward hook", "reference cycle", "cache by length"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -1,10 +1,12 @@
 """Trainings of two ranks that hang, and whether their pages name the cause within ten seconds of the limit.
 
     python tests/programs/hangs.py [--runs N] [--faults NAME,...] [--strategies ddp,fsdp2] [--parallel N] [--healthy N]
+    python tests/programs/hangs.py --runs 10 --healthy 30 --keep build/hangs.jsonl --minutes 60 --publish
 
 Each training is two processes on gloo; its second rank has the fault in step 3 (``tests/support/faulty_ranks.py``).
 While it still hangs, its page is loaded and compared with what was done: rank, step, phase, line, and the collective.
 A healthy training has steps of three times the median, validations and checkpoints: its page must have no hang.
+With ``--keep`` a call continues where the last one ended; ``--publish`` writes ``docs/measured/hangs.md``.
 """
 
 from __future__ import annotations
@@ -13,20 +15,28 @@ import argparse
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+
 from lightning_memprof import load_run
+from measured import table, write_fragment
 
 PROGRAM: Final = Path(__file__).resolve().parents[1] / "support" / "faulty_ranks.py"
 # The first report is at most a quarter of the limit late.
 WITHIN: Final = 10.0 - 3.0 / 4
 STARTS_WITHIN: Final = 300.0
+STRATEGIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2"}
 # What the verdict, its reasons and its next step must contain. With gloo one of two ranks that pass different sizes is
 # aborted, so that only the other one can report.
 FAULTS: Final = {
@@ -78,7 +88,17 @@ def page(place: Path) -> tuple[str | None, str]:
     return document.rule, f"({document.rule}) {document.verdict} {document.why} -> {document.next}"
 
 
-def hung(place: Path, ranks: list[subprocess.Popen[bytes]], expected: list[str]) -> tuple[bool, str]:
+class Result(msgspec.Struct):
+    """What the page of a training says; ``seconds`` are those from the first report to the page."""
+
+    fault: str
+    strategy: str
+    right: bool
+    text: str
+    seconds: float | None = None
+
+
+def hung(place: Path, ranks: list[subprocess.Popen[bytes]], expected: list[str]) -> tuple[bool, str, float | None]:
     """Wait until the page is right, or ten seconds after the first report."""
     until, has_report = time.monotonic() + STARTS_WITHIN, False
     text, missing = "no page", expected
@@ -91,31 +111,55 @@ def hung(place: Path, ranks: list[subprocess.Popen[bytes]], expected: list[str])
             has_report, until = True, time.monotonic() + WITHIN
         if not place.exists():
             text = "\n".join(path.read_text(errors="replace")[-2000:] for path in place.parents[1].glob("out*"))
-            return False, f"ended before the run began: {text}"
+            return False, f"ended before the run began: {text}", None
         _, text = page(place)
         missing = [word for word in ("(hang)", *expected) if word.lower() not in text.lower()]
         if ended:
             break
-    return not missing, f"{f'MISSING {missing} ' if missing else ''}{text}"
+    seconds = time.monotonic() - (until - WITHIN) if has_report else None
+    return not missing, f"{f'MISSING {missing} ' if missing else ''}{text}", seconds
 
 
-def run(fault: str, strategy: str) -> tuple[bool, str]:
-    """Run one training; return whether its page is right, and its verdict with what is missing."""
+def run(fault: str, strategy: str) -> Result:
+    """Run one training; the text of the result is its verdict with what is missing."""
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         place = directory / "log" / "memprofiler"
         ranks = start(directory, fault, strategy)
         try:
             if fault != "healthy":
-                return hung(place, ranks, [word.format(**lines(), waits=waits(strategy)) for word in FAULTS[fault]])
+                expected = [word.format(**lines(), waits=waits(strategy)) for word in FAULTS[fault]]
+                return Result(fault, strategy, *hung(place, ranks, expected))
             codes = [rank.wait(STARTS_WITHIN) for rank in ranks]
             rule, text = page(place)
             left = [path.name for pattern in ("hang*", "heartbeat*", "stacks*") for path in place.glob(pattern)]
-            return codes == [0, 0] and rule != "hang" and not left, f"{codes} {left} {text}"
+            is_right = codes == [0, 0] and rule != "hang" and not left
+            return Result(fault, strategy, is_right, f"{codes} {left} {text}")
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
+
+
+def fragment(results: Sequence[Result]) -> str:
+    """Return the counts by fault and strategy, and the pages that are wrong."""
+
+    def count(found: Sequence[Result]) -> str:
+        return f"{sum(result.right for result in found)} of {len(found)}" if found else "-"
+
+    rows = []
+    for fault in [*FAULTS, "healthy"]:
+        found = [result for result in results if result.fault == fault]
+        taken = [result.seconds for result in found if result.right and result.seconds is not None]
+        by_strategy = [count([result for result in found if result.strategy == name]) for name in STRATEGIES]
+        times = [f"{statistics.median(taken):.1f}", f"{max(taken):.1f}"] if taken else ["-", "-"]
+        rows.append([fault, *by_strategy, *times])
+    healthy = [result for result in results if result.fault == "healthy"]
+    faulty = [result for result in results if result.fault != "healthy"]
+    words = f"Right: {count(faulty)} trainings with a fault, {count(healthy)} healthy ones."
+    wrong = [f"- {result.strategy}, {result.fault}: {result.text}" for result in results if not result.right]
+    heading = ["fault", *STRATEGIES.values(), "median s", "max s"]
+    return "\n\n".join([words, table(heading, rows), *(["Wrong:", "\n".join(wrong)] if wrong else [])])
 
 
 def main() -> int:
@@ -124,20 +168,35 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--healthy", type=int, default=0)
     parser.add_argument("--faults", default=",".join(FAULTS))
-    parser.add_argument("--strategies", default="ddp,fsdp2")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--parallel", type=int, default=4)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no further training after these")
+    parser.add_argument("--publish", action="store_true")
     options = parser.parse_args()
     strategies, faults = options.strategies.split(","), [name for name in options.faults.split(",") if name]
-    jobs = [(fault, strategy) for _ in range(options.runs) for fault in faults for strategy in strategies]
-    jobs += [("healthy", strategies[number % len(strategies)]) for number in range(options.healthy)]
-    right = 0
+    jobs = [("healthy", strategies[number % len(strategies)]) for number in range(options.healthy)]
+    jobs += [(fault, strategy) for _ in range(options.runs) for fault in faults for strategy in strategies]
+    kept = options.keep.read_bytes() if options.keep and options.keep.exists() else b""
+    results = [msgspec.json.decode(line, type=Result) for line in kept.splitlines()]
+    for result in results:
+        if (job := (result.fault, result.strategy)) in jobs:
+            jobs.remove(job)
+    end = time.monotonic() + 60 * options.minutes
     with ThreadPoolExecutor(options.parallel) as pool:
-        results = pool.map(lambda job: run(*job), jobs)
-        for (fault, strategy), (is_right, text) in zip(jobs, results, strict=True):
-            right += is_right
-            print(f"{'right' if is_right else 'WRONG'} {strategy} {fault}: {text}", flush=True)
-    print(f"{right} of {len(jobs)} right")
-    return int(right < len(jobs))
+        for found in pool.map(lambda job: run(*job) if time.monotonic() < end else None, jobs):
+            if found is None:
+                continue
+            results.append(found)
+            print(f"{'right' if found.right else 'WRONG'} {found.strategy} {found.fault}: {found.text}", flush=True)
+            if options.keep:
+                with options.keep.open("ab") as file:
+                    file.write(msgspec.json.encode(found) + b"\n")
+    right = sum(result.right for result in results)
+    print(f"{right} of {len(results)} right")
+    if options.publish:
+        write_fragment("hangs", f"python {os.path.relpath(__file__)} {' '.join(sys.argv[1:])}", fragment(results))
+    return int(right < len(results))
 
 
 if __name__ == "__main__":
