@@ -300,8 +300,8 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
     return f": it calls {often}", (*([WHOLE.format(name=action.name, often=often)] if is_transfer else ()), *steps)
 
 
-# Python takes about this long to fetch a row of a tensor and to stack it with others.
-OF_A_ROW_NS: Final = 30_000
+# Python takes 10 to 20 µs to fetch a row of a tensor and to stack it with others; a busy machine takes longer.
+OF_A_ROW_NS: Final = 50_000
 # Smaller batches do not take long.
 MANY_SAMPLES: Final = 256
 ONE_BY_ONE: Final = (
