@@ -93,7 +93,7 @@ def oracle(name: str, leak: Leak, model: pl.LightningModule, trainer: pl.Trainer
     if name == "reference cycle":
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        yield from (node.label.split("\n")[0] for node in create_graph(gc.garbage))
+        yield from (node.label.split("\n")[0] for node in create_graph(gc.garbage, context=lambda _: None))
     elif leak.leaked is not None and importlib.util.find_spec(OBJGRAPH):
         objgraph = importlib.import_module(OBJGRAPH)
         # It does not see the variables of running functions.
