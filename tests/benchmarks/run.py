@@ -56,6 +56,7 @@ PARTS: Final[Mapping[str, Part]] = MappingProxyType(
         "merge": Part("how fast traces are merged, beside json by hand", "merge.py"),
         "estimate": Part("how exact estimates of memory are, beside measured trainings", "estimates.py"),
         "try": Part("how far a trial of remedies can be trusted", "trials.py"),
+        "budgets": Part("whether budgets in tests fail for nothing, or miss 1%", "budgets.py"),
         "growth": Part("how cost grows with modules, steps, ranks and bytes", "growth.py"),
     }
 )
