@@ -115,7 +115,11 @@ def memory_growth(facts: Facts) -> Finding | None:
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0
     survivors = _survivors(facts, rank, growth)
     sources = {survivor.source.artifact: survivor.source for survivor in survivors if survivor.source.artifact}
-    cause = _held(holder) if holder is not None else _cause(facts, rank, growth, survivors) or _outside(holders)
+    named = _held(holder) if holder is not None else _cause(facts, rank, growth, survivors)
+    outside = _outside(holders)
+    # A fetch also adds what the program frees elsewhere.
+    is_sure = named is not None and not (named.action or "").endswith(FETCH)
+    cause = named if is_sure or outside is None else outside
     if holder is not None:
         path = f"{facts.run.directory.name}/{holders_name(rank.rank)}"
         sources[path] = Evidence(artifact=path, rank=rank.rank)
@@ -129,7 +133,7 @@ def memory_growth(facts: Facts) -> Finding | None:
         rule="memory_growth",
         severity=Severity.INFO
         if holders.is_free and full is None
-        else _severity(rank, growth, source, is_explained=cause is not None),
+        else _severity(rank, growth, source, is_explained=cause is not None and cause is not outside),
         sentence=(
             f"{title} grows by {format_bytes(growth.bytes_per_step)} per step{facts.on_rank(rank)}"
             f"{cause.where if cause else ''}."

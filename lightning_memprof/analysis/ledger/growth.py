@@ -124,12 +124,16 @@ class Holders:
 
     @property
     def main(self) -> HolderRow | None:
-        """The holder of at least a third of the slope without freed memory, the largest; a leak fragments the heap."""
-        named = (row for row in self.rows if row.place and row.kind not in ENDING)
+        """The holder of at least a third of the slope without freed memory, the largest; a leak fragments the heap.
+
+        Holders that one line assigns count together, as the states of a metric do.
+        """
+        named = [row for row in self.rows if row.place and row.kind not in ENDING and size_when_full(row) is None]
         free = sum(row.added_bytes or 0 for row in self.rows if row.kind == FREE)
         grown = max((row.grown_bytes or 0 for row in self.rows), default=0)
         share = MAIN * max(1 - free / grown, MIN_MAIN) if grown else MAIN
-        return next((row for row in named if self._explain([row], share)), None)
+        alike = ([other for other in named if row is other or (row.line and row.line == other.line)] for row in named)
+        return next((rows[0] for rows in alike if self._explain(rows, share)), None)
 
     @property
     def ends(self) -> bool:

@@ -275,6 +275,45 @@ def test_memory_that_no_python_object_refers_to_is_named(tmp_path: Path) -> None
     assert "300 MiB" in finding.why
 
 
+@pytest.mark.parametrize(
+    ("action", "where"),
+    [(FETCH, " outside Python objects."), (HOOK, " in History.on_train_batch_end.")],
+)
+def test_what_no_python_object_holds_is_not_blamed_on_the_fetch_but_on_a_hook(
+    tmp_path: Path, action: str, where: str
+) -> None:
+    directory = make_run(tmp_path, GROWING)
+    found = [{"step": step, "recorded": True, "action": action, "rss_change_bytes": 4 * MIB} for step in (2, 3)]
+    add_series(directory, "action_memory", found)
+    row = {"kind": "remainder", "added_bytes": 300 * MIB, "since_step": 20, "step": 119, "grown_bytes": 396 * MIB}
+    rows(directory / "holders.rank00000.jsonl", row)
+    finding = finding_of(directory, "memory_growth")
+    assert finding is not None
+    assert finding.sentence == f"Host memory grows by 4.00 MiB per step{where}"
+
+
+def test_holders_of_one_line_count_together_as_the_states_of_a_metric_do(tmp_path: Path) -> None:
+    states = [{**HISTORY, "place": f"Net.curve.{name}[...]", "added_bytes": 115 * MIB} for name in ("preds", "target")]
+    together, apart = (
+        held(
+            tmp_path / name, *(({**row, "line": f"a/train.py:{line}"}) for row, line in zip(states, lines, strict=True))
+        )
+        for name, lines in (("together", (14, 14)), ("apart", (14, 15)))
+    )
+    assert together is not None
+    assert together.sentence == "Host memory grows by 4.00 MiB per step in Net.curve.preds (a/train.py:14)."
+    assert apart is not None
+    assert apart.numbers["holder"] is None
+
+
+def test_a_buffer_with_a_limit_is_no_holder_of_growth_however_much_is_freed(tmp_path: Path) -> None:
+    members = {**HISTORY, "place": "Ensemble.members[...]", "bound": 3, "added": 2, "added_bytes": 80 * MIB}
+    finding = held(tmp_path, members, {**FREED, "added_bytes": 316 * MIB})
+    assert finding is not None
+    assert finding.severity is Severity.INFO
+    assert finding.sentence.endswith(": the C allocator keeps freed memory.")
+
+
 def test_only_the_last_search_counts(tmp_path: Path) -> None:
     finding = held(tmp_path, {**HISTORY, "step": 60}, {"kind": "nothing"})
     assert finding is not None
