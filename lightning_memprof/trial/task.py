@@ -59,9 +59,11 @@ def end(task: Task, measured: Measured) -> NoReturn:
         # Rank 0 may still receive from it, and its end ends all.
         signal.pause()
     path = result_path(task.directory, rank)
-    partial = Path(f"{path}.partial")
-    partial.write_bytes(msgspec.json.encode(measured))
-    partial.replace(path)
+    # A process that the program has started may have trained, and the program ends after it.
+    if not path.exists():
+        partial = Path(f"{path}.partial")
+        partial.write_bytes(msgspec.json.encode(measured))
+        partial.replace(path)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if measured.problem else 0)

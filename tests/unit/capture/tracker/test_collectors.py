@@ -124,4 +124,4 @@ def test_a_failure_of_the_tracker_is_told_at_the_next_point_and_not_in_the_users
     assert done == [0, 1, 2]
     rows, _ = read_rows(tmp_path / "memprofiler/manifest.rank00000.jsonl")
     (error,) = [row for row in rows if row["kind"] == "error"]
-    assert (error["collector"], error["message"], error["window"]) == ("module_memory", "LookupError: ", 0)
+    assert (error["collector"], error["message"], error["window"]) == ("module_memory", "LookupError", 0)
