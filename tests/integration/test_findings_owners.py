@@ -109,7 +109,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("how", ["saved", "reentrant", "in hooks"])
 def test_forwards_that_run_again_in_backward_are_named(shown: Any, how: str) -> None:
     network = nn.Sequential(nn.Linear(32, 128), *(Block(how) for _ in range(6)), nn.Linear(128, 1))
-    found = shown("run", Model(network), batches(24, 512, 32))
+    found = shown("run", Model(network), batches(24, 2048, 32))
     assert ("recomputation" in found) == (how != "saved")
     if how != "saved":
         finding = found["recomputation"]
