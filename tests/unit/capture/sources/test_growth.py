@@ -34,9 +34,10 @@ def grown(seconds: float) -> list[HolderRow]:
 
 
 def test_without_time_no_memory_is_said_to_have_no_holder() -> None:
-    assert grown(0) == []
-    (row,) = grown(60)
-    assert (row.kind, row.place, row.added) == ("attribute", "Keeping.tensors[...]", 40)
+    # Pages of this process that are touched meanwhile are found without a search.
+    assert {row.kind for row in grown(0)} <= {"first touch", "mapped file"}
+    (row,) = (row for row in grown(60) if row.place == "Keeping.tensors[...]")
+    assert (row.kind, row.added) == ("attribute", 40)
 
 
 def test_the_container_that_gained_most_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
