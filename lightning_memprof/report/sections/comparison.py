@@ -45,9 +45,18 @@ STATUSES: Final[Mapping[str, Style]] = {"fail": "bad", "inconclusive": "warn", "
 MAX_NAMES: Final = 8
 MAX_NOTES: Final = 6
 # A sentence about two sides names these first.
-FIRST: Final = ("step_ns", "gpu_window_ns", "peak_allocated_bytes", "peak_requested_bytes", "peak_rss_bytes")
+FIRST: Final = (
+    "step_ns",
+    "mean_step_ns",
+    "gpu_window_ns",
+    "peak_allocated_bytes",
+    "peak_requested_bytes",
+    "peak_rss_bytes",
+)
 MAX_IN_SENTENCE: Final = 3
 _MOST_CONFIDENCE: Final = 0.999
+# Further apart, the mean step is named beside the median one.
+_APART: Final = 0.05
 _NAMED: Final = {"peak_rss_bytes": PEAKS["rss"].label, "parameter_bytes": "parameters", "samples_per_s": "throughput"}
 
 
@@ -86,7 +95,7 @@ def conclusion(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Word
         return phrase(head + SAME + ": step time {} -> {}" * is_timed, *times)
     found = [difference for difference in comparison.differences if difference.is_above_noise]
     if step in found:
-        found = [difference for difference in found if difference.name != "mean_step_ns"]
+        found = [difference for difference in found if not _says_the_same(difference, step)]
     found.sort(key=lambda difference: FIRST.index(difference.name) if difference.name in FIRST else len(FIRST))
     head += "B differs from A"
     values: list[Cell] = []
@@ -102,6 +111,12 @@ def conclusion(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Word
     for group, changes in _by_group(comparison).items():
         words.append(f"{len(changes)} {group if len(changes) > 1 else group.removesuffix('s')}")
     return phrase(f"{head}: {', '.join(words)}", *values)
+
+
+def _says_the_same(difference: Difference, step: Difference | None) -> bool:
+    """Return whether the mean step changes by about as much as the median one."""
+    apart = abs((difference.relative or 0.0) - (step.relative or 0.0)) if step is not None else 0.0
+    return difference.name == "mean_step_ns" and apart < _APART
 
 
 def _quantity(name: str) -> str:

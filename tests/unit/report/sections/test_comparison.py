@@ -55,6 +55,14 @@ def comparison() -> Comparison:
     return compare(*sides())
 
 
+@pytest.mark.parametrize(("mean", "is_named"), [(40e6, False), (25e6, True)])
+def test_the_mean_step_is_named_beside_the_median_where_it_changes_otherwise(mean: float, is_named: bool) -> None:
+    a, b = sides()
+    a = replace(a, measures={**a.measures, "mean_step_ns": measure("mean_step_ns", 20e6, 1e6)})
+    b = replace(b, measures={**b.measures, "mean_step_ns": measure("mean_step_ns", mean, 1e6)})
+    assert ("mean step +25%" in " ".join(page(compare(a, b)).split())) == is_named
+
+
 def page(comparison: Comparison, *limits: str) -> str:
     document = comparison_document(comparison, [check(comparison, parse_limit(limit)) for limit in limits])
     return plain(full_page(document, 80, ascii_only=False))
