@@ -37,7 +37,7 @@ class Batches:
     Attributes:
         program: its command line.
         remedies: what else was changed in all runs.
-        samples: of the program's own batch.
+        samples: of the program's batch.
         limit_bytes: memory that a run may use; None for all of the device.
         is_device: whether that is the device's memory, not the host's.
         tried: by batch size.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -284,10 +285,15 @@ def _run_to_fit(program: Sequence[str], use: Callable[[Fit], None]) -> None:
         _to_fit(program, use, LargeOnMeta(is_active=False))
 
 
-def _needs_values(error: BaseException | None) -> bool:
+def _needs_values(failed: _FailedEarlyError) -> bool:
     """Return whether a program failed because a large tensor has no values: torch's messages name its device."""
+    # Within the simulation it is torch's message.
+    if _NO_DATA in str(failed):
+        return True
+    error = failed.__cause__
     while error is not None:
-        if "meta" in str(error).lower():
+        # Names of files and keys are the program's.
+        if not isinstance(error, (OSError, LookupError)) and re.search(r"\bmeta\b", str(error), re.IGNORECASE):
             return True
         error = error.__cause__ or error.__context__
     return False

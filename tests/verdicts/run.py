@@ -90,6 +90,8 @@ def trained(options: argparse.Namespace) -> list[Result]:
         for repeat in range(options.repeat)
         for healthy in (False, True)
     ]
+    if not cases:
+        raise SystemExit(f"There is no training in the set {options.set} with such a name.")
     with busy_core() if options.loaded else contextlib.nullcontext():
         results = run_all(cases, options.jobs)
     for result in results:

@@ -92,7 +92,7 @@ def run_ledger(
     stalls, stalled = _stalls(steps, steady)
     mean, whole_mean = _mean(steps), _mean(typical.steps)
     named = _named(rank)
-    # A step that compiles is a stall, but that time has a line of its own.
+    # A step that compiles is a stall, but compiling has a separate line.
     compiling = {phase: total(line for line in lines if line.part == "compile") for phase, lines in named.items()}
     stalled = {phase: max(ns - compiling.get(phase, 0.0), 0.0) for phase, ns in stalled.items()}
     # Of a run of several ranks `self.log` is timed in every step.

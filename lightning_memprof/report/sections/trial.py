@@ -61,7 +61,8 @@ def trial_document(trial: Trial) -> Document:
         why = f"Its {undecided.rounds} rounds differ: about {undecided.needed} would decide, fewer on a quiet machine."
         following = f"lightning-memprof try --rounds {undecided.needed} {remedies} {trial.program}"
     elif other is not None:
-        why = f"Compared over {format_count(trial.compared, 'step')}: {equality_words(other)}."
+        differ = equality_words(other).removeprefix("changes the training: ")
+        why = f"Compared over {format_count(trial.compared, 'step')}: {differ}."
     return Document(
         title=trial.program,
         kind="trial",
@@ -124,7 +125,8 @@ def _verdict(trial: Trial, best: Outcome | None, undecided: Outcome | None, othe
     if all(found.problem for found in trial.outcomes):
         return "None of the remedies could be tried."
     if other is not None:
-        return f"No gain for the same training: {other.remedy}, {signed(other.gain)} step time, changes it."
+        shorter = f"{other.remedy} makes each step {percent(-other.gain)} shorter"
+        return f"{shorter}, but changes the training: it is not recommended."
     return _NOTHING
 
 

@@ -178,7 +178,9 @@ def test_a_program_ends_at_its_fit_and_writes_nothing(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("before", "runs"),
     [
-        ("raise KeyError('early')", 1),
+        ("raise KeyError('early meta')", 1),
+        ("open('early.meta.json')", 1),
+        ("raise ValueError('early metadata')", 1),
         ("float(nn.Linear(256, 256).weight.sum())", 2),
         ("assert nn.Linear(256, 256).weight.isfinite().all()", 2),
     ],
