@@ -7,8 +7,8 @@ optimizers choose what they choose on CUDA, which they do not on ``cpu`` or ``me
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
@@ -53,13 +53,14 @@ _FLOAT: Final = (
     "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
     "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
     "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
-    "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
-    "upsample_bicubic2d", "norm", "rms_norm",
+    "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "norm", "rms_norm",
 )  # fmt: skip
 # They compute in float32 unless a dtype is given, and need no copy of their input for it.
 _FLOAT_RESULT: Final = ("prod", "cumprod", "cumsum", "sum", "linalg_vector_norm", "linalg_matrix_norm")
 _WIDEST: Final = (
-    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sample", "index_put", "tensordot",
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 )  # fmt: skip
 _HALVES: Final = (torch.float16, torch.bfloat16)
@@ -213,14 +214,10 @@ def _cuda_autocast(kind: str) -> Iterator[None]:
     rules = _library("aten", key)
     rest.fallback(torch.library.fallthrough_kernel)
     for names, casting in ((_LOWER, casts.lower), (_FLOAT, casts.full), (_WIDEST, casts.widest)):
-        for name in names:
-            for overload in _overloads(name):
-                found = getattr(getattr(torch.ops.aten, name), overload)
-                rules.impl(name if overload == "default" else f"{name}.{overload}", _with_cast(found, casting))
-    for name in _FLOAT_RESULT:
-        for overload in _overloads(name):
-            found = getattr(getattr(torch.ops.aten, name), overload)
-            rules.impl(name if overload == "default" else f"{name}.{overload}", _with_float_result(found, casts))
+        for operator in _cast_on_cuda(names):
+            rules.impl(operator, _with_cast(operator, casting))
+    for operator in _cast_on_cuda(_FLOAT_RESULT):
+        rules.impl(operator, _with_float_result(operator, casts))
     for name in ("softmax", "log_softmax"):
         rules.impl(f"{name}.int", _softmax(name, casts))
 
@@ -340,11 +337,16 @@ def _converting_softmax(name: str) -> Callable[..., Any]:
     return call
 
 
-def _overloads(name: str) -> Iterator[str]:
-    packet = getattr(torch.ops.aten, name, None)
-    for overload in packet.overloads() if packet is not None else ():
-        if "out" not in overload and "name" not in overload.lower():
-            yield overload
+def _cast_on_cuda(names: Iterable[str]) -> Iterator[Any]:
+    """Yield the operators of these names that the installed torch casts on CUDA: ``rms_norm`` since torch 2.12."""
+    for name in names:
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            operator, is_cast = getattr(packet, overload), False
+            with suppress(RuntimeError):  # the dispatcher does not have TorchScript's own overloads
+                is_cast = operator.has_kernel_for_dispatch_key(DispatchKey.AutocastCUDA)
+            if is_cast:
+                yield operator
 
 
 @contextmanager

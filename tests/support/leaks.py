@@ -38,6 +38,7 @@ ALLOWED_COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "multiprocessing.resource_tracker": "Python starts one tracker for the process and ends it at exit",
         "multiprocessing.forkserver": "Python starts one fork server for the process and ends it at exit",
         "torch/_inductor/compile_worker/": "torch's compiler keeps its workers until the process exits",
+        "orted --hnp": "Open MPI's daemon: Lightning's search for MPI starts it where mpi4py is installed",
         "chromium --type=": "a module's browser starts helpers when it needs them; the browser itself is looked for",
     }
 )

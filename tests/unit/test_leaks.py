@@ -67,6 +67,18 @@ def test_child_process_and_zombie(before, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_daemon_of_open_mpi_is_no_leak_of_ours(before, tmp_path):
+    daemon = tmp_path / "orted"
+    daemon.write_text(f"#!{sys.executable}\ninput()\n")
+    daemon.chmod(0o755)
+    with subprocess.Popen([daemon, "--hnp", "--set-sid"], stdin=subprocess.PIPE) as child:
+        try:
+            assert found(before, tmp_path) == []
+        finally:
+            child.kill()
+
+
+@pytest.mark.slow
 def test_environment_names_the_variable_and_not_its_value(before, tmp_path, monkeypatch):
     monkeypatch.setenv("FORGOTTEN", "a secret")
     monkeypatch.delenv("PATH")

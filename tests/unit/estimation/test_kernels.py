@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.profiler import profile
 
 from lightning_memprof.analysis.estimate import DEVICES
 from lightning_memprof.estimation.kernels import kernel_buffers
-from lightning_memprof.estimation.simulated_device import Target
+from lightning_memprof.estimation.simulated_device import _FLOAT, _FLOAT_RESULT, _LOWER, _WIDEST, Target
 from lightning_memprof.estimation.storages import StorageTracer
 
 THREADS = DEVICES["NVIDIA A100 40GB"].resident_threads
@@ -101,6 +103,51 @@ def _read(name: str) -> int:
 @pytest.mark.parametrize("name", ["layer_norm", "log_softmax"])
 def test_kernels_that_read_contiguous_tensors_copy_others(name: str) -> None:
     assert _in_child(_read, name) == 2
+
+
+def _normed(is_cast: str) -> tuple[torch.dtype, int]:
+    """Return the dtype of an RMS norm under autocast, and how many tensors of 32-bit numbers it made of its input."""
+    operator: Any = torch.ops.aten.rms_norm.default
+    operator.has_kernel_for_dispatch_key = lambda _key: bool(is_cast)
+    target = Target()
+    with target.simulated() as device, StorageTracer(device, target) as tracer:
+        data = torch.empty(64, 32, device=device, dtype=torch.bfloat16)
+        before = len(tracer.log.requests)
+        with torch.autocast(device.type, torch.bfloat16):
+            made = functional.rms_norm(data, (32,))
+        return made.dtype, list(tracer.log.requests.events)[before:].count(2 * data.nbytes)
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="this torch has no fused RMS norm")
+@pytest.mark.parametrize(("is_cast", "expected"), [("since torch 2.12", (torch.float32, 2)), ("", (torch.bfloat16, 0))])
+def test_autocast_casts_the_operators_that_the_installed_torch_casts_on_cuda(
+    is_cast: str, expected: tuple[torch.dtype, int]
+) -> None:
+    assert _in_child(_normed, is_cast) == expected
+
+
+def _sampled(mode: str) -> tuple[torch.dtype, torch.dtype]:
+    with Target().simulated() as device, torch.autocast(device.type, torch.bfloat16):
+        image = torch.empty(2, 3, 16, 16, device=device, dtype=torch.bfloat16)
+        moved = functional.grid_sample(image, torch.empty(2, 8, 8, 2, device=device), align_corners=False)
+        return moved.dtype, functional.interpolate(image, scale_factor=2, mode=mode).dtype
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear"])
+def test_autocast_samples_images_in_32_bits(mode: str) -> None:
+    assert _in_child(_sampled, mode) == (torch.float32, torch.float32)
+
+
+def test_autocast_has_the_lists_of_the_installed_torch() -> None:
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+    lists = {"LOWER_PRECISION_FP": _LOWER, "FP32": _FLOAT, "FP32_SET_OPT_DTYPE": _FLOAT_RESULT, "PROMOTE": _WIDEST}
+    missing = {}
+    for name, ours in lists.items():
+        body = header.partition(f"#define AT_FORALL_{name}(_)")[2].partition("\n\n")[0]
+        theirs = set(re.findall(r"_\((\w+)", body))
+        assert theirs
+        missing[name] = theirs - {*ours, "softmax", "log_softmax"}
+    assert not any(missing.values()), missing
 
 
 def test_backward_of_attention_has_buffers():
