@@ -15,6 +15,7 @@ from lightning_memprof.analysis.ledger.peaks import Peaks
 from lightning_memprof.analysis.ledger.ranks import log_waits, with_waits
 from lightning_memprof.analysis.ledger.run import run_ledger
 from lightning_memprof.analysis.memory.report import MemoryReport
+from lightning_memprof.analysis.oom.autopsy import owned_at_failure
 from lightning_memprof.analysis.ranks.report import RankReport, rank_report
 from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
 from lightning_memprof.analysis.snapshot.report import SnapshotReport
@@ -203,7 +204,11 @@ class Facts:
             for rank in self.run.ranks
             if rank.in_full
         }
-        return {rank: ledger for rank, ledger in found.items() if ledger is not None}
+        return {
+            rank: owned_at_failure(ledger, (event for event in self.run.ooms if event.rank == rank))
+            for rank, ledger in found.items()
+            if ledger is not None
+        }
 
     def heaviest(self, cost: Callable[[TimeLedger], float]) -> tuple[Rank, TimeLedger] | None:
         """Return the rank whose ledger costs the most, None if no rank has one of enough steps."""

@@ -110,7 +110,8 @@ def _cause(failed: FailedRequest) -> Cause:
     free = failed.device_free_bytes or 0
     if failed.requested_bytes > free + failed.live.reserved_bytes:
         return "too large"
-    return "fragmented" if failed.requested_bytes <= free + failed.unused_bytes else "full"
+    is_notable = failed.unused_bytes >= NOTABLE_UNUSABLE * failed.live.reserved_bytes
+    return "fragmented" if is_notable and failed.requested_bytes <= free + failed.unused_bytes else "full"
 
 
 def _why_failed(failed: FailedRequest, top: HeldLine | None) -> str:

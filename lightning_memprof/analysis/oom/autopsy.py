@@ -10,10 +10,12 @@ from heapq import nlargest
 from math import inf
 from typing import Any, Final
 
+from lightning_memprof.analysis.ledger.memory import UNATTRIBUTED, ByteLedger, ByteLine
 from lightning_memprof.analysis.memory.activations import checkpointing, read_saved_steps
 from lightning_memprof.analysis.oom.causes import (
     HOST_REST,
     OTHER_TENSORS,
+    REST,
     SETUP,
     UNHELD,
     Cause,
@@ -174,7 +176,8 @@ def autopsy(
     ring, trouble = _replay(event, device, max_bytes)
     snapshot = None if ring is None else ring.snapshot
     memory = host_memory(facts) if is_host else device_memory(facts, snapshot)
-    cause, why = host_cause(facts, memory) if is_host else device_cause(facts, memory, snapshot)
+    held = _held(facts, memory, is_host=is_host)
+    cause, why = host_cause(facts, memory) if is_host else device_cause(facts, memory, snapshot, _largest(held))
     stacks = ModuleStacks(facts.forwards)
     by_stack, by_module = _sites(ring, stacks)
     note = trouble or (None if by_stack else _no_stacks(facts, is_host=is_host))
@@ -197,7 +200,7 @@ def autopsy(
         cause=cause,
         why=why,
         memory=memory,
-        held=_held(facts, memory, is_host=is_host),
+        held=held,
         tensors=_tensors(facts),
         by_stack=tuple(by_stack[:TOP]),
         by_stack_note=note,
@@ -207,6 +210,7 @@ def autopsy(
         unavailable=facts.unavailable,
     )
     expands = snapshot is not None and snapshot.is_expandable
+    blocks = blocks or stacks.blocks_around(found.place["module"])
     situation = _situation(found, training or TrainingFacts(), world_size, blocks, is_expandable=expands)
     return replace(found, next_steps=next_steps(situation))
 
@@ -281,6 +285,46 @@ def _held(facts: OomRow, memory: Memory, *, is_host: bool) -> tuple[Holder, ...]
     return tuple(found)
 
 
+def _largest(held: tuple[Holder, ...]) -> str:
+    if not held:
+        return ""
+    largest = max(held, key=lambda holder: holder.bytes)
+    return f" ({largest.name.removeprefix(REST)} {format_bytes(largest.bytes)})"
+
+
+def owned_at_failure(ledger: ByteLedger, events: Iterable[OomEvent]) -> ByteLedger:
+    """Return a rank's ledger whose unattributed bytes have the owners of its last failed allocation on that device.
+
+    Categories are ``other_tensors``, which Python holds, ``activation_and_temporary``, which it does not, and those of
+    the model and its optimizers.
+    """
+    failed = [event.facts for event in events if event.facts.device == ledger.place and event.facts.memory != "host"]
+    held = failed[-1].held if failed else None
+    allocated = (failed[-1].statistics or {}).get("allocated_bytes.all.current") if failed else None
+    if held is None or allocated is None:
+        return ledger
+    sizes = {
+        "parameter": held.parameter_bytes or 0,
+        "gradient": held.gradient_bytes or 0,
+        "optimizer_state": held.optimizer_state_bytes or 0,
+        "buffer": held.buffer_bytes or 0,
+        "other_tensors": held.other_bytes or 0,
+    }
+    recorded = sum(map(ledger.bytes, ("activation", "temporary", "input")))
+    sizes["activation_and_temporary"] = allocated - sum(sizes.values()) - recorded
+    rest, found = ledger.bytes(UNATTRIBUTED), []
+    for category, size in sizes.items():
+        added = min(rest, size - ledger.bytes(category))
+        if added > 0:
+            found.append(ByteLine(category=category, bytes=added))
+            rest -= added
+    lines = [*(line for line in ledger.lines if line.category != UNATTRIBUTED), *found]
+    lines.sort(key=lambda line: -line.bytes)
+    if rest:
+        lines.append(ByteLine(category=UNATTRIBUTED, bytes=rest))
+    return replace(ledger, lines=tuple(lines), basis=f"{ledger.basis}, with the owners of the failed allocation")
+
+
 def _tensors(facts: OomRow) -> tuple[Holder, ...]:
     found = []
     for row in facts.tensors or ():
@@ -322,6 +366,19 @@ class ModuleStacks:
         if chain not in self._known:
             self._known[chain] = self._named(chain)
         return self._known[chain]
+
+    def blocks_around(self, name: str | None) -> tuple[str, ...]:
+        """Return the repeated blocks, such as ``blocks.* (Block)``, that a module is in; none if they are not alike."""
+        parts = (name or "").partition(" ")[0].split(".")
+        depth = next((depth for depth, part in enumerate(parts) if part == "*" or part.isdigit()), 0)
+        parent = ".".join(parts[:depth])
+        classes = {
+            path: kind
+            for path, kind in self._classes.items()
+            if path.rpartition(".")[0] == parent and any(inner.startswith(f"{path}.") for inner in self._classes)
+        }
+        is_repeated = depth > 0 and len(classes) > 1 and len({*classes.values()}) == 1
+        return (f"{parent}.* ({next(iter(classes.values()))})",) if is_repeated else ()
 
     def _source_of(self, frame: Frame) -> int | None:
         file, line, _ = frame

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot
 from lightning_memprof.artifacts.manifest import DataLoaderFacts, OomRow, OptimizerFacts, TrainingFacts
-from lightning_memprof.units import GIB, format_bytes
+from lightning_memprof.units import GIB, KIB, MIB, format_bytes, format_list
 
 Cause = Literal["too large", "fragmented", "other process", "limited", "full"]
 # The causes as the end of "cuda:0 ran out of memory: ...".
@@ -24,17 +24,24 @@ CAUSES: Final[Mapping[Cause, str]] = {
     "full": "live memory fills it",
 }
 
-# A CUDA context, its kernels and the libraries' workspaces take this much of a device without torch's allocator.
+# A CUDA context, its kernels and the libraries' workspaces take this much of a device without torch's allocator; so
+# does a desktop: a display server, a browser.
 CONTEXT_BYTES: Final = GIB
-# With a smaller share of the reserved memory unused, one more tensor of this size would fail without gaps as well.
-FRAGMENTED: Final = 0.1
+# Gaps, or other processes, of a smaller share of what this process uses only bring the failure forward: one more tensor
+# of this size would fail without them as well.
+NOTABLE: Final = 0.1
 # An allocation that needs more of the device must be split: checkpointing other modules does not help.
 LARGE: Final = 0.25
 NEARLY: Final = 0.1
-# torch adds this to its message where the driver shows other processes of the device.
-PROCESS: Final = re.compile(r"Process (\d+) has ([0-9.]+) (bytes|KiB|MiB|GiB) memory in use")
+# torch adds these to its message where the driver shows the processes of the device. If this process is not among them,
+# as in a container, it may be one of the numbers.
+THIS_PROCESS: Final = "this process has "
+PROCESS: Final = re.compile(r"Process (\d+) has (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB) memory in use")
+UNITS: Final = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 
 STEPS: Final = 3
+# Processes that a sentence names.
+SHOWN: Final = 3
 _HELD_BY_PYTHON: Final = (
     "Find the objects that hold the tensors listed above: many of the same size that outlive their step are usually in "
     "a list or an attribute (store loss.item() or .detach().cpu() instead)."
@@ -48,8 +55,9 @@ RAISE_FRACTION: Final = "Raise the fraction in torch.cuda.set_per_process_memory
 WITHOUT_GRADIENTS: Final = ("validation_step", "test_step", "predict_step")
 OTHER_TENSORS: Final = "other tensors held by Python"
 # Allocated bytes that neither the model, its optimizers nor a Python object hold.
-UNHELD: Final = "the rest: saved activations and temporaries"
-HOST_REST: Final = "the rest: Python objects, libraries and saved activations"
+REST: Final = "the rest: "
+UNHELD: Final = f"{REST}saved activations and temporaries"
+HOST_REST: Final = f"{REST}Python objects, libraries and saved activations"
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Memory:
         unused_bytes: reserved and not allocated.
         largest_free_bytes: largest contiguous block of ``unused_bytes``; needs a snapshot.
         other_bytes: neither free nor reserved by this process: other processes, and libraries in this one.
+        process_bytes: the part of ``other_bytes`` that other processes use, according to the driver.
     """
 
     total_bytes: int | None
@@ -75,6 +84,7 @@ class Memory:
     unused_bytes: int | None
     largest_free_bytes: int | None
     other_bytes: int | None
+    process_bytes: int | None = None
 
 
 def device_memory(facts: OomRow, snapshot: DeviceSnapshot | None) -> Memory:
@@ -97,7 +107,16 @@ def device_memory(facts: OomRow, snapshot: DeviceSnapshot | None) -> Memory:
         unused_bytes=None if allocated is None or reserved is None else reserved - allocated,
         largest_free_bytes=None if snapshot is None else snapshot.largest_free_block,
         other_bytes=other,
+        process_bytes=_process_bytes(facts, other or 0),
     )
+
+
+def _process_bytes(facts: OomRow, most: int) -> int | None:
+    """Return the bytes of other processes; what a driver does not know is a number above ``most``."""
+    if THIS_PROCESS not in (facts.exception or ""):
+        return None
+    found = sum(round(float(size) * UNITS[unit]) for _, size, unit in PROCESS.findall(facts.exception or ""))
+    return found if found <= most else None
 
 
 def host_memory(facts: OomRow) -> Memory:
@@ -119,12 +138,19 @@ def host_memory(facts: OomRow) -> Memory:
     )
 
 
-def device_cause(facts: OomRow, memory: Memory, snapshot: DeviceSnapshot | None) -> tuple[Cause, str]:
+def device_cause(facts: OomRow, memory: Memory, snapshot: DeviceSnapshot | None, mostly: str = "") -> tuple[Cause, str]:
     """Return the cause of a failed device allocation, and a sentence with its evidence.
 
-    An allocation larger than the limit can never succeed. Otherwise unused reserved memory, at least 10% of it, or the
-    memory of other processes is the cause if the allocation would have succeeded with it. Of the rest, an allocation is
-    too large if it exceeds all live tensors together and a quarter of the limit.
+    An allocation larger than the limit can never succeed. Otherwise unused reserved memory, at least 10% of it, is the
+    cause if the allocation would have succeeded with it; so is the memory of other processes, if it is at least 10% of
+    what this one needs, and more than a desktop's. Of the rest, an allocation is too large if it exceeds all live
+    tensors together and a quarter of the limit.
+
+    Args:
+        facts: the recorded event.
+        memory: its memory.
+        snapshot: the allocator snapshot of that moment, or None.
+        mostly: the largest part of the live tensors, in parentheses.
     """
     limit, free, reserved, unused = memory.limit_bytes, memory.free_bytes, memory.reserved_bytes, memory.unused_bytes
     asked = facts.asked_bytes
@@ -138,22 +164,17 @@ def device_cause(facts: OomRow, memory: Memory, snapshot: DeviceSnapshot | None)
         return "too large", f"A single allocation of {named} is larger than the limit of {_bytes(limit)}."
     allowed = max(0, limit - (reserved or 0))
     room = min(free or 0, allowed)
-    is_notable = unused is not None and unused >= FRAGMENTED * (reserved or 0)
+    is_notable = unused is not None and unused >= NOTABLE * (reserved or 0)
     fits_unused = unused is not None and is_notable and room < asked <= room + unused
     if limit < (memory.total_bytes or 0) and allowed < asked <= (free or 0) and not fits_unused:
         return "limited", (
             f"torch.cuda.set_per_process_memory_fraction limits this process to {_bytes(limit)} of "
             f"{_bytes(memory.total_bytes)}; {_bytes(reserved)} were reserved, and {named} more did not fit."
         )
-    others = max(0, (memory.other_bytes or 0) - CONTEXT_BYTES)
-    fits_others = others > 0 and asked <= min((free or 0) + others, limit - (reserved or 0))
-    processes = [f"process {pid} uses {size} {unit}" for pid, size, unit in PROCESS.findall(facts.exception or "")]
+    others = _used_by_others(memory)
+    fits_others = _is_notable(others, (reserved or 0) + asked) and asked <= min((free or 0) + others, allowed)
     if fits_others and not (fits_unused and (unused or 0) >= others):
-        users = "; ".join(processes) or "other processes, or libraries in this one that bypass torch's allocator"
-        return "other process", (
-            f"About {_bytes(others)} of {_bytes(memory.total_bytes)} are in use outside this allocator ({users}); "
-            f"without them the allocation of {named} would have succeeded."
-        )
+        return "other process", f"{_others(facts, memory)}; without that, the allocation of {named} would succeed."
     if fits_unused:
         largest = None if snapshot is None else snapshot.largest_free_block
         piece = "" if largest is None else f", in blocks of at most {_bytes(largest)}"
@@ -162,10 +183,36 @@ def device_cause(facts: OomRow, memory: Memory, snapshot: DeviceSnapshot | None)
             f"{_bytes(unused)} are reserved but unused{piece}, and {_bytes(room)} are free: together enough for "
             f"{named}, but {none}."
         )
-    return _without_room(asked, memory, limit, room)
+    cause, why = _without_room(asked, memory, limit, room, mostly)
+    return cause, f"{why} {_others(facts, memory)}." if memory.process_bytes else why
 
 
-def _without_room(asked: int, memory: Memory, limit: int, room: int) -> tuple[Cause, str]:
+def _used_by_others(memory: Memory) -> int:
+    """Return the bytes of other processes; an estimate, rather too low, where the driver does not show them."""
+    return max(0, (memory.other_bytes or 0) - CONTEXT_BYTES) if memory.process_bytes is None else memory.process_bytes
+
+
+def _is_notable(others: int, needed: int) -> bool:
+    """Return whether other processes use more than a desktop and a notable part of what this one needs, or as much."""
+    return others >= min(needed, max(CONTEXT_BYTES, NOTABLE * needed))
+
+
+def _others(facts: OomRow, memory: Memory) -> str:
+    """Return a clause with the memory that other processes use."""
+    of = f"of {_bytes(memory.total_bytes)}"
+    if memory.process_bytes is None:
+        return (
+            f"{_bytes(memory.other_bytes)} {of} are in use outside of torch, by other processes or by libraries in "
+            "this one that bypass its allocator"
+        )
+    used = f"{_bytes(memory.process_bytes)} {of}"
+    found = PROCESS.findall(facts.exception or "")
+    if len(found) == 1:
+        return f"Process {found[0][0]} uses {used}"
+    return f"Processes {format_list([f'{pid} ({size} {unit})' for pid, size, unit in found], SHOWN)} use {used}"
+
+
+def _without_room(asked: int, memory: Memory, limit: int, room: int, mostly: str) -> tuple[Cause, str]:
     named = _bytes(asked)
     if asked > max(memory.allocated_bytes or 0, LARGE * limit):
         return "too large", (
@@ -173,7 +220,7 @@ def _without_room(asked: int, memory: Memory, limit: int, room: int) -> tuple[Ca
             f"{_bytes(limit)}), and {_bytes(room)} were free."
         )
     return "full", (
-        f"Live tensors use {_bytes(memory.allocated_bytes)} of {_bytes(limit)}; with {_bytes(room)} free and "
+        f"Live tensors use {_bytes(memory.allocated_bytes)} of {_bytes(limit)}{mostly}; with {_bytes(room)} free and "
         f"{_bytes(memory.unused_bytes)} reserved but unused, {named} more did not fit."
     )
 
@@ -331,10 +378,12 @@ def _full(situation: Situation) -> Iterator[str]:
         yield _optimizer(situation)
     if situation.largest == OTHER_TENSORS:
         yield _HELD_BY_PYTHON
-    if situation.largest in (None, UNHELD):
-        modules = " and ".join(situation.modules) or MOST_SAVED
-        yield f"Checkpoint {modules}: {CHECKPOINT}"
+    is_saved = situation.largest in (None, UNHELD)
+    if is_saved and situation.modules:
+        yield f"Checkpoint {' and '.join(situation.modules)}: {CHECKPOINT}"
     yield _smaller_batch(situation)
+    if is_saved and not situation.modules:
+        yield f"Checkpoint {MOST_SAVED}: {CHECKPOINT}"
     if _has_full_precision(situation):
         yield HALF_ACTIVATIONS
     yield _optimizer(situation)

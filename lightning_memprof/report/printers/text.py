@@ -54,7 +54,7 @@ BADGES: Final = {"none": "bold green", "info": "bold cyan", "warning": "bold yel
 PALETTE: Final = {
     name: colour
     for colour, names in {
-        "yellow": ("data_wait", "data_loading", "activation", "idle", "inactive_split"),
+        "yellow": ("data_wait", "data_loading", "activation", "activation_and_temporary", "idle", "inactive_split"),
         "cyan": ("forward", "parameter", "compute", "requested"),
         "blue": ("backward", "gradient", "memory_copy", "rounding"),
         "magenta": ("optimizer", "optimizer_state", "communication", "pending"),

@@ -19,6 +19,7 @@ from lightning_memprof.report.document import Badge, Bar, Cell, Style
 LABELS: Final[Mapping[str, str]] = {
     "workspace": "library workspaces",
     "activation": "saved activations",
+    "activation_and_temporary": "saved activations and temporaries",
     "allocator": "allocator calls",
     "before": "before the window",
     "before_run": "before the run",
@@ -32,6 +33,7 @@ LABELS: Final[Mapping[str, str]] = {
     "memory_copy": "memory copies",
     "growth": "growth over the run",
     "other": "untracked",
+    "other_tensors": "other tensors held by Python",
     "outside_allocator": "outside the allocator",
     "pending": "pending free",
     "python": "Python",
@@ -45,8 +47,8 @@ BEFORE_RECORDING: Final = "(allocated before recording, or no stack)"
 COLOURS: Final = frozenset({
     "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "callback", "core_wait", "rank_wait",
     "stall", "validation", "checkpoint", "logging",
-    "parameter", "gradient", "optimizer_state", "activation", "input", "temporary", "before_run", "workers", "growth",
-    "workspace",
+    "parameter", "gradient", "optimizer_state", "activation", "activation_and_temporary", "input", "temporary",
+    "before_run", "workers", "growth", "workspace",
     "fragmentation", "compute", "communication",
     "memory_copy", "idle", "data_loading", "synchronization", "allocator", "gc_pauses", "python", "operators", "launch",
     "queue", "requested", "rounding", "pending", "inactive_split", "free_segments",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from lightning_memprof.analysis.ledger.growth import who_holds
 from lightning_memprof.analysis.oom.autopsy import Autopsy, Holder, autopsies
+from lightning_memprof.analysis.oom.causes import Memory
 from lightning_memprof.analysis.run.load import load_rank
 from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.artifacts.series import HolderRow
@@ -180,7 +181,7 @@ def _state(event: Autopsy) -> Words:
             "unused": memory.unused_bytes,
             "largest unused block": memory.largest_free_bytes,
             "free": memory.free_bytes,
-            "outside of torch": memory.other_bytes,
+            **_outside(memory),
             "device": memory.total_bytes,
         }
     )
@@ -188,6 +189,12 @@ def _state(event: Autopsy) -> Words:
     return (
         phrase(" · ".join(f"{name} {{}}" for name in known), *map(size, known.values())) if known else "not available"
     )
+
+
+def _outside(memory: Memory) -> Mapping[str, int | None]:
+    if memory.process_bytes is None or memory.other_bytes is None:
+        return {"outside of torch": memory.other_bytes}
+    return {"other processes": memory.process_bytes, "CUDA context": memory.other_bytes - memory.process_bytes}
 
 
 def _short(name: str) -> str:

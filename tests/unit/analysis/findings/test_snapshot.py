@@ -73,6 +73,11 @@ def test_a_request_to_a_full_device_names_who_holds_the_most(tmp_path):
     assert finding.next_steps[0] == f"Look at {MODEL_LINE}: it has the most live bytes."
 
 
+def test_a_full_device_whose_small_rest_would_have_sufficed_is_full(tmp_path):
+    data = snapshot([segment(block(0, GIB, MODEL), unused(GIB, 30 * MIB))], [failed(500 * MIB, 480 * MIB)])
+    assert found(tmp_path, data)["failed_request"].numbers["cause"] == "full"
+
+
 def test_a_request_that_no_process_could_have_is_too_large_and_one_that_was_caught_is_a_warning(tmp_path):
     ring = [failed(100 * GIB, GIB), event("alloc", 0, 9, MODEL)]
     finding = found(tmp_path, snapshot([segment(block(0, 9))], ring))["failed_request"]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fake_runs import make_run
+from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import examine
 from lightning_memprof.analysis.findings.model import Facts, Severity
 from lightning_memprof.analysis.oom.autopsy import Autopsy, ModuleStacks, autopsies, autopsy
@@ -24,7 +24,7 @@ from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.units import GIB, MIB
 
 CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[4].parent / "shared" / "corpus")
-SOURCES = {
+SOURCES: dict[str, Any] = {
     "sources": [["model.py", 10, 20], ["model.py", 30, 40], ["/lib/torch/nn/modules/linear.py", 100, 140]],
     "modules": {
         "": ["Net", 0],
@@ -119,7 +119,7 @@ def statistics(allocated: int, reserved: int) -> dict[str, int]:
         ),
         (
             {"statistics": statistics(29, 30), "free_bytes": 0}, "other process",
-            "About 49.0 GiB of 80.0 GiB are in use outside this allocator", "nvidia-smi",
+            "50.0 GiB of 80.0 GiB are in use outside of torch", "nvidia-smi",
         ),
         (
             {"limit_bytes": 40 * GIB, "statistics": statistics(39, 39), "free_bytes": 41 * GIB}, "limited",
@@ -156,10 +156,65 @@ def test_both_fragmented_and_shared_the_larger_share_is_the_cause() -> None:
     assert understood(facts(statistics=statistics(30, 75), free_bytes=0)).cause == "fragmented"
 
 
+def driver(own: str, *others: tuple[int, str]) -> str:
+    """Return torch's message where the driver shows the processes of a device."""
+    shown = [f"Process {pid} has {size} memory in use. " for pid, size in others]
+    return f"OutOfMemoryError: ... {''.join(shown)}Including non-PyTorch memory, {own} memory in use. Of the ..."
+
+
 def test_processes_that_torch_names_are_named() -> None:
-    said = "OutOfMemoryError: ... Process 4711 has 45.00 GiB memory in use. Of the allocated memory ..."
+    said = driver("this process has 31.00 GiB", (4711, "45.00 GiB"), (4712, "512.00 MiB"))
     found = understood(facts(statistics=statistics(29, 30), free_bytes=0, exception=said))
-    assert "process 4711 uses 45.00 GiB" in found.why
+    assert found.cause == "other process"
+    assert "Processes 4711 (45.00 GiB), 4712 (512.00 MiB) use 45.5 GiB of 80.0 GiB; without that," in found.why
+
+
+@pytest.mark.parametrize(
+    ("live", "others", "cause"),
+    [
+        (29, "45.00 GiB", "other process"),
+        # A display server, or the rest of what fills the device.
+        (78, "518.00 MiB", "full"),
+        (73, "6.00 GiB", "full"),
+        (70, "9.00 GiB", "other process"),
+        # What the driver does not know is a number that no device has.
+        (78, "17179869184.00 GiB", "full"),
+        (78, "1.2.3 GiB", "full"),
+    ],
+)
+def test_other_processes_are_the_cause_where_they_use_a_notable_part(live: int, others: str, cause: str) -> None:
+    said = driver(f"this process has {live}.50 GiB", (522, others))
+    known = facts(statistics=statistics(live, live), free_bytes=0, asked_bytes=GIB // 2, exception=said)
+    found = understood(known, training={"dataloaders": [{"batch_size": 64}]})
+    assert found.cause == cause
+    is_smaller = any("DataLoader(batch_size=32)" in step for step in found.next_steps)
+    assert is_smaller == (cause == "full")
+    assert ("nvidia-smi" in found.next_steps[0]) == (cause == "other process")
+
+
+def test_as_much_as_this_process_has_is_never_a_small_part() -> None:
+    said = driver("this process has 0.50 GiB", (4711, "900.00 MiB"))
+    small = {"limit_bytes": GIB, "total_bytes": GIB, "free_bytes": 0, "asked_bytes": MIB, "exception": said}
+    used = {"allocated_bytes.all.current": 100 * MIB, "reserved_bytes.all.current": 100 * MIB}
+    assert understood(facts(**small, statistics=used)).cause == "other process"
+
+
+def test_a_full_device_says_what_the_others_and_its_largest_part_use() -> None:
+    said = driver("this process has 79.00 GiB", (522, "518.00 MiB"))
+    found = understood(facts(free_bytes=0, asked_bytes=GIB, exception=said))
+    assert found.cause == "full"
+    assert "Process 522 uses 518 MiB of 80.0 GiB." in found.why
+    assert "use 78.0 GiB of 80.0 GiB (saved activations and temporaries 74.0 GiB)" in found.why
+    assert found.memory.process_bytes == 518 * MIB
+
+
+def test_a_process_without_this_one_beside_it_may_be_this_one() -> None:
+    # In a container the driver shows the process numbers of the machine.
+    said = "OutOfMemoryError: ... Process 4711 has 79.50 GiB memory in use. Of the allocated memory ..."
+    found = understood(facts(free_bytes=0, asked_bytes=GIB // 2, exception=said))
+    assert found.cause == "full"
+    assert "4711" not in found.why
+    assert found.memory.process_bytes is None
 
 
 def test_a_snapshot_shows_the_largest_piece_and_whether_segments_can_grow(tmp_path: Path) -> None:
@@ -350,6 +405,28 @@ def test_modules_that_hold_most_are_named_where_checkpointing_helps(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("module", "first"),
+    [
+        ("blocks.1.up", "Checkpoint blocks.* (Block): wrap"),
+        ("blocks.1", "Checkpoint blocks.* (Block): wrap"),
+        # These are not repeated, or have no modules of which one can be computed again.
+        ("head", "Use DataLoader(batch_size=32)"),
+        ("rows.0", "Use DataLoader(batch_size=32)"),
+        ("mixed.0.up", "Use DataLoader(batch_size=32)"),
+        ("", "Use DataLoader(batch_size=32)"),
+    ],
+)
+def test_the_repeated_blocks_around_the_failed_allocation_are_named_or_a_smaller_batch(module: str, first: str) -> None:
+    others: dict[str, list[object]] = {f"rows.{row}": ["Linear", 2] for row in range(3)}
+    others |= {"mixed.0": ["Block", 1], "mixed.0.up": ["Linear", 2], "mixed.1": ["Net", 0], "mixed.1.up": ["Linear", 2]}
+    forwards = {**SOURCES, "modules": SOURCES["modules"] | others}
+    known = facts(module=module, forwards=forwards)
+    found = understood(known, training={"dataloaders": [{"batch_size": 64}]})
+    assert found.next_steps[0].startswith(first)
+    assert any("torch.utils.checkpoint" in step for step in found.next_steps[:2])
+
+
+@pytest.mark.parametrize(
     ("stack", "name"),
     [
         ([("linear.py", 5, "forward"), ("net.py", 5, "forward")], "only"),
@@ -439,6 +516,24 @@ def test_the_verdict_of_a_run_that_ran_out_of_memory_is_that_it_did(tmp_path: Pa
     first = examine(Facts.of(load_run(tmp_path)))[0]
     assert (first.rule, first.severity) == ("out_of_memory", Severity.CRITICAL)
     assert first.sentence == "cuda:0 ran out of memory in step 4, in forward: live memory fills it."
+
+
+def test_the_peak_of_a_failure_without_a_window_has_the_owners_of_the_failed_allocation(tmp_path: Path) -> None:
+    run = make_run(tmp_path, FakeRun(windows=(), device_bytes=lambda _: 78 * GIB, trace=False))
+    sink = Sink(RunPlace(tmp_path, 1), 0)
+    sink.manifest.append("oom", number=0, memory="device", device="cuda:0")
+    sink.close()
+    held = {"parameter_bytes": GIB, "gradient_bytes": GIB, "optimizer_state_bytes": 2 * GIB, "other_bytes": 4 * GIB}
+    (run / "oom.rank00000.json").write_text(json.dumps({"events": [facts(held=held)]}))
+    ledger = Facts.of(load_run(tmp_path)).byte_ledgers[0]
+    assert {name: size // GIB for name, size in ledger.categories.items()} == {
+        "activation_and_temporary": 70,
+        "other_tensors": 4,
+        "optimizer_state": 2,
+        "parameter": 1,
+        "gradient": 1,
+    }
+    assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes == 78 * GIB
 
 
 def test_events_that_the_program_caught_are_a_warning(tmp_path: Path) -> None:

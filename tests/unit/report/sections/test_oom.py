@@ -64,6 +64,19 @@ def shown(run: Path) -> str:
     return full(run_view(load_run(run)))
 
 
+@pytest.mark.parametrize(
+    ("said", "words_"),
+    [
+        ("Process 7 has 512.00 MiB memory in use. Including non-PyTorch memory, this process has 79.50 GiB memory",
+         "free 0 B · other processes 512 MiB · CUDA context 512 MiB · device 80.0 GiB"),
+        ("CUDA out of memory.", "free 0 B · outside of torch 1.00 GiB · device 80.0 GiB"),
+    ],
+)  # fmt: skip
+def test_the_state_has_other_processes_where_the_driver_shows_them(tmp_path: Path, said: str, words_: str) -> None:
+    run = recorded(tmp_path, event(free_bytes=0, exception=f"OutOfMemoryError: {said}"))
+    assert words_ in words(printed(run))
+
+
 def test_the_autopsy_says_what_was_asked_why_where_who_held_the_rest_and_what_to_try(tmp_path: Path) -> None:
     run = recorded(tmp_path, event())
     said = words(printed(run))
