@@ -176,7 +176,7 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     reported = {finding.rule for finding in of_run}
     of_files = [
         finding
-        for finding in examine_files(facts.traces, facts.snapshots)
+        for finding in examine_files(facts.steady_traces, facts.snapshots)
         if SAME_FAULT.get(finding.rule, "") not in reported and not (facts.ledgers and finding.rule in OF_FEW_STEPS)
     ]
     found = _by_severity([*of_run, *of_files])

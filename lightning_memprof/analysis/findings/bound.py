@@ -26,6 +26,7 @@ from lightning_memprof.analysis.findings.modules import (
     heaviest_module,
     in_compiled,
     operator_family,
+    passes,
 )
 from lightning_memprof.analysis.findings.traces import Remedy, open_trace, remedies, remedy, shorter_name
 from lightning_memprof.analysis.ledger.peaks import Peaks, device_peaks
@@ -134,15 +135,20 @@ def nothing_found(facts: Facts) -> Finding:
 def _bound(facts: Facts, rank: Rank) -> Finding | None:
     """Return the module that bounds forward and backward, None where these are less than half of the step."""
     ledger = facts.ledgers[rank.rank]
-    passes = ledger.ns("forward", "backward")
+    passes_ns = ledger.ns("forward", "backward")
     # The excess of stalls is that of the passes of a few steps.
-    if passes < COMPUTE_BOUND * (ledger.running_ns - ledger.ns("stall")):
+    if passes_ns < COMPUTE_BOUND * (ledger.running_ns - ledger.ns("stall")):
         return None
-    heaviest, achieved = heaviest_module(ledger), None
+    device = facts.device_ledger(rank)
+    # A device that mostly waits is not what bounds the step.
+    if device is not None and device.ns("compute") < COMPUTE_BOUND * device.step_ns:
+        device = None
+    owner = device or ledger
+    heaviest, achieved = heaviest_module(passes(owner)), None
     if heaviest is None:
         sentence = (
-            f"Compute-bound: forward and backward take {ledger.share_text(passes)} "
-            f"({format_ns(passes)} of {format_ns(ledger.running_ns)})"
+            f"Compute-bound: forward and backward take {ledger.share_text(passes_ns)} "
+            f"({format_ns(passes_ns)} of {format_ns(ledger.running_ns)})"
         )
         why = f"Forward takes {format_ns(ledger.ns('forward'))}, backward {format_ns(ledger.ns('backward'))} per step."
         steps: tuple[str, ...] = (_look_further(facts.run),)
@@ -150,8 +156,8 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
         achieved = _of_module(facts, rank, heaviest)
         compiled = " (compiled)" if in_compiled(heaviest.module, rank) else ""
         sentence = (
-            f"Compute-bound: {heaviest.module}{compiled} takes {ledger.share_text(heaviest.ns)} "
-            f"({format_ns(heaviest.ns)} of {format_ns(ledger.running_ns)}), "
+            f"Compute-bound: {heaviest.module}{compiled} takes {owner.share_text(heaviest.ns)} "
+            f"({format_ns(heaviest.ns)} of {format_ns(owner.running_ns)}), "
             f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
         )
         why = (
@@ -173,7 +179,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
             "module": heaviest.module if heaviest else None,
             "module_ns": heaviest.ns if heaviest else None,
             "operators": heaviest.family if heaviest else None,
-            "passes_ns": passes,
+            "passes_ns": passes_ns,
             "duration_ns": ledger.step_ns,
             **(achieved.numbers if achieved else {}),
         },
@@ -265,7 +271,7 @@ def _flops(per_s: float) -> str:
 
 def _of_module(facts: Facts, rank: Rank, heaviest: Heaviest) -> Achieved | None:
     """Return what the operators that take most of a module's time reach, on its device where that was recorded."""
-    trace = next((trace for trace in facts.traces if trace.rank in {rank.rank, None} and trace.device_ledger), None)
+    trace = facts.device_trace(rank)
     ledger = trace.device_ledger if trace is not None and trace.device_ledger else facts.ledgers[rank.rank]
     inside = "" if heaviest.module == ROOT else f"{heaviest.module}."
     within = [each for each in ledger.work if f"{each.module}.".startswith(inside)]
@@ -422,7 +428,7 @@ def _of_host(trace: TraceReport) -> Finding:
     starts = np.array([call.start_ns for call in trace.arrivals], np.int64)
     ends = np.array([call.start_ns + call.duration_ns for call in trace.arrivals], np.int64)
     communicates_ns = length(union(starts, ends))
-    heaviest = heaviest_module(ledger) if ledger is not None else None
+    heaviest = heaviest_module(ledger.of("forward", "backward")) if ledger is not None else None
     span = "each step" if trace.steps else "the recorded time"
     why = f"In {format_ns(span_ns)} the trace has {format_count(trace.events, 'event')} on the host."
     next_steps: tuple[str, ...] = (_look(trace),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Final
 
 from lightning_memprof.analysis.findings.model import Finding, Recovery, Severity
@@ -28,15 +27,19 @@ from lightning_memprof.analysis.findings.traces import (
     seen_in,
     severity_of,
     shorter_name,
+    slow_collectives,
     times,
     total_ns,
+    waited_ns,
 )
 from lightning_memprof.analysis.ledger.model import TimePart
+from lightning_memprof.analysis.steps.events import action_name
 from lightning_memprof.analysis.trace.model import (
     Cause,
     CollectiveTotals,
     IdleCause,
     RuntimeCall,
+    Steady,
     Synchronization,
     TraceReport,
 )
@@ -60,6 +63,9 @@ DOING: Final[dict[Cause, str]] = {
     "launch": "the host launches kernels",
     "queue": "the next kernel is queued and does not start",
 }
+# Lightning's actions in a trace, and the one around a whole batch.
+ACTION: Final = "[pl][profile]"
+WHOLE_BATCH: Final = "run_training_batch"
 COMPILE: Final = (
     remedy('Launch fewer and longer kernels: torch.compile(model, mode="reduce-overhead").', "eager", "no graphs"),
     remedy('Launch each compiled part at once: torch.compile(model, mode="reduce-overhead").', "compiled", "no graphs"),
@@ -130,7 +136,8 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
     is_launching = launching_ns >= MAIN_PART * rest_ns and not in_one_gap and cold is None
     launch_bound = is_launching and bool(kernels) and mean_ns <= SHORT_KERNEL_NS
     # Without the recording, the host is faster by its cost.
-    of_program = share - min(max(recording_ns(trace)[:2]), launching_ns) / idle.span_ns
+    of_recording = 0 if trace.steady is not None else min(max(recording_ns(trace)[:2]), launching_ns)
+    of_program = share - of_recording / idle.span_ns
     is_sample = is_short(trace) or cold is not None
     return Finding(
         rule="gpu_idle",
@@ -216,17 +223,32 @@ def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str |
 
 def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int, mean_ns: int) -> str:
     kernels = f"; {format_count(count, 'kernel')}, {format_ns(mean_ns)} on average" if count else ""
+    if (steady := trace.steady) is not None:
+        return _why_steady(trace, steady, causes, kernels)
     span = f"{format_ns(idle.total_ns)} of {format_ns(idle.span_ns)}"
     unsure = format_ns(idle.total_ns - idle.certain_ns)
     before = f" Up to {unsure} before the first kernel may be work of the step before." if idle.is_least else ""
-    named = [
-        f"; {format_ns(cause.total_ns)} while {DOING[cause.cause]}"
-        + (f" (mostly {shorter_name(cause.example)})" if cause.example else "")
-        for cause in causes[:2]
-    ]
+    named = [f"; {format_ns(cause.total_ns)} while {_doing(cause)}" for cause in causes[:2]]
     stacks = " Recording Python stacks slows the host." if "with_stack" in trace.recorded_with else ""
     short = " The trace is short." if is_short(trace) else ""
     return f"The GPU is idle for {span}{''.join(named)}{kernels}.{before}{stacks}{short}"
+
+
+def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], kernels: str) -> str:
+    named = [f"{format_ns(cause.total_ns / len(trace.steps))} while {_doing(cause)}" for cause in causes[:2]]
+    return (
+        f"Outside windows a step takes {format_ns(steady.step_ns)}, and the GPU works for "
+        f"{format_ns(steady.busy_ns)} of it. It is idle for {', and '.join(named)}, in the proportions of the recorded "
+        f"steps of {format_ns(steady.recorded_ns)}{kernels}."
+    )
+
+
+def _doing(cause: IdleCause) -> str:
+    """Return what the host does meanwhile, and mostly in which action, call or operator."""
+    name = action_name(cause.example.removeprefix(ACTION))
+    # The action around all others names nothing.
+    named = f" (mostly {shorter_name(name)})" if name and name != WHOLE_BATCH else ""
+    return f"{DOING[cause.cause]}{named}"
 
 
 def _next_steps(trace: TraceReport, main: IdleCause | None, *, launch_bound: bool) -> tuple[str, ...]:
@@ -241,7 +263,11 @@ def _next_steps(trace: TraceReport, main: IdleCause | None, *, launch_bound: boo
     if main.cause == "python" and place:
         return (f"Move this code out of the step: {place}.",)
     choices = NEXT.get(main.cause, LAUNCH_NEXT)
-    return remedies(trace, *choices, *(COMPILE if main.cause == "python" else ()))
+    if main.cause != "python":
+        return remedies(trace, *choices)
+    # Many short gaps are the calls of operators and modules; code that can move is one gap per step.
+    is_scattered = bool(trace.steps) and main.longest_ns * len(trace.steps) < MAIN_PART * main.total_ns
+    return remedies(trace, *((*LAUNCH_NEXT, *choices) if is_scattered else (*choices, *COMPILE)))
 
 
 # One value read per step for a progress bar costs about this much, and many programs want it.
@@ -324,8 +350,6 @@ RETURNING: Final = frozenset({"cudaFree", "cudaFreeAsync", "hipFree", "cuMemUnma
 REQUESTING: Final = frozenset(
     {"cudaMalloc", "cudaMallocAsync", "hipMalloc", "cuMemCreate", "cuMemMap", "hipMemCreate", "hipMemMap"}
 )
-# The same collective takes the same time: if it takes this many times as long during a return, it waits for that.
-SLOW_FACTOR: Final = 10
 THRASH_NEXT: Final = (
     "Let segments grow instead of being returned: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     remedy(
@@ -358,7 +382,7 @@ def allocator_thrash(trace: TraceReport) -> Finding | None:
     """
     calls, window_ns = _allocator_calls(trace), _steps_ns(trace)
     freed = sum(call.count for call in calls if _bare(call.name) in RETURNING)
-    slow = _slow_collectives(trace)
+    slow = slow_collectives(trace)
     share = _allocator_share(trace)
     if share <= NOTABLE_CALLS:
         return None
@@ -383,7 +407,7 @@ def allocator_thrash(trace: TraceReport) -> Finding | None:
                 {"name": collective.name, "median_ns": collective.median_ns, "max_ns": collective.max_ns}
                 for collective in slow
             ],
-            "waited_ns": _waited_ns(slow),
+            "waited_ns": waited_ns(slow),
         },
         weight=share,
         recovers=recovered_ns(
@@ -413,11 +437,7 @@ def _allocator_share(trace: TraceReport) -> float:
     calls_ns, window_ns = sum(call.total_ns for call in _allocator_calls(trace)), _steps_ns(trace)
     if not calls_ns or not window_ns:
         return 0.0
-    return min((calls_ns + _waited_ns(_slow_collectives(trace))) / window_ns, 1.0)
-
-
-def _waited_ns(slow: list[CollectiveTotals]) -> int:
-    return sum(collective.max_ns - collective.median_ns for collective in slow)
+    return min((calls_ns + waited_ns(slow_collectives(trace))) / window_ns, 1.0)
 
 
 def _uncached(trace: TraceReport, calls: list[RuntimeCall], freed: int) -> str | None:
@@ -444,25 +464,6 @@ def _severity_of_calls(share: float, freed: int, slow: list[CollectiveTotals]) -
     if share > SEVERE_SHARE:
         return Severity.CRITICAL
     return Severity.WARNING if share > NOTABLE_SHARE or slow else Severity.INFO
-
-
-def _slow_collectives(trace: TraceReport) -> list[CollectiveTotals]:
-    """Return the collectives whose longest took many times the median during a call to the driver."""
-    found = [
-        collective
-        for collective in trace.collectives
-        if collective.count > 1
-        and (start := collective.longest_start_ns) is not None
-        and collective.max_ns >= SLOW_FACTOR * max(collective.median_ns, 1)
-        and _touches(trace.allocator_spans, start, start + collective.max_ns)
-    ]
-    return sorted(found, key=lambda collective: collective.max_ns, reverse=True)
-
-
-def _touches(spans: tuple[tuple[int, int], ...], start_ns: int, end_ns: int) -> bool:
-    # Calls of one process hold a lock: they end in the order in which they begin.
-    place = bisect_left(spans, start_ns, key=lambda span: span[1])
-    return place < len(spans) and spans[place][0] <= end_ns
 
 
 def _sentence_on_calls(trace: TraceReport, share: float, freed: int, slow: list[CollectiveTotals]) -> str:

@@ -186,6 +186,8 @@ def _why_operators(found: HostOperators, recording_ns: int) -> str:
 NOTABLE_PRODUCTS: Final = 0.20
 # TF32 on them takes half of the time at most, half precision a quarter.
 ON_TENSOR_CORES: Final = (0.5, 0.75)
+# A device that is busy for this share decides how long a step takes.
+BUSY: Final = 0.9
 # Names of 32-bit matrix multiplication kernels: cuBLAS, cuDNN (all versions), CUTLASS.
 ORDINARY: Final = re.compile(
     r"sgemm|_scudnn_|simt|_engine<float|_convolve_sgemm<float|gemv|winograd\w*<float|f32f32_f32f32_f32|_ffma_",
@@ -226,10 +228,11 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
     )
     ordinary.sort(key=lambda kernel: -kernel.total_ns)
     early = _is_early(trace, ordinary)
+    recovers = recovered_ns(trace.device_ledger, ON_TENSOR_CORES, "compute", recorded_ns=ordinary_ns)
     return Finding(
         rule="tensor_cores_unused",
-        # A trace does not show whether the model can be trained in lower precision.
-        severity=Severity.INFO,
+        # Not every model can be trained in lower precision; a device that waits would only wait longer.
+        severity=min(recovers.severity, Severity.WARNING) if recovers and _is_busy(trace) else Severity.INFO,
         sentence=(
             f"32-bit matrix multiplications without tensor cores take {percent(share)} of the computing time"
             f"{on_rank(trace)}."
@@ -249,8 +252,13 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
             "devices": list(dict.fromkeys(trace.devices)),
         },
         weight=share,
-        recovers=recovered_ns(trace.device_ledger, ON_TENSOR_CORES, "compute", recorded_ns=ordinary_ns),
+        recovers=recovers,
     )
+
+
+def _is_busy(trace: TraceReport) -> bool:
+    window = trace.gpu_window
+    return window is not None and window.busy_ns >= BUSY * window.window_ns
 
 
 def _is_ordinary(name: str) -> bool:

@@ -13,7 +13,8 @@ from lightning_memprof.analysis.ledger.memory import ByteLedger, run_bytes
 from lightning_memprof.analysis.ledger.model import TimeLedger
 from lightning_memprof.analysis.ledger.peaks import Peaks
 from lightning_memprof.analysis.ledger.ranks import log_waits, with_waits
-from lightning_memprof.analysis.ledger.run import run_ledger
+from lightning_memprof.analysis.ledger.run import run_ledger, typical_in_windows
+from lightning_memprof.analysis.ledger.steady import in_steady_state
 from lightning_memprof.analysis.memory.report import MemoryReport
 from lightning_memprof.analysis.oom.autopsy import owned_at_failure
 from lightning_memprof.analysis.ranks.report import RankReport, rank_report
@@ -195,6 +196,21 @@ class Facts:
         return {rank: ledger for rank, ledger in found.items() if ledger is not None}
 
     @cached_property
+    def steady_traces(self) -> tuple[TraceReport, ...]:
+        """The traces, with the device's time in the steps outside windows where the pulse has enough of these."""
+        lone = self.run.lead if len(self.run.ranks) == 1 else None
+        ranks = {rank.rank: rank for rank in self.run.ranks}
+        found = []
+        for trace in self.traces:
+            rank = lone if trace.rank is None else ranks.get(trace.rank)
+            ledger = self.ledgers.get(rank.rank) if rank is not None else None
+            if rank is not None and ledger is not None and not typical_in_windows(rank):
+                found.append(in_steady_state(trace, ledger.median_ns))
+            else:
+                found.append(trace)
+        return tuple(found)
+
+    @cached_property
     def byte_ledgers(self) -> Mapping[int, ByteLedger]:
         """The byte ledgers of the ranks whose peak was measured, by rank."""
         memory = {rank.rank: rank for rank in (self.memory.ranks if self.memory is not None else ())}
@@ -249,6 +265,17 @@ class Facts:
     def host_ledger(self, rank: Rank) -> TimeLedger | None:
         """Return the host ledger of a rank's trace, None without one."""
         return next((trace.host_ledger for trace in self._traces(rank)), None)
+
+    def device_trace(self, rank: Rank) -> TraceReport | None:
+        """Return a trace of a rank that has a device, None without one."""
+        return next(
+            (trace for trace in self.steady_traces if trace.rank in {rank.rank, None} and trace.device_ledger), None
+        )
+
+    def device_ledger(self, rank: Rank) -> TimeLedger | None:
+        """Return the device ledger of a rank in its steady state, None where it is not known."""
+        trace = self.device_trace(rank)
+        return trace.device_ledger if trace is not None and trace.steady is not None else None
 
     def _traces(self, rank: Rank) -> list[TraceReport]:
         return [trace for trace in self.traces if trace.host_ledger is not None and trace.rank in {rank.rank, None}]

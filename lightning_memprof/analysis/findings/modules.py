@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.growth import RETAINED, recovered
@@ -53,12 +53,24 @@ class Heaviest:
     family_ns: float
 
 
-def heaviest_module(ledger: TimeLedger) -> Heaviest | None:
-    """Return the innermost module with at least half of the time of forward and backward.
+def passes(ledger: TimeLedger) -> tuple[TimeLine, ...]:
+    """Return the lines of forward and backward; of a device the computation, as far as its launch was recorded.
 
-    None where the ledger does not divide forward and backward among operators.
+    The first recorded steps run kernels that were launched before: the others stand for them.
     """
-    lines = grouped(ledger.of("forward", "backward"))
+    known = [line for line in ledger.of("compute") if line.module is not None]
+    if not known:
+        return ledger.of("forward", "backward")
+    scale = ledger.ns("compute") / total(known)
+    return tuple(replace(line, ns=line.ns * scale) for line in known)
+
+
+def heaviest_module(owners: Iterable[TimeLine]) -> Heaviest | None:
+    """Return the innermost module with at least half of the time of the lines of forward and backward.
+
+    None where they are not divided among operators.
+    """
+    lines = grouped(owners)
     if not any(line.operator for line in lines):
         return None
     path: tuple[str, ...] = ()

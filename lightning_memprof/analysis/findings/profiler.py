@@ -231,8 +231,8 @@ def recording_ns(trace: TraceReport) -> tuple[int, int, int]:
 def recording_overhead(trace: TraceReport) -> Finding | None:
     """Find a trace in which the profiler's own work, known or estimated from the host's events, takes much time."""
     window = trace.gpu_window
-    if window is None or not window.window_ns:
-        return None
+    if window is None or not window.window_ns or trace.steady is not None:
+        return None  # of a steady state the other findings do not contain it
     costs = [cost for cost in trace.profiler_overhead if cost.name not in OTHERS]
     known_ns, estimated_ns, span_ns = recording_ns(trace)
     share = min(max(known_ns, estimated_ns) / span_ns, 1.0)

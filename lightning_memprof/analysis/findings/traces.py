@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
 from lightning_memprof.analysis.findings.compute import FOREACH, FUSED
 from lightning_memprof.analysis.findings.model import SHORT_STEP_NS, Evidence, Recovery, Severity
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
-from lightning_memprof.analysis.trace.model import Cause, IdleCause, Kernel, TraceReport, plain_kernel
+from lightning_memprof.analysis.trace.model import Cause, CollectiveTotals, IdleCause, Kernel, TraceReport, plain_kernel
 
 # A remedy for less than 10% makes the program less than 1.12 times as fast.
 NOTABLE_SHARE: Final = 0.10
@@ -168,7 +169,7 @@ def idle_time(trace: TraceReport) -> IdleTime | None:
     if window is None or not window.window_ns:
         return None
     inside = IdleTime(window.idle_ns, window.idle_ns, window.window_ns, trace.idle)
-    if ledger is None or not trace.steps:
+    if ledger is None or not trace.steps or trace.steady is not None:
         return inside
     busy_ns = ledger.ns("compute", "collective", "copy")
     span_ns, total_ns = round(ledger.step_ns * ledger.steps), round((ledger.step_ns - busy_ns) * ledger.steps)
@@ -340,3 +341,31 @@ def shorter_name(name: str) -> str:
         special = SPECIAL.search(arguments)
         known = f"{head}<{special[0]}>" if special else head
     return known if len(known) <= LONGEST_NAME else f"{known[: LONGEST_NAME - 3]}..."
+
+
+# The same collective takes the same time: if it takes this many times as long during a return, it waits for that.
+SLOW_FACTOR: Final = 10
+
+
+def slow_collectives(trace: TraceReport) -> list[CollectiveTotals]:
+    """Return the collectives whose longest took many times the median during a call to the driver."""
+    found = [
+        collective
+        for collective in trace.collectives
+        if collective.count > 1
+        and (start := collective.longest_start_ns) is not None
+        and collective.max_ns >= SLOW_FACTOR * max(collective.median_ns, 1)
+        and _touches(trace.allocator_spans, start, start + collective.max_ns)
+    ]
+    return sorted(found, key=lambda collective: collective.max_ns, reverse=True)
+
+
+def _touches(spans: tuple[tuple[int, int], ...], start_ns: int, end_ns: int) -> bool:
+    # Calls of one process hold a lock: they end in the order in which they begin.
+    place = bisect_left(spans, start_ns, key=lambda span: span[1])
+    return place < len(spans) and spans[place][0] <= end_ns
+
+
+def waited_ns(slow: Iterable[CollectiveTotals]) -> int:
+    """Return how much longer than usual the longest of slow collectives took."""
+    return sum(collective.max_ns - collective.median_ns for collective in slow)

@@ -50,6 +50,15 @@ class StepTimes(GpuTimes):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Steady:
+    """A step outside windows: its duration, the time in which the device works, and the duration of a recorded step."""
+
+    step_ns: int
+    busy_ns: int
+    recorded_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceStep:
     """One step; ``busy_ns`` is the device time of the work that it launched, None where the trace has no device.
 
@@ -258,6 +267,7 @@ class TraceReport:
         arrivals: start and end of each collective by start, without point-to-point operations; at most 20,000.
         host_ledger: the owners of the training thread's time in the steps, None without an operator.
         device_ledger: the owners of the device's time in the steps, None without a device event.
+        steady: the step that the device ledger, idle times and gaps are of; None where they are those of the recording.
     """
 
     file: Path
@@ -290,6 +300,7 @@ class TraceReport:
     arrivals: tuple[Collective, ...] = ()
     host_ledger: TimeLedger | None = None
     device_ledger: TimeLedger | None = None
+    steady: Steady | None = None
 
 
 def plain_kernel(name: str) -> str:

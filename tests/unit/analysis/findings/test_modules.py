@@ -16,6 +16,7 @@ from lightning_memprof.analysis.findings.modules import (
     heaviest_module,
     in_compiled,
     operator_family,
+    passes,
 )
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.analysis.run.load import load_run
@@ -34,13 +35,13 @@ def ledger(*lines: TimeLine) -> TimeLedger:
 
 def test_the_heaviest_module_is_the_innermost_with_half_of_the_time() -> None:
     found = heaviest_module(
-        ledger(
+        [
             line("net.head", "aten::addmm", 2),
             line("net.blocks.0.attention", "aten::bmm", 3),
             line("net.blocks.1.attention", "aten::bmm", 3, part="backward"),
             line("net.blocks.0.norm", "aten::native_layer_norm", 1),
             line("net.blocks.1.norm", "aten::native_layer_norm", 1),
-        )
+        ]
     )
     assert found is not None
     assert (found.module, found.ns, found.family, found.family_ns) == (
@@ -49,13 +50,25 @@ def test_the_heaviest_module_is_the_innermost_with_half_of_the_time() -> None:
 
 
 def test_without_a_module_with_half_of_the_time_it_is_the_model() -> None:
-    found = heaviest_module(ledger(*(line(f"part{number}", "aten::mul", 1) for number in range(5))))
+    found = heaviest_module(line(f"part{number}", "aten::mul", 1) for number in range(5))
     assert found is not None
     assert (found.module, found.family) == ("the model", "aten::mul")
 
 
-def test_a_ledger_without_operators_has_no_heaviest_module() -> None:
-    assert heaviest_module(ledger(TimeLine(part="forward", ns=MS))) is None
+def test_kernels_whose_launch_was_not_recorded_are_those_of_the_modules_that_were() -> None:
+    owners = passes(
+        ledger(
+            line("net.0", "aten::mm", 3, part="compute"),
+            line("net.1", "aten::mm", 1, part="compute"),
+            replace(line("", "sgemm", 4, part="compute"), module=None),
+            line("", "aten::to", 2, part="copy"),
+        )
+    )
+    assert {found.module: found.ns for found in owners} == {"net.0": 6 * MS, "net.1": 2 * MS}
+
+
+def test_lines_without_operators_have_no_heaviest_module() -> None:
+    assert heaviest_module([TimeLine(part="forward", ns=MS)]) is None
 
 
 @pytest.mark.parametrize(

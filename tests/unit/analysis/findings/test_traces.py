@@ -8,6 +8,7 @@ import pytest
 
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.findings.traces import shorter_name
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.analysis.trace.model import (
     Cause,
     Copies,
@@ -294,10 +295,22 @@ def test_a_slow_collective_at_another_time_is_not_the_allocators(spans: tuple[tu
     ],
 )
 def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None:
-    finding = found(trace(kernels=(kernel(name, 100, MS), kernel("add", 100, MS))))["tensor_cores_unused"]
-    assert finding.severity is Severity.INFO
+    report = trace(kernels=(kernel(name, 100, MS), kernel("add", 100, MS)))
+    finding = found(report)["tensor_cores_unused"]
+    assert finding.severity is Severity.INFO  # nobody knows what it is worth
     assert finding.numbers["share"] == pytest.approx(0.5)
     assert "bf16-mixed" in finding.next_steps[0]
+
+
+@pytest.mark.parametrize(("busy_ms", "severity"), [(95, Severity.WARNING), (60, Severity.INFO)])
+def test_faster_matrix_products_are_worth_a_verdict_on_a_device_that_is_busy(busy_ms: int, severity: Severity) -> None:
+    lines = (TimeLine(part="compute", ns=busy_ms * MS), TimeLine(part="idle_python", ns=(100 - busy_ms) * MS))
+    report = trace(
+        gpu_window=gpu_times(5 * STEP_NS, 5 * (100 - busy_ms) * MS),
+        kernels=(kernel("volta_sgemm_64x64_nt", 100, 3 * MS), kernel("add", 100, MS)),
+        device_ledger=TimeLedger(step_ns=STEP_NS, median_ns=STEP_NS, steps=5, basis="", lines=lines),
+    )
+    assert found(report)["tensor_cores_unused"].severity is severity
 
 
 @pytest.mark.parametrize(
