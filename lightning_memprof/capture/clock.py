@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
 
     from lightning_memprof.capture.base import DeviceTimer, StepTimes
 
-    Handler = Callable[[], None] | int
-
 _OTHER: Final = PHASES.index("other")
 # Codes of a clock's log.
-_LEAVE: Final = -1
+LEAVE: Final = -1
 _LEAVE_OUT: Final = -2
 _WITHIN: Final = -3
+# The timestamps of a step take 40 to 90 µs: of shorter steps only some have them.
+_DEVICE_NS: Final = 4_000_000
 # A GC pause may be anywhere.
 _MOST_COURSES: Final = 256
 _HOST_ONLY: Final = (PHASES.index("callbacks"), _OTHER)
@@ -113,7 +112,7 @@ class Course:
             if code == _LEAVE_OUT:
                 factors.append((index, current, -1))
                 continue
-            if code == _LEAVE:
+            if code == LEAVE:
                 if not stack:
                     continue
                 following = stack.pop()
@@ -139,7 +138,7 @@ class StepClock:
 
     An action in a phase has a slot, its index in :attr:`actions`; time outside all actions has slot 0. ``enter`` and
     ``leave`` run some dozens of times in every step of the run: they only log. The log is flat, for the garbage
-    collector: a slot and the time of its start, ``_LEAVE`` and the time, ``_LEAVE_OUT`` and the nanoseconds, or
+    collector: a slot and the time of its start, ``LEAVE`` and the time, ``_LEAVE_OUT`` and the nanoseconds, or
     ``_WITHIN`` less the index of an action that takes the phase around it, and its start.
 
     Args:
@@ -163,25 +162,27 @@ class StepClock:
         self.within: list[str] = []
         self.courses: dict[tuple[int, ...], Course] = {}
         self._log: list[int] = []
-        self.log: Callable[[tuple[int, int]], None] = self._log.extend
+        self.log: Callable[[tuple[int, int]], None] = self._log.extend if timer is None else self._log_with_device
         self._first_ns = 0
         self.slot(UNTRACKED, _OTHER)
-        # With a device: the phases around, and the innermost one that has device timestamps.
+        # With a device: the phases around that have device timestamps, and the last one that got one.
         self._phases: list[int] = []
         self._device_phase = _OTHER
+        # Empty in a step without them.
         self._moments: list[tuple[int, Any, int]] = []
+        self._device_due_ns = 0
 
     def phase(self, *, raised: bool = False) -> str:
         """Return the innermost current phase, or the one before an exception left the current actions."""
         codes = self._log[::2]
-        while raised and codes and codes[-1] == _LEAVE:
+        while raised and codes and codes[-1] == LEAVE:
             codes.pop()
             # Marks and GC pauses may come while the actions are left.
             if codes and (codes[-1] <= _WITHIN or (codes[-1] >= 0 and self.actions[codes[-1]][0] == PROFILER)):
                 codes.pop()
         stack = [_OTHER]
         for code in codes:
-            if code == _LEAVE:
+            if code == LEAVE:
                 del stack[max(len(stack) - 1, 1) :]
             elif code != _LEAVE_OUT:
                 # A meeting of ranks, as in `self.log`, is called in the phase around it.
@@ -199,44 +200,24 @@ class StepClock:
 
     def enter(self, slot: int) -> None:
         """Begin an action inside the current one."""
-        # One call: a GC pause or a signal may come between two.
-        self._log.extend((slot, perf_counter_ns()))
-        if self._timer is not None:
-            self._phases.append(self.actions[slot][1])
-            self._switch_device(self._timer)
+        self.log((slot, perf_counter_ns()))
 
     def enter_within(self, action: str) -> None:
         """Begin an action in the phase of the current one."""
-        self._log.extend((self._within_code(action), perf_counter_ns()))
-        if self._timer is not None:
-            self._phases.append(self._phases[-1] if self._phases else _OTHER)
+        self.log((self.within_code(action), perf_counter_ns()))
 
     def leave(self) -> None:
         """End the current action and continue the one around it."""
-        self._log.extend((_LEAVE, perf_counter_ns()))
-        if self._timer is not None and self._phases:
-            self._phases.pop()
-            self._switch_device(self._timer)
-
-    def entering(self, slot: int) -> Handler:
-        """Return what enters the slot: a code for :attr:`log`, or with a device a function."""
-        return slot if self._timer is None else partial(self.enter, slot)
-
-    def entering_within(self, action: str) -> Handler:
-        """Return what enters an action in the phase of the current one, in the same way."""
-        return self._within_code(action) if self._timer is None else partial(self.enter_within, action)
-
-    def leaving(self) -> Handler:
-        """Return what leaves the current action, in the same way."""
-        return _LEAVE if self._timer is None else self.leave
+        self.log((LEAVE, perf_counter_ns()))
 
     def interrupt(self, action: str, start_ns: int) -> None:
         """Count the time since ``start_ns`` for an action that interrupted the current one, in its phase."""
-        self._log.extend((self._within_code(action), start_ns, _LEAVE, perf_counter_ns()))
+        self._log.extend((self.within_code(action), start_ns, LEAVE, perf_counter_ns()))
 
     def start(self) -> None:
         """Begin a step now, outside all actions."""
-        if self._timer is not None:
+        if self._timer is not None and (now := perf_counter_ns()) >= self._device_due_ns:
+            self._device_due_ns = now + _DEVICE_NS
             self._phases.clear()
             self._device_phase = _OTHER
             self._moments = [(_OTHER, self._timer.record(), 0)]
@@ -262,24 +243,36 @@ class StepClock:
         log = self._log.copy()
         self._log.clear()
         moments = None
-        if self._timer is not None:
+        if self._timer is not None and self._moments:
             self._moments.append((_OTHER, self._timer.record(), 0))
             moments, self._moments = self._moments, []
         return now, LoggedTimes(self, log, self._first_ns, now), moments
 
-    def _within_code(self, action: str) -> int:
+    def within_code(self, action: str) -> int:
+        """Return the code for :attr:`log` of an action that takes the phase around it."""
         code = self._within.get(action)
         if code is None:
             code = self._within[action] = _WITHIN - len(self.within)
             self.within.append(action)
         return code
 
-    def _switch_device(self, timer: DeviceTimer) -> None:
-        """Record a timestamp if the innermost phase that has them is another one now."""
-        phase = next((phase for phase in reversed(self._phases) if phase not in _HOST_ONLY), _OTHER)
-        if phase != self._device_phase:
-            self._device_phase = phase
-            self._moments.append((phase, timer.record(), 0))
+    def _log_with_device(self, entry: tuple[int, int]) -> None:
+        """Add to the log; record a timestamp if another phase is the innermost one that has them now."""
+        # One call: a GC pause or a signal may come between two.
+        self._log.extend(entry)
+        if not self._moments or self._timer is None:
+            return
+        code, phases = entry[0], self._phases
+        if code != LEAVE:
+            phase = _OTHER if code < 0 else self.actions[code][1]
+            # A phase without timestamps, and an action within another, belong to the phase around them.
+            phases.append(phase if phase not in _HOST_ONLY else phases[-1] if phases else _OTHER)
+        elif phases:
+            phases.pop()
+        innermost = phases[-1] if phases else _OTHER
+        if innermost != self._device_phase:
+            self._device_phase = innermost
+            self._moments.append((innermost, self._timer.record(), 0))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Position
+from lightning_memprof.capture.clock import LEAVE
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point
 
@@ -183,18 +184,18 @@ class StepDriver:
     def handlers(self) -> tuple[Handlers, Handlers]:
         """Return the handlers of the start and of the stop of an action, by its name."""
         actions, clock = self._actions, self._session.clock
-        starts: Handlers = {name: clock.entering_within(name) for name in actions.within}
+        starts: Handlers = {name: clock.within_code(name) for name in actions.within}
         for phase, names in (
             (_CALLBACKS, actions.callbacks),
             (_OPTIMIZER, actions.optimizer),
             (_FORWARD, (actions.forward,)),
             (_DATA_WAIT, (actions.fetch,)),
         ):
-            starts |= {name: clock.entering(clock.slot(name, phase)) for name in names}
-        stops: Handlers = dict.fromkeys(starts, clock.leaving())
+            starts |= {name: clock.slot(name, phase) for name in names}
+        stops: Handlers = dict.fromkeys(starts, LEAVE)
         for name in actions.transfers:
-            starts[name] = self._within_step(clock.entering_within(name))
-            stops[name] = self._within_step(clock.leaving())
+            starts[name] = self._within_step(clock.within_code(name))
+            stops[name] = self._within_step(LEAVE)
         before, after = self._points()
         for name in actions.unusual:
             before.setdefault(name, self._session.unusual)
@@ -213,9 +214,9 @@ class StepDriver:
         if actions.validation is not None:
             starts[actions.validation] = self._session.validation_batch
         if actions.before_backward is not None and actions.after_backward is not None:
-            backward = clock.entering(clock.slot("backward", _BACKWARD))
+            backward = clock.slot("backward", _BACKWARD)
             stops[actions.before_backward] = _both(clock.log, marking(Point.BEFORE_BACKWARD), backward)
-            starts[actions.after_backward] = _both(clock.log, clock.leaving(), marking(Point.AFTER_BACKWARD))
+            starts[actions.after_backward] = _both(clock.log, LEAVE, marking(Point.AFTER_BACKWARD))
         if actions.before_optimizer_step is not None:
             starts[actions.before_optimizer_step] = marking(Point.BEFORE_OPTIMIZER_STEP)
         return starts, stops

@@ -35,7 +35,13 @@ def test_both_clocks_are_in_the_pulse(tmp_path: Path) -> None:
     trainer(tmp_path, recorder(), accelerator="gpu").fit(Perceptron(), loader())
     rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
     read = [row for row in rows if row["device_duration_ns"] is not None]
-    assert len(read) >= len(rows) - 2
+    assert read
+    # The timestamps of two steps are 4 ms apart or more; the last steps may end before the device.
+    timed_ns = 0
+    for row in rows[:-2]:
+        start_ns = row["start_ns"] or 0
+        assert row["device_duration_ns"] is not None or start_ns - timed_ns < 5_000_000
+        timed_ns = start_ns if row["device_duration_ns"] is not None else timed_ns
     for row in read:
         assert sum(row[f"device_{phase}_ns"] or 0 for phase in PHASES) == row["device_duration_ns"]
     # Memory is read at most every 10 ms: rows in between have no peak.

@@ -139,11 +139,10 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     # The excess of stalls is that of the passes of a few steps.
     if passes_ns < COMPUTE_BOUND * (ledger.running_ns - ledger.ns("stall")):
         return None
-    device = facts.device_ledger(rank)
+    trace = _of_device_on(facts, rank)
+    device = trace.device_ledger if trace is not None and trace.steady is not None else None
     # A device that mostly waits is not what bounds the step.
-    if device is not None and device.ns("compute") < COMPUTE_BOUND * device.step_ns:
-        device = None
-    owner = device or ledger
+    owner = ledger if device is None or device.ns("compute") < COMPUTE_BOUND * device.step_ns else device
     heaviest, achieved = heaviest_module(passes(owner)), None
     if heaviest is None:
         sentence = (
@@ -269,9 +268,15 @@ def _flops(per_s: float) -> str:
     return f"{per_s / 1e12:,.3g} TFLOP/s" if per_s >= TERA else f"{per_s / 1e9:,.3g} GFLOP/s"
 
 
+def _of_device_on(facts: Facts, rank: Rank) -> TraceReport | None:
+    return next(
+        (trace for trace in facts.steady_traces if trace.rank in {rank.rank, None} and trace.device_ledger), None
+    )
+
+
 def _of_module(facts: Facts, rank: Rank, heaviest: Heaviest) -> Achieved | None:
     """Return what the operators that take most of a module's time reach, on its device where that was recorded."""
-    trace = facts.device_trace(rank)
+    trace = _of_device_on(facts, rank)
     ledger = trace.device_ledger if trace is not None and trace.device_ledger else facts.ledgers[rank.rank]
     inside = "" if heaviest.module == ROOT else f"{heaviest.module}."
     within = [each for each in ledger.work if f"{each.module}.".startswith(inside)]

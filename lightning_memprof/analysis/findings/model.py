@@ -266,17 +266,6 @@ class Facts:
         """Return the host ledger of a rank's trace, None without one."""
         return next((trace.host_ledger for trace in self._traces(rank)), None)
 
-    def device_trace(self, rank: Rank) -> TraceReport | None:
-        """Return a trace of a rank that has a device, None without one."""
-        return next(
-            (trace for trace in self.steady_traces if trace.rank in {rank.rank, None} and trace.device_ledger), None
-        )
-
-    def device_ledger(self, rank: Rank) -> TimeLedger | None:
-        """Return the device ledger of a rank in its steady state, None where it is not known."""
-        trace = self.device_trace(rank)
-        return trace.device_ledger if trace is not None and trace.steady is not None else None
-
     def _traces(self, rank: Rank) -> list[TraceReport]:
         return [trace for trace in self.traces if trace.host_ledger is not None and trace.rank in {rank.rank, None}]
 

@@ -26,6 +26,7 @@ TRAINING_PHASES: Final = frozenset({"backward", "optimizer"})
 # with fewer others than these the picture would rest on a single step.
 OTHERS_TO_DROP_WINDOWS: Final = 5
 OTHERS_TO_DROP_FIRST: Final = 3
+MOST_ON_DEVICE: Final = 0.75
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def typical_steps(pulse: Sequence[PulseRow]) -> TypicalSteps | None:
     on_device = [(row["step"], timing) for row, _ in used if (timing := device_timing(row)) is not None]
     clock: Clock = "host"
     timings = [(row["step"], timing) for row, timing in used]
-    if 2 * len(on_device) >= len(used):
+    # Of short steps only some have device timestamps: a step that stands out may be one of the others.
+    if len(on_device) >= MOST_ON_DEVICE * len(used):
         clock, timings = "device", on_device
         if len(on_device) < len(used):
             basis += f", of which {len(on_device)} have the device's clock"

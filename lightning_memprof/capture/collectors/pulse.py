@@ -147,7 +147,7 @@ class PulseWriter:
             record, (*memory, core_wait_ns) = waiting[0]
             if timer is not None and record.moments and not timer.reached(record.moments[-1][1]):
                 return
-            device = _NO_DEVICE if timer is None else device_columns(record, timer)
+            device = device_columns(record, timer) if timer is not None and record.moments else _NO_DEVICE
             self._complete.append((record, (*memory, *device, core_wait_ns)))
             waiting.popleft()
 
@@ -272,8 +272,8 @@ class Pulse(Collector):
     """Phases, data wait, RSS, device peak and wait for a core of every step of the run, and the totals of each action.
 
     Memory and that wait are read at most every 10 ms; the fields of the steps between are empty. On an accelerator the
-    phases are also timed on the device's clock, by events that are read when the device has reached them, without
-    synchronization.
+    phases of a step are also timed on the device's clock at most every 4 ms, by events that are read when the device
+    has reached them, without synchronization.
     """
 
     name: ClassVar[str] = "pulse"

@@ -16,6 +16,7 @@ from fake_devices import FakeCuda, FakeTimer
 from lightning_memprof.artifacts.series import COMPILATION, GC_PAUSE, PHASES, PULSE_COLUMNS, UNTRACKED
 from lightning_memprof.capture.base import StepRecord, unix_offset_ns
 from lightning_memprof.capture.clock import (
+    LEAVE,
     AcceleratorTimer,
     LoggedTimes,
     StepClock,
@@ -363,17 +364,35 @@ def test_a_code_in_the_log_is_the_same_as_the_method(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("lightning_memprof.capture.clock.perf_counter_ns", lambda: next(now))
     clock = StepClock(None)
     slot = clock.slot("forward", FORWARD)
-    enter, leave = clock.entering(slot), clock.leaving()
-    assert isinstance(enter, int)
-    assert isinstance(leave, int)
     clock.start()
-    clock.log((enter, 5))
-    clock.log((leave, 12))
-    clock.log((enter, next(now)))
-    clock.log((leave, next(now)))
+    clock.log((slot, 5))
+    clock.log((LEAVE, 12))
+    clock.log((slot, next(now)))
+    clock.log((LEAVE, next(now)))
     record = record_of(clock)
     assert actions_of(clock, record) == {(UNTRACKED, "other"): (13, 1), ("forward", "forward"): (17, 2)}
-    assert callable(StepClock(FakeTimer()).leaving())
+
+
+def test_short_steps_share_device_timestamps_which_cost_as_much_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+    monkeypatch.setattr("lightning_memprof.capture.clock.perf_counter_ns", lambda: now)
+    timer = FakeTimer()
+    clock = StepClock(timer)
+    slot = clock.slot("forward", FORWARD)
+    timed = []
+    for duration_ns in (10**6,) * 9 + (10**7,) * 3:
+        clock.start()
+        clock.enter(slot)
+        timer.work(1000)
+        clock.leave()
+        now += duration_ns
+        record = record_of(clock)
+        timed.append(bool(record.moments))
+        timer.catch_up()
+        if record.moments:
+            assert device_columns(record, timer)[0] == 1000
+    assert timed == [True, False, False, False, True, False, False, False, True, False, True, True]
+    assert not timer.held
 
 
 def test_times_that_are_read_later_are_those_of_their_step() -> None:

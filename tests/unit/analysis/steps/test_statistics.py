@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.steps.events import classify, exclusive_times
-from lightning_memprof.analysis.steps.statistics import pulse_statistics, window_steps
-from lightning_memprof.artifacts.series import PHASES, HookRow
+from lightning_memprof.analysis.steps.statistics import pulse_statistics, typical_steps, window_steps
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, HookRow
 from lightning_memprof.units import MIB
 
 ACTIONS = [
@@ -183,6 +184,17 @@ def test_on_an_accelerator_the_devices_clock_and_memory_are_taken(tmp_path: Path
     assert statistics is not None
     assert statistics.clock == "device"
     assert statistics.breakdown_ns["callbacks"] is None
+
+
+@pytest.mark.parametrize(("every", "clock"), [(1, "device"), (2, "host")])
+def test_the_devices_clock_is_used_where_most_steps_have_it(tmp_path: Path, every: int, clock: str) -> None:
+    pulse = load_run(make_run(tmp_path, FakeRun(device_bytes=lambda _: MIB))).lead.pulse
+    empty: dict[str, Any] = {name: None for name in PULSE_COLUMNS if name.startswith("device_")}
+    rows = [row if (row["step"] or 0) % every == 0 else msgspec.structs.replace(row, **empty) for row in pulse]
+    found = typical_steps(rows)
+    assert found is not None
+    assert found.clock == clock
+    assert len(found.steps) == 26  # without the first step and those of a window
 
 
 @pytest.mark.parametrize(
