@@ -19,6 +19,8 @@ from lightning_memprof.artifacts.series import AllocatorRow, ProcessRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lightning_memprof.analysis.findings.model import Recovery
     from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup
@@ -206,7 +208,8 @@ NOTABLE_ACTIVATIONS: Final = 0.5
 # Checkpointing that saves less of the peak is not worth its time.
 MIN_SAVED_SHARE: Final = 0.1
 SHOWN: Final = 3
-SMALLER: Final = "Save fewer activations: a smaller batch with Trainer(accumulate_grad_batches=2), or bf16-mixed."
+SMALLER: Final = "Save fewer activations: a smaller batch with Trainer(accumulate_grad_batches=2)"
+HALF: Final = ", or Trainer(precision='bf16-mixed')"
 
 
 def activation_peak(facts: Facts) -> Finding | None:
@@ -235,7 +238,7 @@ def activation_peak(facts: Facts) -> Finding | None:
             f"{format_bytes(saved)} of {format_bytes(total)}."
         ),
         why=_why_activations(memory.activations, group) + _pressure(ledger),
-        next_steps=_next_for_activations(group),
+        next_steps=tuple(_next_for_activations(group, rank)),
         evidence=facts.recorded(rank, memory.peak.source, steps) or facts.recorded(rank, "saved_tensors"),
         numbers={
             "rank": memory.rank,
@@ -264,7 +267,9 @@ def _best(memory: RankMemory, total: int) -> CheckpointedGroup | None:
 
 def _why_activations(activations: Activations, group: CheckpointedGroup | None) -> str:
     largest = sorted(activations.modules, key=lambda module: -module.own_activation_bytes)[:SHOWN]
-    named = ", ".join(f"{module.name} ({format_bytes(module.own_activation_bytes)})" for module in largest)
+    named = ", ".join(
+        f"{module.name or 'the model itself'} ({format_bytes(module.own_activation_bytes)})" for module in largest
+    )
     total = format_bytes(activations.total_bytes)
     parts = [f"At the start of backward in step {activations.step}, saved activations were {total}"]
     parts += [f"the largest: {named}"] if named else []
@@ -275,14 +280,13 @@ def _why_activations(activations: Activations, group: CheckpointedGroup | None) 
     return "; ".join(parts) + "."
 
 
-def _next_for_activations(group: CheckpointedGroup | None) -> tuple[str, ...]:
-    if group is None:
-        return (SMALLER,)
-    return (
-        f"Checkpoint each of {group.name}: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).",
-        "With FSDP: FSDPStrategy(activation_checkpointing_policy={Block}).",
-        SMALLER,
-    )
+def _next_for_activations(group: CheckpointedGroup | None, rank: Rank) -> Iterator[str]:
+    if group is not None:
+        yield f"Checkpoint each of {group.name}: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)."
+        if rank.facts.strategy == "FSDPStrategy":
+            yield "Or in the strategy: FSDPStrategy(activation_checkpointing_policy={Block})."
+    precision = rank.training.precision if rank.training is not None else None
+    yield f"{SMALLER}{HALF if (precision or '32').startswith(('32', '64')) else ''}."
 
 
 # Adam's two moments are as large as two copies of the parameters; SGD's momentum is one.

@@ -347,7 +347,7 @@ def _missing(snapshot: Snapshot, devices: Sequence[DeviceReport]) -> list[str]:
         if device.events and start_bytes:
             found.append(
                 f"The recorded history of {name} starts with {format_bytes(start_bytes)} already live; earlier "
-                "events are not in it (max_entries)."
+                "events are not in it."
             )
         unknown = sum(holder.bytes for holder in device.holders_at_peak if not holder.stack)
         if device.has_stacks and unknown > device.peak_requested_bytes / 2:

@@ -115,7 +115,7 @@ def typical_steps(pulse: Sequence[PulseRow]) -> TypicalSteps | None:
     timed = [(row, timing) for row in pulse if (timing := host_timing(row)) is not None]
     if not timed:
         return None
-    used, basis = _typical(timed)
+    used, left_out = _typical(timed)
     on_device = [(row["step"], timing) for row, _ in used if (timing := device_timing(row)) is not None]
     clock: Clock = "host"
     timings = [(row["step"], timing) for row, timing in used]
@@ -123,12 +123,17 @@ def typical_steps(pulse: Sequence[PulseRow]) -> TypicalSteps | None:
     if len(on_device) >= MOST_ON_DEVICE * len(used):
         clock, timings = "device", on_device
         if len(on_device) < len(used):
-            basis += f", of which {len(on_device)} have the device's clock"
+            left_out.append(f"{len(used) - len(on_device)} without device timestamps")
+    basis = "all steps" if len(timed) > 1 else "the only step"
+    if left_out:
+        *others, last = left_out
+        without = f"{', '.join(others)} and {last}" if others else last
+        basis = f"{len(timings)} of {len(timed)} steps, without {without}"
     return TypicalSteps(tuple((step or 0, timing[0], timing[1]) for step, timing in timings), basis, clock)
 
 
-def _typical(timed: list[_TimedRow]) -> tuple[list[_TimedRow], str]:
-    """Leave out the steps that are not typical, as long as enough others remain; say which are used."""
+def _typical(timed: list[_TimedRow]) -> tuple[list[_TimedRow], list[str]]:
+    """Leave out the steps that are not typical, as long as enough others remain; say which."""
     used, left_out = timed, []
     outside = [step for step in used if step[0]["window"] is None]
     if len(outside) < len(used) and len(outside) >= OTHERS_TO_DROP_WINDOWS:
@@ -137,9 +142,7 @@ def _typical(timed: list[_TimedRow]) -> tuple[list[_TimedRow], str]:
     if used[0] is timed[0] and len(used) > OTHERS_TO_DROP_FIRST:
         used = used[1:]
         left_out.insert(0, "the first")
-    if not left_out:
-        return used, "all steps" if len(used) > 1 else "the only step"
-    return used, f"{len(used)} of {len(timed)} steps, without {' and '.join(left_out)}"
+    return used, left_out
 
 
 def host_timing(row: PulseRow | None) -> Timing | None:

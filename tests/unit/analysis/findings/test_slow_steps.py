@@ -47,6 +47,29 @@ def test_what_activations_hold_names_the_blocks_to_checkpoint(tmp_path: Path) ->
     assert finding.evidence[0].artifact.endswith("window000/rank00000.saved_tensors.jsonl")
 
 
+def test_the_activations_of_the_model_itself_have_a_name(tmp_path: Path) -> None:
+    run = make_run(tmp_path, FakeRun(memory=FakeMemory(kept_bytes=64 * MIB)))
+    path = run / "window000" / "rank00000.saved_tensors.jsonl"
+    path.write_text(path.read_text().replace('"net.blocks.0.norm"', '""'))
+    loaded = load_run(tmp_path)
+    (finding,) = [
+        finding
+        for finding in examine(Facts.of(loaded, memory=memory_report(loaded)))
+        if finding.rule == "activation_peak"
+    ]
+    assert "the largest: the model itself (64.0 MiB), " in finding.why
+
+
+@pytest.mark.parametrize(("precision", "is_advised"), [("32-true", True), ("bf16-mixed", False), ("16-true", False)])
+def test_half_precision_is_not_advised_to_those_who_train_in_it(
+    tmp_path: Path, precision: str, is_advised: bool
+) -> None:
+    fake = FakeRun(memory=FakeMemory(kept_bytes=64 * MIB), training={"precision": precision})
+    steps = found(tmp_path, fake)["activation_peak"].next_steps
+    assert any("bf16-mixed" in step for step in steps) == is_advised
+    assert not any("FSDP" in step for step in steps)
+
+
 def test_a_validation_has_neither_backward_nor_optimizer(tmp_path: Path) -> None:
     evaluation = {**HEALTHY, "backward": 0, "optimizer": 0}
     rank = load_run(make_run(tmp_path, FakeRun(stage="validate", phases=lambda *_: evaluation))).lead

@@ -219,6 +219,20 @@ def test_statistics_say_which_steps_they_rest_on(
         assert statistics.max_ns < 40_000_000
 
 
+def test_steps_without_device_timestamps_are_left_out_and_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path, FakeRun(device_bytes=lambda _: MIB))
+    path = run / "pulse.rank00000.csv"
+    lines = path.read_text().splitlines()
+    at = lines[0].split(",").index("device_duration_ns")
+    fields = lines[-1].split(",")
+    fields[at] = ""
+    path.write_text("\n".join([*lines[:-1], ",".join(fields)]) + "\n")
+    statistics = pulse_statistics(load_run(tmp_path).lead)
+    assert statistics is not None
+    assert statistics.clock == "device"
+    assert statistics.basis == ("25 of 30 steps, without the first, those in windows and 1 without device timestamps")
+
+
 def test_a_run_without_a_step_has_no_statistics(tmp_path: Path) -> None:
     assert pulse_statistics(load_run(make_run(tmp_path, FakeRun(steps=0, windows=()))).lead) is None
     assert load_run(tmp_path).lead.typical_steps is None
