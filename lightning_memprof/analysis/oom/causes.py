@@ -33,10 +33,13 @@ NOTABLE: Final = 0.1
 # An allocation that needs more of the device must be split: checkpointing other modules does not help.
 LARGE: Final = 0.25
 NEARLY: Final = 0.1
-# torch adds these to its message where the driver shows the processes of the device. If this process is not among them,
-# as in a container, it may be one of the numbers.
-THIS_PROCESS: Final = "this process has "
-PROCESS: Final = re.compile(r"Process (\d+) has (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB) memory in use")
+# torch adds these to its message where the driver shows the processes of the device: often only this one, without
+# display servers and other containers. If this one is missing, as in a container, it may be one of the numbers.
+_SIZE: Final = r"has (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB) memory in use"
+THIS_PROCESS: Final = re.compile(f"this process {_SIZE}")
+PROCESS: Final = re.compile(rf"Process (\d+) {_SIZE}")
+# torch rounds the size of this process to 0.01 GiB, and the driver keeps a few MiB.
+ROUNDING_BYTES: Final = 64 * MIB
 UNITS: Final = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 
 STEPS: Final = 3
@@ -73,7 +76,7 @@ class Memory:
         unused_bytes: reserved and not allocated.
         largest_free_bytes: largest contiguous block of ``unused_bytes``; needs a snapshot.
         other_bytes: neither free nor reserved by this process: other processes, and libraries in this one.
-        process_bytes: the part of ``other_bytes`` that other processes use, according to the driver.
+        process_bytes: used by other processes, where the driver shows what this one uses.
     """
 
     total_bytes: int | None
@@ -107,16 +110,26 @@ def device_memory(facts: OomRow, snapshot: DeviceSnapshot | None) -> Memory:
         unused_bytes=None if allocated is None or reserved is None else reserved - allocated,
         largest_free_bytes=None if snapshot is None else snapshot.largest_free_block,
         other_bytes=other,
-        process_bytes=_process_bytes(facts, other or 0),
+        process_bytes=None if total is None or free is None else _process_bytes(facts, total, free),
     )
 
 
-def _process_bytes(facts: OomRow, most: int) -> int | None:
-    """Return the bytes of other processes; what a driver does not know is a number above ``most``."""
-    if THIS_PROCESS not in (facts.exception or ""):
+def _named_bytes(facts: OomRow) -> int:
+    return sum(_size(*found) for _, *found in PROCESS.findall(facts.exception or ""))
+
+
+def _process_bytes(facts: OomRow, total: int, free: int) -> int | None:
+    """Return the bytes that are neither free nor this process's; if those of the named processes come near, these."""
+    found = THIS_PROCESS.search(facts.exception or "")
+    own = _size(*found.groups()) if found is not None else total + 1
+    if own > total:  # a driver that does not know the size shows one that no device has
         return None
-    found = sum(round(float(size) * UNITS[unit]) for _, size, unit in PROCESS.findall(facts.exception or ""))
-    return found if found <= most else None
+    named, others = _named_bytes(facts), max(0, total - free - own)
+    return named if abs(others - named) <= ROUNDING_BYTES else others
+
+
+def _size(number: str, unit: str) -> int:
+    return round(float(number) * UNITS[unit])
 
 
 def host_memory(facts: OomRow) -> Memory:
@@ -143,8 +156,8 @@ def device_cause(facts: OomRow, memory: Memory, snapshot: DeviceSnapshot | None,
 
     An allocation larger than the limit can never succeed. Otherwise unused reserved memory, at least 10% of it, is the
     cause if the allocation would have succeeded with it; so is the memory of other processes, if it is at least 10% of
-    what this one needs, and more than a desktop's. Of the rest, an allocation is too large if it exceeds all live
-    tensors together and a quarter of the limit.
+    what this one needs, and more than a desktop's: 1 GiB, or a quarter of a small device. Of the rest, an allocation is
+    too large if it exceeds all live tensors together and a quarter of the limit.
 
     Args:
         facts: the recorded event.
@@ -172,8 +185,12 @@ def device_cause(facts: OomRow, memory: Memory, snapshot: DeviceSnapshot | None,
             f"{_bytes(memory.total_bytes)}; {_bytes(reserved)} were reserved, and {named} more did not fit."
         )
     others = _used_by_others(memory)
-    fits_others = _is_notable(others, (reserved or 0) + asked) and asked <= min((free or 0) + others, allowed)
-    if fits_others and not (fits_unused and (unused or 0) >= others):
+    fits_others = asked <= min((free or 0) + others, allowed)
+    if (
+        fits_others
+        and _is_notable(others, (reserved or 0) + asked, memory.total_bytes or limit)
+        and not (fits_unused and (unused or 0) >= others)
+    ):
         return "other process", f"{_others(facts, memory)}; without that, the allocation of {named} would succeed."
     if fits_unused:
         largest = None if snapshot is None else snapshot.largest_free_block
@@ -184,7 +201,7 @@ def device_cause(facts: OomRow, memory: Memory, snapshot: DeviceSnapshot | None,
             f"{named}, but {none}."
         )
     cause, why = _without_room(asked, memory, limit, room, mostly)
-    return cause, f"{why} {_others(facts, memory)}." if memory.process_bytes else why
+    return cause, f"{why} {_others(facts, memory)}." if memory.process_bytes and fits_others else why
 
 
 def _used_by_others(memory: Memory) -> int:
@@ -192,9 +209,9 @@ def _used_by_others(memory: Memory) -> int:
     return max(0, (memory.other_bytes or 0) - CONTEXT_BYTES) if memory.process_bytes is None else memory.process_bytes
 
 
-def _is_notable(others: int, needed: int) -> bool:
-    """Return whether other processes use more than a desktop and a notable part of what this one needs, or as much."""
-    return others >= min(needed, max(CONTEXT_BYTES, NOTABLE * needed))
+def _is_notable(others: int, needed: int, total: int) -> bool:
+    """Return whether other processes use a notable part of what this one needs, and more than a desktop."""
+    return others >= max(NOTABLE * needed, min(CONTEXT_BYTES, LARGE * total))
 
 
 def _others(facts: OomRow, memory: Memory) -> str:
@@ -206,6 +223,8 @@ def _others(facts: OomRow, memory: Memory) -> str:
             "this one that bypass its allocator"
         )
     used = f"{_bytes(memory.process_bytes)} {of}"
+    if memory.process_bytes != _named_bytes(facts):
+        return f"Other processes, which the driver does not show here, use {used}"
     found = PROCESS.findall(facts.exception or "")
     if len(found) == 1:
         return f"Process {found[0][0]} uses {used}"

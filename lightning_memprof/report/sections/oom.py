@@ -194,7 +194,7 @@ def _state(event: Autopsy) -> Words:
 def _outside(memory: Memory) -> Mapping[str, int | None]:
     if memory.process_bytes is None or memory.other_bytes is None:
         return {"outside of torch": memory.other_bytes}
-    return {"other processes": memory.process_bytes, "CUDA context": memory.other_bytes - memory.process_bytes}
+    return {"other processes": memory.process_bytes, "CUDA context": max(0, memory.other_bytes - memory.process_bytes)}
 
 
 def _short(name: str) -> str:

@@ -21,7 +21,7 @@ from lightning_memprof.analysis.snapshot.replay import replay
 from lightning_memprof.artifacts.manifest import Manifest, OomForwards, OomRow, TrainingFacts
 from lightning_memprof.artifacts.rows import salvaged
 from lightning_memprof.artifacts.sink import RunPlace, Sink
-from lightning_memprof.units import GIB, MIB
+from lightning_memprof.units import GIB, KIB, MIB
 
 CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[4].parent / "shared" / "corpus")
 SOURCES: dict[str, Any] = {
@@ -163,7 +163,7 @@ def driver(own: str, *others: tuple[int, str]) -> str:
 
 
 def test_processes_that_torch_names_are_named() -> None:
-    said = driver("this process has 31.00 GiB", (4711, "45.00 GiB"), (4712, "512.00 MiB"))
+    said = driver("this process has 34.50 GiB", (4711, "45.00 GiB"), (4712, "512.00 MiB"))
     found = understood(facts(statistics=statistics(29, 30), free_bytes=0, exception=said))
     assert found.cause == "other process"
     assert "Processes 4711 (45.00 GiB), 4712 (512.00 MiB) use 45.5 GiB of 80.0 GiB; without that," in found.why
@@ -172,40 +172,56 @@ def test_processes_that_torch_names_are_named() -> None:
 @pytest.mark.parametrize(
     ("live", "others", "cause"),
     [
-        (29, "45.00 GiB", "other process"),
+        (29, "50.00 GiB", "other process"),
         # A display server, or the rest of what fills the device.
-        (78, "518.00 MiB", "full"),
+        (78, "1.00 GiB", "full"),
         (73, "6.00 GiB", "full"),
         (70, "9.00 GiB", "other process"),
-        # What the driver does not know is a number that no device has.
+        # What the driver does not know is a number that no device has; what it does not show is used, too.
         (78, "17179869184.00 GiB", "full"),
         (78, "1.2.3 GiB", "full"),
+        (29, "17179869184.00 GiB", "other process"),
+        (29, "5.00 MiB", "other process"),
     ],
 )
-def test_other_processes_are_the_cause_where_they_use_a_notable_part(live: int, others: str, cause: str) -> None:
-    said = driver(f"this process has {live}.50 GiB", (522, others))
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_other_processes_are_the_cause_where_they_use_a_notable_part(
+    live: int, others: str, cause: str, is_shown: bool
+) -> None:
+    said = driver(f"this process has {live + 1}.00 GiB", *([(522, others)] if is_shown else []))
     known = facts(statistics=statistics(live, live), free_bytes=0, asked_bytes=GIB // 2, exception=said)
     found = understood(known, training={"dataloaders": [{"batch_size": 64}]})
     assert found.cause == cause
+    assert found.memory.process_bytes == (79 - live) * GIB
+    assert ("Process 522" in found.why) == (is_shown and others == f"{79 - live}.00 GiB")
     is_smaller = any("DataLoader(batch_size=32)" in step for step in found.next_steps)
     assert is_smaller == (cause == "full")
     assert ("nvidia-smi" in found.next_steps[0]) == (cause == "other process")
 
 
-def test_as_much_as_this_process_has_is_never_a_small_part() -> None:
-    said = driver("this process has 0.50 GiB", (4711, "900.00 MiB"))
-    small = {"limit_bytes": GIB, "total_bytes": GIB, "free_bytes": 0, "asked_bytes": MIB, "exception": said}
-    used = {"allocated_bytes.all.current": 100 * MIB, "reserved_bytes.all.current": 100 * MIB}
-    assert understood(facts(**small, statistics=used)).cause == "other process"
+@pytest.mark.parametrize(("others", "cause"), [(900, "other process"), (600, "other process"), (400, "full")])
+def test_on_a_small_device_a_quarter_of_it_is_more_than_a_desktop(others: int, cause: str) -> None:
+    own = 2 * KIB - others
+    said = driver(f"this process has {own}.00 MiB", (4711, f"{others}.00 MiB"))
+    small = {"limit_bytes": 2 * GIB, "total_bytes": 2 * GIB, "free_bytes": 0, "asked_bytes": MIB, "exception": said}
+    used = {"allocated_bytes.all.current": (own - 90) * MIB, "reserved_bytes.all.current": (own - 90) * MIB}
+    assert understood(facts(**small, statistics=used)).cause == cause
 
 
 def test_a_full_device_says_what_the_others_and_its_largest_part_use() -> None:
-    said = driver("this process has 79.00 GiB", (522, "518.00 MiB"))
-    found = understood(facts(free_bytes=0, asked_bytes=GIB, exception=said))
+    said = driver("this process has 79.49 GiB", (522, "518.00 MiB"))
+    found = understood(facts(free_bytes=0, asked_bytes=GIB // 2, exception=said))
     assert found.cause == "full"
     assert "Process 522 uses 518 MiB of 80.0 GiB." in found.why
     assert "use 78.0 GiB of 80.0 GiB (saved activations and temporaries 74.0 GiB)" in found.why
     assert found.memory.process_bytes == 518 * MIB
+
+
+def test_a_process_that_the_training_would_not_fit_without_is_not_mentioned() -> None:
+    said = driver("this process has 79.50 GiB", (522, "512.00 MiB"))
+    found = understood(facts(free_bytes=0, asked_bytes=GIB, exception=said))
+    assert found.cause == "full"
+    assert "522" not in found.why
 
 
 def test_a_process_without_this_one_beside_it_may_be_this_one() -> None:

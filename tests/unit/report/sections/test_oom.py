@@ -67,7 +67,7 @@ def shown(run: Path) -> str:
 @pytest.mark.parametrize(
     ("said", "words_"),
     [
-        ("Process 7 has 512.00 MiB memory in use. Including non-PyTorch memory, this process has 79.50 GiB memory",
+        ("Process 7 has 512.00 MiB memory in use. Including ..., this process has 79.50 GiB memory in use.",
          "free 0 B · other processes 512 MiB · CUDA context 512 MiB · device 80.0 GiB"),
         ("CUDA out of memory.", "free 0 B · outside of torch 1.00 GiB · device 80.0 GiB"),
     ],
