@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pickle
 import pickletools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,6 +21,7 @@ import torch
 from torch import nn
 
 from lightning_memprof import MemProfilerCallback, OutputOptions
+from lightning_memprof.analysis.findings.model import Facts
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.capture.base import RunContext
@@ -218,3 +222,54 @@ def test_backward_is_named_although_its_threads_have_no_python_stack(cuda: torch
     fit(tmp_path, Backward())
     row = rows_of(only_run(tmp_path), "oom")[-1]
     assert (row["phase"], row["point"]) == ("backward", "before_backward")
+
+
+FILLS = """
+import lightning, torch
+from torch import nn
+from torch.utils.data import DataLoader
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(512, 512)
+    def forward(self, values):
+        return values + self.inner(values).relu()
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(200)))
+    def training_step(self, batch):
+        return self.blocks(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+if __name__ == "__main__":
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    data = DataLoader(torch.randn(65536, 512), batch_size=8192)
+    lightning.Trainer(accelerator="gpu", devices=1, max_steps=4, **quiet).fit(Model(), data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("others", "cause", "first"),
+    [
+        (300, "full", "Checkpoint blocks.* (Block)"),
+        (1500, "other process", "Run nvidia-smi"),
+    ],
+)
+def test_only_a_notable_other_process_is_the_cause_of_a_full_device(
+    cuda: torch.device, tmp_path: Path, others: int, cause: str, first: str
+) -> None:
+    if "FAKE" not in torch.cuda.get_device_name(cuda):
+        pytest.skip("takes all memory of the device")
+    (tmp_path / "fills.py").write_text(FILLS)
+    environment = os.environ | {"FAKE_CUDA_BYTES": str(2048 * MIB), "FAKE_CUDA_OTHERS_BYTES": str(others * MIB)}
+    command = [sys.executable, "-m", "lightning_memprof", "run", "fills.py"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
+    assert "OutOfMemoryError" in ran.stderr
+    found = understood(tmp_path)
+    assert found.cause == cause
+    assert found.next_steps[0].startswith(first)
+    assert abs((found.memory.process_bytes or 0) - others * MIB) < 16 * MIB
+    ledger = Facts.of(load_run(tmp_path)).byte_ledgers[0]
+    assert ledger.bytes("activation_and_temporary") > 0.4 * ledger.peak_bytes
+    assert ledger.bytes("unattributed") == 0
