@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from lightning_memprof.analysis.ledger.memory import grouped_bytes
+from lightning_memprof.analysis.ledger.memory import UNATTRIBUTED, grouped_bytes
 from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup, ModuleBytes, patterns
 from lightning_memprof.analysis.memory.functions import FunctionReport
 from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
@@ -127,10 +127,16 @@ def _owners(view: View) -> Iterator[Table]:
     notes: list[Words] = [ledger.basis]
     if ledger.step is not None:
         notes.append(f"tensors: step {ledger.step}; memory that nothing recorded owns is unattributed")
-    footer = [(text("sum"), text(""), text(""), size(whole), share(ratio(whole, whole)))]
+    owned = [line for line in ledger.lines if line.category != UNATTRIBUTED]
+    sums = {UNATTRIBUTED: ledger.bytes(UNATTRIBUTED) if owned else 0, "sum": whole}
+    footer = [
+        (text(name), text(""), text(""), size(total, whole), share(ratio(total, whole)))
+        for name, total in sums.items()
+        if total
+    ]
     yield from filled(
         Table("peak-owners", "Peak memory by owner", footer=footer, notes=notes, is_sortable=False),
-        grouped_bytes(ledger.lines),
+        grouped_bytes(owned or ledger.lines),
         Field("category", "text", lambda line: category(line.category)),
         Field("owner", "code", lambda line: line.name or (ROOT if line.module == "" else line.module)),
         Field("dtype", "code", lambda line: line.dtype, priority=1),

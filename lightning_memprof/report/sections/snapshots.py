@@ -107,7 +107,7 @@ def reserved_stack(device: DeviceReport, name: str) -> Stack:
         )
     made, returned = device.segments_made, device.segments_returned
     if made[0] or returned[0]:
-        words = "recorded history: {} segments allocated ({}), {} freed ({})"
+        words = "recorded history: segments allocated {} ({}), freed {} ({})"
         notes.append(phrase(words, count(made[0]), size(made[1]), count(returned[0]), size(returned[1])))
     parts = bars(reserved_parts(device), found.reserved_bytes, "bytes")
     return Stack(f"Reserved bytes at the end{name}", size(found.reserved_bytes), parts, notes=notes)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,11 @@ def test_the_peak_of_the_process_has_an_owner_for_each_byte(tmp_path: Path) -> N
     assert rows[-1]["category"] == "unattributed"
     assert {row["category"] for row in rows} >= {"saved activations", "parameter", "gradient", "optimizer state"}
     assert (total["category"], total["share"]) == ("sum", "100%")
+
+
+def test_a_page_that_cuts_the_list_of_owners_shows_the_unattributed_bytes(tmp_path: Path) -> None:
+    table = full(view(tmp_path)).partition("Peak memory by owner\n")[2].partition("\n\n")[0]
+    assert re.search(r"\d+ more\n +unattributed +4\d\d MiB +\d\d%\n +sum ", table), table
 
 
 def test_a_category_that_is_not_known_says_why_and_is_no_zero(tmp_path: Path) -> None:
