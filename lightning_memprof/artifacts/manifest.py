@@ -104,7 +104,7 @@ class TrainingFacts(OpenRow):
     ``parameters`` counts numbers, ``threads`` are those of one operator, ``parameter_dtypes`` has bytes by dtype,
     ``not_optimized`` the paths of modules whose parameters need gradients and are in no optimizer, ``compiled`` those
     of the modules that torch.compile has compiled, ``""`` for the model. ``clips_itself`` is whether the module has its
-    own ``configure_gradient_clipping``.
+    own ``configure_gradient_clipping``, ``cudnn_benchmark`` whether cuDNN tries its algorithms for each new shape.
     """
 
     num_batches: Int64 | None = None
@@ -123,6 +123,7 @@ class TrainingFacts(OpenRow):
     detect_anomaly: bool | None = None
     clips_itself: bool | None = None
     threads: Int64 | None = None
+    cudnn_benchmark: bool | None = None
 
 
 class OomHost(Row):

@@ -124,6 +124,7 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "matmul_precision": torch.get_float32_matmul_precision(),
         "profiler": type(trainer.profiler).__name__,  # type: ignore[attr-defined]
         "threads": torch.get_num_threads(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "compiled": sorted(compiled_modules(module)),
     }
 

@@ -26,7 +26,6 @@ from lightning_memprof.analysis.findings.modules import (
     heaviest_module,
     in_compiled,
     operator_family,
-    passes,
 )
 from lightning_memprof.analysis.findings.traces import Remedy, open_trace, remedies, remedy, shorter_name
 from lightning_memprof.analysis.ledger.peaks import Peaks, device_peaks
@@ -143,7 +142,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     device = trace.device_ledger if trace is not None and trace.steady is not None else None
     # A device that mostly waits is not what bounds the step.
     owner = ledger if device is None or device.ns("compute") < COMPUTE_BOUND * device.step_ns else device
-    heaviest, achieved = heaviest_module(passes(owner)), None
+    heaviest, achieved = heaviest_module(owner.passes or owner.of("forward", "backward")), None
     if heaviest is None:
         sentence = (
             f"Compute-bound: forward and backward take {ledger.share_text(passes_ns)} "

@@ -427,6 +427,9 @@ COPY_NEXT: Final = {
     ),
 }
 DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
+# Copies of as many bytes in both directions are of the same tensors.
+SAME: Final = 0.1
+STAY: Final = "Keep on the GPU what moves back and forth in each step: a module's .to(device) and .cpu(), or a buffer."
 
 
 def blocking_transfers(trace: TraceReport) -> list[Finding]:
@@ -451,17 +454,21 @@ def _transfer(trace: TraceReport, copies: Copies, window_ns: int) -> Finding | N
     share = (copies.total_ns if copies.exposed_ns is None else copies.exposed_ns) / window_ns
     if share <= NOTABLE_COPIES:
         return None
+    is_round_trip = any(_is_return(copies, other) for other in trace.copies)
     size = f"{format_bytes(copies.bytes)} in " if copies.bytes is not None else ""
     rate = f", {format_bytes(copies.bytes * 1e9 / copies.total_ns)}/s" if copies.bytes and copies.total_ns else ""
     return Finding(
         rule="blocking_transfers",
         severity=severity_of(share),
-        sentence=f"Blocking copies {DIRECTIONS[copies.kind]} take {share:.1%} of the time{on_rank(trace)}.",
+        sentence=(
+            f"Blocking copies {DIRECTIONS[copies.kind]} take {share:.1%} of the time{on_rank(trace)}"
+            f"{': as many bytes move back and forth' if is_round_trip else ''}."
+        ),
         why=(
             f"{times(copies.count).capitalize()}, {size}{format_ns(copies.total_ns)}{rate}: pageable memory is copied "
             "twice, and the call blocks until the copy ends."
         ),
-        next_steps=remedies(trace, *COPY_NEXT[copies.kind]),
+        next_steps=remedies(trace, *((STAY,) if is_round_trip else ()), *COPY_NEXT[copies.kind]),
         evidence=longest_in(trace, copies.longest_start_ns, copies.total_ns // max(copies.count, 1)),
         numbers={
             "kind": copies.kind,
@@ -481,3 +488,8 @@ def _transfer(trace: TraceReport, copies: Copies, window_ns: int) -> Finding | N
             name=f"{copies.kind} (pageable)",
         ),
     )
+
+
+def _is_return(copies: Copies, other: Copies) -> bool:
+    moved, returned = copies.bytes or 0, other.bytes or 0
+    return other.kind != copies.kind and bool(other.is_pageable) and abs(moved - returned) < SAME * moved

@@ -170,7 +170,9 @@ def _recovery(trace: TraceReport, idle: IdleTime, main: IdleCause | None, *, lau
 
 
 def _reported_elsewhere(trace: TraceReport) -> tuple[Cause, ...]:
-    loading: tuple[Cause, ...] = ("data_loading",) if exposed_loading(trace) is not None else ()
+    # In a steady state the run's own findings have it.
+    is_elsewhere = trace.steady is not None or exposed_loading(trace) is not None
+    loading: tuple[Cause, ...] = ("data_loading",) if is_elsewhere else ()
     return (*loading, "allocator") if _allocator_share(trace) > NOTABLE_CALLS else loading
 
 
@@ -212,7 +214,8 @@ def _blocking_call(trace: TraceReport, gap: IdleCause) -> str:
 
 
 def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str | None) -> str:
-    loading = idle_ns(trace, "data_loading") if exposed_loading(trace) is not None else 0
+    is_apart = trace.steady is None and exposed_loading(trace) is not None
+    loading = idle_ns(trace, "data_loading") if is_apart else 0
     apart = f", and {percent(loading / whole.span_ns)} for data" if loading else ""
     least = "at least " if whole.is_least else ""
     idle = f"he GPU is idle {least}{percent(share)} of the time{on_rank(trace)}{apart}"
@@ -236,10 +239,15 @@ def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int
 
 def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], kernels: str) -> str:
     named = [f"{format_ns(cause.total_ns / len(trace.steps))} while {_doing(cause)}" for cause in causes[:2]]
+    others = (
+        f" For {format_ns(steady.others_ns)} more it waits for data, transfers, hooks and callbacks."
+        if steady.others_ns >= NOTABLE_SHARE * steady.step_ns
+        else ""
+    )
     return (
         f"Outside windows a step takes {format_ns(steady.step_ns)}, and the GPU works for "
         f"{format_ns(steady.busy_ns)} of it. It is idle for {', and '.join(named)}, in the proportions of the recorded "
-        f"steps of {format_ns(steady.recorded_ns)}{kernels}."
+        f"steps of {format_ns(steady.recorded_ns)}{kernels}.{others}"
     )
 
 

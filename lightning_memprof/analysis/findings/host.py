@@ -342,6 +342,9 @@ MIN_RHYTHM: Final = 4
 CATCH: Final = "MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()]))"
 
 
+BENCHMARK: Final = "Leave cuDNN's benchmark off, Trainer(benchmark=False), or pad batches to a few shapes."
+
+
 def slow_steps(facts: Facts) -> Finding | None:
     """Find the few steps that take a multiple of the others for the same work.
 
@@ -365,16 +368,23 @@ def slow_steps(facts: Facts) -> Finding | None:
     mostly = f", mostly in {longest.owner}" if longest.owner else ""
     factor = few.mean_ns / max(ledger.median_ns, 1)
     record = f"MemProfilerCallback(schedule=Schedule(steps=({few.steps[0]},), active=1))"
+    in_passes = longest.owner in {"forward", "backward"}
+    tries = in_passes and not rank.facts.is_cpu and rank.training is not None and bool(rank.training.cudnn_benchmark)
     return Finding(
         rule="slow_steps",
         severity=worth.severity if is_regular else Severity.INFO,
-        sentence=(f"{few.subject} {few.verb} {factor:.1f} times as long as the median{facts.on_rank(rank)}{mostly}."),
+        sentence=(
+            f"{few.subject} {few.verb} {factor:.1f} times as long as the median{facts.on_rank(rank)}{mostly}"
+            + (", with cuDNN's benchmark on." if tries else ".")
+        ),
         why=(
             f"{len(few.steps)} of {few.seen} steps take {format_ns(few.mean_ns)}, the median step "
             f"{format_ns(ledger.median_ns)}: their excess is {ledger.share_text(ns)}."
+            + (" cuDNN tries its algorithms for each new shape of the batches (benchmark=True)." if tries else "")
             + ("" if is_regular else " Without a period, a busy machine may be the cause.")
         ),
         next_steps=(
+            *((BENCHMARK,) if tries else ()),
             "Compare the batches of these steps with the others: longer samples, shapes that recompile.",
             f"Record such a step: {record}." if is_regular else f"Let the next slow step open a window: {CATCH}.",
         ),

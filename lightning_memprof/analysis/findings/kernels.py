@@ -193,6 +193,8 @@ BUSY: Final = 0.9
 ORDINARY: Final = re.compile(
     r"sgemm|_scudnn_|simt|_engine<float|_convolve_sgemm<float|gemv|winograd\w*<float|f32f32_f32f32_f32|_ffma_",
 )
+# Attention whose inputs have 32 bits; its products may be TF32, in three passes.
+ATTENTION: Final = re.compile(r"fmha_cutlass\w_f32_")
 # Names of kernels that use tensor cores, by instruction or by type.
 TENSOR: Final = re.compile(
     r"tensorop|hmma|imma|wmma|884|1688|16816|tf32|bf16|f16f16|hgemm|fp8|e4m3|_h\d+cudnn|flash|fmha|warpgroup",
@@ -209,6 +211,8 @@ HAS_TENSOR_CORES: Final = re.compile(
 BY_KERNEL: Final = re.compile(r"^(volta|turing|ampere|sm[789]\d|sm1\d\d|cutlass_[789]\d)_")
 # They have neither bfloat16 nor TF32.
 EARLY: Final = re.compile(r"\b(V100|T4|TITAN (V|RTX)|Quadro (GV|RTX))\b|^volta_|^turing_")
+HALF: Final = re.compile(r"bf16|bfloat16|f16f16|hgemm|_h\d+cudnn|nvjet_\w+?_[th]s[th]_")
+AUTOCAST: Final = "Let autocast compute them in bfloat16: no .float() and no autocast(enabled=False) before them."
 MULTIPLES: Final = "Make the sizes of layers and batches multiples of 8."
 
 
@@ -229,20 +233,26 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
     )
     ordinary.sort(key=lambda kernel: -kernel.total_ns)
     early = _is_early(trace, ordinary)
+    attention_ns = total_ns(kernel for kernel in ordinary if ATTENTION.search(kernel.name.lower()))
+    is_attention = 2 * attention_ns >= ordinary_ns
+    # Then the program computes in half precision elsewhere.
+    where = _attention_module(trace) if is_attention else ""
+    is_mixed = any(HALF.search(kernel.name.lower()) for kernel in kernels)
     recovers = recovered_ns(trace.device_ledger, ON_TENSOR_CORES, "compute", recorded_ns=ordinary_ns)
     return Finding(
         rule="tensor_cores_unused",
         # Not every model can be trained in lower precision; a device that waits would only wait longer.
         severity=min(recovers.severity, Severity.WARNING) if recovers and _is_busy(trace) else Severity.INFO,
         sentence=(
-            f"32-bit matrix multiplications without tensor cores take {percent(share)} of the computing time"
-            f"{on_rank(trace)}."
+            f"{'32-bit attention takes' if is_attention else '32-bit matrix multiplications without tensor cores take'}"
+            f" {percent(share)} of the computing time{f', in {where}' if where else ''}"
+            f"{', beside half precision' if is_mixed else ''}{on_rank(trace)}."
         ),
         why=(
             f"{format_ns(ordinary_ns)} of {format_ns(compute_ns)} in kernels, mostly "
             f"{shorter_name(ordinary[0].name)}; {format_ns(tensor_ns) if tensor_ns else 'none'} with tensor cores."
         ),
-        next_steps=_next_for_products(trace, early=early),
+        next_steps=(AUTOCAST,) if is_mixed else _next_for_products(trace, early=early),
         evidence=seen_in(trace),
         numbers={
             "share": share,
@@ -257,6 +267,12 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
     )
 
 
+def _attention_module(trace: TraceReport) -> str:
+    """Return the modules whose attention takes most of the device's time, empty where the trace does not tell."""
+    lines = grouped(trace.device_ledger.of("compute")) if trace.device_ledger is not None else []
+    return next((line.module or "" for line in lines if "efficient_attention" in (line.operator or "")), "")
+
+
 def _is_busy(trace: TraceReport) -> bool:
     window = trace.gpu_window
     return window is not None and window.busy_ns >= BUSY * window.window_ns
@@ -264,7 +280,7 @@ def _is_busy(trace: TraceReport) -> bool:
 
 def _is_ordinary(name: str) -> bool:
     low = name.lower()
-    return bool(ORDINARY.search(low)) and not TENSOR.search(low)
+    return bool(ATTENTION.search(low)) or (bool(ORDINARY.search(low)) and not TENSOR.search(low))
 
 
 def _has_tensor_cores(trace: TraceReport, ordinary: list[Kernel]) -> bool:

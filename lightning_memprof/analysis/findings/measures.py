@@ -249,12 +249,19 @@ OF_HOOKS: Final = {
     **dict.fromkeys(("train_dataloader", "val_dataloader"), BUILD_ONCE),
 }
 TRANSFER: Final = ".batch_to_device"
+BEFORE_TRANSFER: Final = "on_before_batch_transfer"
+ON_GPU: Final = (
+    "Do the work of {name} on the GPU, in on_after_batch_transfer, or in workers: in collate_fn or the data set."
+)
 TENSORS: Final = "Return tensors from collate_fn, not lists of numbers: the transfer visits each object of a batch."
 PIN: Final = "Copy from pinned memory, which does not block: DataLoader(pin_memory=True)."
 # What a hook does, as its recorded operators show.
 WHOLE: Final = "Handle the whole batch at once in {name}: it calls {often}, for one sample or part each."
 REUSE: Final = (
     "Use the outputs of the step in {name} instead of the forward of {module}: return them from training_step."
+)
+ONE_READ: Final = (
+    "Read one value in {name}, every N batches: stack the tensors and reduce them on the GPU; each read waits for it."
 )
 SYNCED: Final = (
     "Log without sync_dist=True in the steps, or average one stacked tensor over ranks: each of these values is a "
@@ -276,6 +283,8 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
     owner, _, hook = action.name.rpartition(".")
     special = OF_HOOKS.get(hook) or ADVICE.get(owner)
     steps = (special.format(name=action.name),) if special else ()
+    if hook == BEFORE_TRANSFER and not rank.facts.is_cpu:
+        steps = (ON_GPU.format(name=action.name), *steps)
     if action.name.endswith(TRANSFER):
         # Without a device there is nothing to copy.
         return (": it visits each object of a batch", (TENSORS,)) if rank.facts.is_cpu else ("", (PIN, TENSORS))
@@ -285,6 +294,9 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
     if action.part == "self_log" and synced >= MANY_SYNCED:
         return f", {synced:,.0f} collectives per step", (SYNCED,)
     lines = [line for line in lines if line.part == action.part in LOOKS_INSIDE]
+    reads = max((line.called for line in lines if line.operator in READS), default=0.0) / calls
+    if reads >= OFTEN and not rank.facts.is_cpu:
+        return f": it reads {reads:,.0f} values from the GPU, one by one", (ONE_READ.format(name=action.name), *steps)
     is_transfer = action.part == "transfer"
     modules = Counter[str]()
     for line in lines:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from lightning_memprof.analysis.ledger.memory import ByteLedger, run_bytes
-from lightning_memprof.analysis.ledger.model import TimeLedger
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
 from lightning_memprof.analysis.ledger.peaks import Peaks
 from lightning_memprof.analysis.ledger.ranks import log_waits, with_waits
 from lightning_memprof.analysis.ledger.run import run_ledger, typical_in_windows
@@ -31,6 +31,11 @@ SHORT_STEP_NS: Final = 10_000_000
 # The rule of the finding that no other rule fired.
 NOTHING_FOUND: Final = "nothing_found"
 
+
+# What the host does in a step beside the passes and the optimizer; a median step has none of what is rare.
+_ALWAYS: Final = ("data_wait", "transfer")
+_BESIDE: Final[tuple[TimePart, ...]] = (*_ALWAYS, "callback", "module_hook", "logging", "self_log", "metric")
+_OFTEN: Final = 0.5
 
 # A remedy that recovers less of the step, or of the peak, is not worth a verdict; from the second share on it decides
 # how long the run takes.
@@ -178,7 +183,9 @@ class Facts:
     def ledgers(self) -> Mapping[int, TimeLedger]:
         """The time ledgers of the ranks that have a pulse, by rank."""
         recorded = {trace.rank: trace.host_ledger for trace in reversed(self.traces)}
-        alone = recorded.get(None) if len(self.run.ranks) == 1 else None
+        devices = {trace.rank: trace.device_ledger for trace in reversed(self.traces)}
+        is_alone = len(self.run.ranks) == 1
+        alone, device = (recorded.get(None), devices.get(None)) if is_alone else (None, None)
         waits = self.ranks.waits_ns if self.ranks is not None else {}
         in_log = log_waits(self.run.ranks, recorded) if self.ranks is not None else {}
         found = {
@@ -189,6 +196,7 @@ class Facts:
                     **(late := waits.get(rank.rank, {})),
                     "self_log": max(late.get("self_log", 0), in_log.get(rank.rank, 0)),
                 },
+                devices.get(rank.rank) or device,
             )
             for rank in self.run.ranks
             if rank.rank in self.statistics
@@ -205,7 +213,8 @@ class Facts:
             rank = lone if trace.rank is None else ranks.get(trace.rank)
             ledger = self.ledgers.get(rank.rank) if rank is not None else None
             if rank is not None and ledger is not None and not typical_in_windows(rank):
-                found.append(in_steady_state(trace, ledger.median_ns))
+                others = (line for line in ledger.of(*_BESIDE) if line.count >= _OFTEN or line.part in _ALWAYS)
+                found.append(in_steady_state(trace, ledger.median_ns, total(others)))
             else:
                 found.append(trace)
         return tuple(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.growth import RETAINED, recovered
@@ -51,18 +51,6 @@ class Heaviest:
     ns: float
     family: str
     family_ns: float
-
-
-def passes(ledger: TimeLedger) -> tuple[TimeLine, ...]:
-    """Return the lines of forward and backward; of a device the computation, as far as its launch was recorded.
-
-    The first recorded steps run kernels that were launched before: the others stand for them.
-    """
-    known = [line for line in ledger.of("compute") if line.module is not None]
-    if not known:
-        return ledger.of("forward", "backward")
-    scale = ledger.ns("compute") / total(known)
-    return tuple(replace(line, ns=line.ns * scale) for line in known)
 
 
 def heaviest_module(owners: Iterable[TimeLine]) -> Heaviest | None:

@@ -6,12 +6,13 @@ the thread that launches the next work, up to the launch; then to the launch, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
 import numpy as np
 
-from lightning_memprof.analysis.ledger.model import DevicePart, TimeLedger, TimeLine
+from lightning_memprof.analysis.ledger.model import DevicePart, HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
 from lightning_memprof.analysis.ledger.work import operator_work, shaped
 from lightning_memprof.analysis.stacks import is_library, parse_frame
@@ -33,6 +34,7 @@ from lightning_memprof.analysis.trace.intervals import (
     intersection,
     length,
     length_before,
+    length_within,
     nearest,
     stretches,
     union,
@@ -40,7 +42,7 @@ from lightning_memprof.analysis.trace.intervals import (
 from lightning_memprof.analysis.trace.modules import HostThreads, Modules
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -56,6 +58,9 @@ _PARTS: Final[tuple[DevicePart, ...]] = get_args(DevicePart)
 # Time inside an event of these parts is theirs, whatever runs in it; of several the last one.
 _ENCLOSING: Final[tuple[DevicePart, ...]] = ("cold_start", "idle_synchronization", "idle_data", "idle_gc_pauses")
 _BACKWARD: Final = "autograd::engine::evaluate_function: "
+# The passes whose kernels are told apart, and the action around those of forward.
+_PASSES: Final[Mapping[str, HostPart]] = {"forward": "forward", "backward": "backward"}
+_FORWARD: Final = re.compile(r"\[pl\]\[profile\]\[Strategy\]\w+\.training_step\Z")
 _NONE: Final = -1
 # The recording does not have the launch.
 _UNKNOWN: Final = -2
@@ -92,8 +97,8 @@ def device_ledger(
     launched = launches(columns, device.rows)
     work = _Work(columns=columns, device=device, spans=spans, launched=launched, collectives=collectives)
     host = _Host(work, ranges, threads or HostThreads(columns))
-    lines = _Lines(columns, host.modules)
-    computed = _add_busy(lines, host, work)
+    lines, passes = _Lines(columns, host.modules), _Lines(columns, host.modules)
+    computed = _add_busy(lines, passes, host, work)
     _add_idle(lines, host, work)
     owners = lines.lines(len(ranges))
     durations = [end - start for start, end in ranges]
@@ -106,6 +111,7 @@ def device_ledger(
         communication=tuple(line for line in owners if line.part == "collective"),
         work=operator_work(columns, [computed], _PARTS, host.modules.path, len(ranges)),
         exposed=stretches(difference(intersection(device.communication, spans), device.compute), columns.origin_ns),
+        passes=_of_all_kernels(passes.lines(len(ranges)), owners),
     )
 
 
@@ -292,10 +298,11 @@ def _part_of_call(name: str) -> DevicePart:
     return kinds[call_kind(name)]
 
 
-def _add_busy(lines: _Lines, host: _Host, work: _Work) -> Table:
+def _add_busy(lines: _Lines, passes: _Lines, host: _Host, work: _Work) -> Table:
     """Add the device's work: each ns belongs to the first event of computation, else of a collective, else a copy.
 
-    Return that of computation by the inputs of the operators that launched it.
+    Add the computation of forward and backward to ``passes``, too. Return computation by the inputs of the operators
+    that launched it.
     """
     columns, device = work.columns, work.device
     rows = device.rows
@@ -325,6 +332,9 @@ def _add_busy(lines: _Lines, host: _Host, work: _Work) -> Table:
         ns=own,
         longest=ends - starts,
     )
+    texts = np.array([*map(passes.text, _PASSES), _NONE], np.int64)
+    in_pass = np.where(computes, texts[_pass_of(columns, work.launched, host.training)], _NONE)
+    passes.add(numbers[0], in_pass, module, operator, ns=np.where(in_pass >= 0, own, 0), longest=ends - starts)
     made = np.where(known & computes & (own > 0), host.shaped[work.launched if len(columns.shapes.rows) else 0], _NONE)
     _, first = np.unique(made, return_index=True)  # an operator may launch several kernels
     is_first = np.zeros(len(rows), np.bool_)
@@ -332,6 +342,27 @@ def _add_busy(lines: _Lines, host: _Host, work: _Work) -> Table:
     calls = np.maximum(made, 0)
     inputs = np.where(made >= 0, columns.shapes.of(calls), _NONE)
     return shaped(numbers[0], inputs, host.module[calls], columns.names[calls], own, is_first)
+
+
+def _pass_of(columns: TraceColumns, launched: Column, training: int) -> Column:
+    """Return the place in ``_PASSES`` of each launch, -1 where it is in neither.
+
+    Autograd runs the backward of a device in a thread of its own.
+    """
+    rows = columns.rows_named(_FORWARD.match, Kind.ANNOTATION, Kind.OPERATOR)
+    forward = union(columns.starts[rows], columns.ends[rows])
+    at = columns.starts[launched]
+    is_forward = length_within(forward, at, at + 1) > 0
+    is_training = columns.lanes[launched] == training
+    return np.where(launched < 0, _NONE, np.where(~is_training, 1, np.where(is_forward, 0, _NONE)))
+
+
+def _of_all_kernels(passes: Sequence[TimeLine], owners: Sequence[TimeLine]) -> tuple[TimeLine, ...]:
+    """Return the lines of passes for all computation: kernels that were launched before the recording are like them."""
+    computed = [line for line in owners if line.part == "compute"]
+    known = total(line for line in computed if line.module is not None)
+    scale = total(computed) / known if known else 1.0
+    return tuple(replace(line, part=_PASSES[line.name], name="", ns=scale * line.ns) for line in passes)
 
 
 def _labels(lines: _Lines, work: _Work, computes: NDArray[np.bool_]) -> Column:

@@ -149,6 +149,7 @@ class TimeLedger:
         communication: time in collectives that nothing hides: ``rank_wait`` until the last rank has come, where that is
             known, and ``collective``, the transfer. The lines have this time too; the rest is the rank's own work.
         exposed: of a trace, start and end (Unix ns) of the stretches of that time.
+        passes: of a device, the time in kernels that forward and backward of the training step launched.
     """
 
     step_ns: float
@@ -163,6 +164,7 @@ class TimeLedger:
     recomputed_ns: float = 0.0
     communication: tuple[TimeLine, ...] = ()
     exposed: tuple[tuple[int, int], ...] = ()
+    passes: tuple[TimeLine, ...] = ()
 
     def communicates(self, part: TimePart) -> float:
         """Return the time per step in which a rank waits for others (``rank_wait``), or transfers (``collective``)."""

@@ -34,6 +34,8 @@ RARE: Final = 1 / 3
 # The name of the data wait between epochs, and the epochs that show it.
 RESTART: Final = "workers restart"
 EPOCHS: Final = 3
+# The name of the time of forward and backward in which no kernel of theirs runs.
+IDLE: Final = "device idle"
 # The phases whose work is the same in every step. A long fetch or callback is a separate line.
 _STEADY: Final[tuple[HostPart, ...]] = ("forward", "backward", "optimizer")
 # The parts of a trace that are inside them.
@@ -66,20 +68,25 @@ _PART_OF_PHASE: Final[Mapping[str, HostPart]] = {
 
 
 def run_ledger(
-    rank: Rank, host: TimeLedger | None = None, waits_ns: Mapping[str, float] | None = None
+    rank: Rank,
+    host: TimeLedger | None = None,
+    waits_ns: Mapping[str, float] | None = None,
+    device: TimeLedger | None = None,
 ) -> TimeLedger | None:
     """Return the time ledger of a rank's mean step, None where its pulse has no timed step.
 
     The steps are those outside windows, without the first, as long as enough remain. Each phase of the pulse is divided
     among its owners: data wait by the hook timings of the windows; callbacks, hooks, transfers, validation and
     checkpoints by the action totals of the whole run; forward, backward and optimizer by ``host``, less the cost of
-    recording, with the program's hooks on modules. The owners of a phase never sum to more than the phase. The wait for
-    a core is a separate line; no phase includes it.
+    recording, with the program's hooks on modules. On a device's clock these have the kernels that they launched, by
+    ``device``, and the rest of the phase, in which the device waits. The owners of a phase never sum to more than the
+    phase. The wait for a core is a separate line; no phase includes it.
 
     Args:
         rank: the rank.
         host: the host ledger of a trace of the rank.
         waits_ns: wait for a late rank by phase, and that in ``self.log`` and metrics by their part.
+        device: the device ledger of a trace of the rank.
     """
     typical = rank.typical_steps
     if typical is None:
@@ -99,6 +106,7 @@ def run_ledger(
     is_logged = any(line.part == "self_log" for lines in named.values() for line in lines)
     logged = {"self_log", "rank_wait"} if is_logged else set()
     inside = host if host is not None and typical.clock == "host" else None
+    kernels = device.passes if device is not None and typical.clock == "device" else ()
     lines = [
         TimeLine(part="stall", ns=sum(stalled.values()), count=len(stalls) / len(steps)),
         TimeLine(part="core_wait", ns=max(sum(whole_mean.values()) - sum(mean.values()), 0.0)),
@@ -111,7 +119,9 @@ def run_ledger(
         lines += whole[:-1]
         parts = {part, *_INSIDE.get(part, ())} - logged
         detail = corrected(inside.of(*parts), whole[-1].ns) if inside and part in _STEADY else ()
-        lines += detail or whole[-1:]
+        launched = [line for line in kernels if line.part == part]
+        rest = replace(whole[-1], name=IDLE) if launched else whole[-1]
+        lines += detail or _divided(rest.ns, launched, rest)
     return TimeLedger(
         step_ns=total(lines),
         median_ns=median,

@@ -51,10 +51,15 @@ class StepTimes(GpuTimes):
 
 @dataclass(frozen=True, kw_only=True)
 class Steady:
-    """A step outside windows: its duration, the time in which the device works, and the duration of a recorded step."""
+    """A step outside windows, and the duration of a recorded one.
+
+    Of ``step_ns`` the device works for ``busy_ns``; for ``others_ns`` it waits for what the host does beside the passes
+    and the optimizer: data, transfers, hooks, callbacks, logging.
+    """
 
     step_ns: int
     busy_ns: int
+    others_ns: int
     recorded_ns: int
 
 

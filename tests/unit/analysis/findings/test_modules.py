@@ -16,7 +16,6 @@ from lightning_memprof.analysis.findings.modules import (
     heaviest_module,
     in_compiled,
     operator_family,
-    passes,
 )
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.analysis.run.load import load_run
@@ -53,18 +52,6 @@ def test_without_a_module_with_half_of_the_time_it_is_the_model() -> None:
     found = heaviest_module(line(f"part{number}", "aten::mul", 1) for number in range(5))
     assert found is not None
     assert (found.module, found.family) == ("the model", "aten::mul")
-
-
-def test_kernels_whose_launch_was_not_recorded_are_those_of_the_modules_that_were() -> None:
-    owners = passes(
-        ledger(
-            line("net.0", "aten::mm", 3, part="compute"),
-            line("net.1", "aten::mm", 1, part="compute"),
-            replace(line("", "sgemm", 4, part="compute"), module=None),
-            line("", "aten::to", 2, part="copy"),
-        )
-    )
-    assert {found.module: found.ns for found in owners} == {"net.0": 6 * MS, "net.1": 2 * MS}
 
 
 def test_lines_without_operators_have_no_heaviest_module() -> None:

@@ -17,6 +17,7 @@ from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.artifacts.naming import processes_name
+from lightning_memprof.units import MIB
 
 MS = 1_000_000
 STEPS = 29
@@ -60,6 +61,25 @@ def test_a_hook_that_calls_an_operator_many_times_is_a_loop(tmp_path: Path, call
     assert finding.next_steps[0].startswith("Handle the whole batch at once" if is_loop else "Do the work of")
     assert finding.recovers is not None
     assert finding.recovers.max == pytest.approx(18e6)
+
+
+@pytest.mark.parametrize(("on_device", "is_told"), [(True, True), (False, False)])
+def test_a_hook_that_reads_many_values_from_a_gpu_waits_for_each(
+    tmp_path: Path, on_device: bool, is_told: bool
+) -> None:
+    device_bytes = (lambda _: MIB) if on_device else None
+    directory = make_run(tmp_path, FakeRun(phases=phases(other=20 * MS), device_bytes=device_bytes))
+    name = "Net.on_after_backward"
+    host = (line(name, "aten::is_nonzero", 9e6, part="module_hook", called=302),)
+    finding = found(directory, action(f"[LightningModule]{name}", 18 * MS), host=host)["hook_bound"]
+    assert ("it reads 302 values from the GPU, one by one" in finding.sentence) is is_told
+    assert finding.next_steps[0].startswith(f"Read one value in {name}") is is_told
+
+
+def test_work_before_the_transfer_may_be_the_gpus(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(phases=phases(other=20 * MS), device_bytes=lambda _: MIB))
+    finding = found(directory, action("[LightningModule]Net.on_before_batch_transfer", 18 * MS))["transfer_bound"]
+    assert finding.next_steps[0].startswith("Do the work of Net.on_before_batch_transfer on the GPU")
 
 
 def test_a_transfer_without_a_device_visits_objects(tmp_path: Path) -> None:

@@ -125,6 +125,15 @@ def test_slow_steps_are_told_with_their_rhythm_their_phase_and_a_schedule_that_s
     assert finding.evidence[0].steps == (7, 55)
 
 
+@pytest.mark.parametrize("tries", [True, False])
+def test_slow_steps_of_a_gpu_whose_cudnn_tries_its_algorithms_may_have_new_shapes(tmp_path: Path, tries: bool) -> None:
+    slow = in_some(lambda step: step % 8 == 7, forward=150 * MS)
+    fake = FakeRun(steps=60, phases=slow, device_bytes=lambda _: MIB, training={"cudnn_benchmark": tries})
+    finding = found(tmp_path, fake)["slow_steps"]
+    assert finding.sentence.endswith("in forward, with cuDNN's benchmark on.") is tries
+    assert ("Trainer(benchmark=False)" in finding.next_steps[0]) is tries
+
+
 def test_one_step_that_a_busy_machine_holds_up_is_information(tmp_path: Path) -> None:
     findings = found(tmp_path, FakeRun(steps=60, phases=in_some(lambda step: step == 30, forward=400 * MS)))
     assert findings["slow_steps"].severity is Severity.INFO

@@ -184,6 +184,14 @@ def test_copies_from_pageable_memory_are_told_by_direction() -> None:
     assert ".cpu()" in back.next_steps[0]
 
 
+@pytest.mark.parametrize(("back_bytes", "stays"), [(410 << 20, True), (40 << 20, False)])
+def test_what_moves_back_and_forth_in_each_step_can_stay_on_the_gpu(back_bytes: int, stays: bool) -> None:
+    report = trace(copies=(copies(), copies(kind="DtoH", bytes=back_bytes)))
+    for finding in (each for each in examine_files((report,), ()) if each.rule == "blocking_transfers"):
+        assert finding.sentence.endswith("of the time: as many bytes move back and forth.") is stays
+        assert finding.next_steps[0].startswith("Keep on the GPU what moves back and forth") is stays
+
+
 def test_copies_that_are_pinned_hidden_or_short_are_no_finding() -> None:
     assert not found(trace(copies=(copies(is_pageable=False), copies(is_pageable=None))))
     assert not found(trace(copies=(copies(exposed_ns=MS), copies(kind="DtoH", total_ns=MS))))
@@ -300,6 +308,22 @@ def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None
     assert finding.severity is Severity.INFO  # nobody knows what it is worth
     assert finding.numbers["share"] == pytest.approx(0.5)
     assert "bf16-mixed" in finding.next_steps[0]
+
+
+def test_attention_in_32_bits_beside_half_precision_left_autocast() -> None:
+    line = TimeLine(part="compute", module="blocks.0.attention", operator="aten::_efficient_attention_forward", ns=9)
+    report = trace(
+        kernels=(
+            kernel("fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::Params)", 100, 4 * MS),
+            kernel("nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_NNT", 100, MS),
+        ),
+        device_ledger=TimeLedger(step_ns=STEP_NS, median_ns=STEP_NS, steps=5, basis="", lines=(line,)),
+    )
+    finding = found(report)["tensor_cores_unused"]
+    assert finding.sentence == (
+        "32-bit attention takes 80% of the computing time, in blocks.0.attention, beside half precision."
+    )
+    assert finding.next_steps[0].startswith("Let autocast compute them in bfloat16: no .float()")
 
 
 @pytest.mark.parametrize(("busy_ms", "severity"), [(95, Severity.WARNING), (60, Severity.INFO)])

@@ -110,6 +110,29 @@ def test_idle_time_belongs_to_what_the_launching_thread_did_up_to_the_end_of_the
     }
 
 
+def test_kernels_of_forward_and_backward_are_told_apart_and_stand_for_those_launched_before(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 200),
+        event("user_annotation", "[pl][profile][Strategy]SingleDeviceStrategy.training_step", 10, 60),
+        event("user_annotation", "[pl][module]torch.nn.Linear: net", 12, 58),
+        operator("aten::mm", 20, 50),
+        launch(1, 30, 35),
+        kernel(1, 100, 120),
+        operator("autograd::engine::evaluate_function: MmBackward0", 60, 80, AUTOGRAD),
+        operator("aten::mm", 62, 78, AUTOGRAD),
+        launch(2, 65, 70, AUTOGRAD),
+        kernel(2, 120, 160),
+        operator("aten::_fused_adamw_", 82, 98),
+        launch(3, 85, 90),
+        kernel(3, 160, 170),
+        kernel(9, 0, 70),  # launched before the recording
+    )
+    us = {(line.part, line.module, line.operator): line.ns / 1000 for line in found.passes}
+    # All computation takes 140 us, of which 70 us have a known launch.
+    assert us == {("forward", "net", "aten::mm"): 40, ("backward", "", "aten::mm"): 80}
+
+
 def test_before_autograds_thread_begins_the_training_thread_owns_the_time(tmp_path):
     found = ledger(
         tmp_path,

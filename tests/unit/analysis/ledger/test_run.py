@@ -99,6 +99,24 @@ def test_callbacks_have_a_line_each_that_takes_no_more_than_the_phase(tmp_path: 
     assert found.ns("callback") <= HEALTHY["callbacks"] * 1.1
 
 
+def test_on_a_devices_clock_the_passes_have_their_kernels_and_the_wait_of_the_device(tmp_path: Path) -> None:
+    rank = lead(tmp_path, FakeRun(device_bytes=lambda _: 1 << 30))
+    kernels = (
+        TimeLine(part="forward", module="net", operator="aten::mm", ns=4e6),
+        TimeLine(part="backward", module="net", operator="aten::mm", ns=50e6),
+    )
+    device = TimeLedger(step_ns=1.0, median_ns=1.0, steps=2, basis="", lines=(), passes=kernels)
+    before, found = run_ledger(rank), run_ledger(rank, device=device)
+    assert before is not None
+    assert found is not None
+    assert total(found.lines) == pytest.approx(total(before.lines))
+    named = {(line.part, line.name, line.module): line.ns for line in found.of("forward", "backward")}
+    assert named["forward", "", "net"] == 4e6
+    assert named["forward", "device idle", None] == pytest.approx(before.ns("forward") - 4e6)
+    # They never take more than the phase.
+    assert named["backward", "", "net"] == pytest.approx(before.ns("backward"))
+
+
 def test_repeated_blocks_are_one_line_and_the_sum_stays() -> None:
     lines = [
         TimeLine(part="forward", module=f"blocks.{block}.{name}", operator="aten::mm", ns=ns, count=1, longest_ns=block)

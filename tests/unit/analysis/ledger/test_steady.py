@@ -63,7 +63,7 @@ def test_the_devices_work_stays_and_its_idle_time_is_the_rest_of_a_step_outside_
 
 def test_a_device_that_works_as_long_as_a_step_is_never_idle() -> None:
     found = in_steady_state(recorded(compute=30, python=40), 28 * MS)
-    assert parts(found) == {"compute": 28, "idle_python": 0}
+    assert parts(found) == {"compute": 28}
     assert "gpu_idle" not in {finding.rule for finding in examine_files((found,), ())}
 
 
@@ -133,7 +133,8 @@ def test_a_run_is_judged_by_its_steps_outside_windows(tmp_path: Path) -> None:
     report = recorded(compute=17, python=45, operators=38)
     assert report.device_ledger is not None
     line = TimeLine(part="compute", module="net.attention", operator="aten::mm", ns=17 * MS, count=9)
-    ledger = replace(report.device_ledger, lines=(line, *report.device_ledger.lines[1:]))
+    lines = (line, *report.device_ledger.lines[1:])
+    ledger = replace(report.device_ledger, lines=lines, passes=(replace(line, part="forward"),))
     facts = Facts.of(run, (replace(report, device_ledger=ledger),))
     assert all(finding.severity < Severity.WARNING for finding in examine(facts))
     first = examine(facts)[0]
