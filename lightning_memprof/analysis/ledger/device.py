@@ -58,7 +58,7 @@ _PARTS: Final[tuple[DevicePart, ...]] = get_args(DevicePart)
 # Time inside an event of these parts is theirs, whatever runs in it; of several the last one.
 _ENCLOSING: Final[tuple[DevicePart, ...]] = ("cold_start", "idle_synchronization", "idle_data", "idle_gc_pauses")
 _BACKWARD: Final = "autograd::engine::evaluate_function: "
-# The passes whose kernels are told apart, and the action around those of forward.
+# The passes whose kernels have lines of their own, and the action around those of forward.
 _PASSES: Final[Mapping[str, HostPart]] = {"forward": "forward", "backward": "backward"}
 _FORWARD: Final = re.compile(r"\[pl\]\[profile\]\[Strategy\]\w+\.training_step\Z")
 _NONE: Final = -1

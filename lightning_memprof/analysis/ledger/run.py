@@ -91,20 +91,14 @@ def run_ledger(
     typical = rank.typical_steps
     if typical is None:
         return None
-    # A step that only accumulates gradients has no optimizer; the steps with an optimizer are not stalls.
-    accumulates = ((rank.training.accumulate_grad_batches if rank.training else None) or 1) > 1
-    steady = _STEADY[:2] if accumulates else _STEADY
+    steady = _steady_phases(rank)
     steps = _running(rank, typical, steady) if typical.clock == "host" else typical.steps
     median = statistics.median(duration for _, duration, _ in typical.steps)
     stalls, stalled = _stalls(steps, steady)
     mean, whole_mean = _mean(steps), _mean(typical.steps)
     named = _named(rank)
-    # A step that compiles is a stall, but compiling has a separate line.
-    compiling = {phase: total(line for line in lines if line.part == "compile") for phase, lines in named.items()}
-    stalled = {phase: max(ns - compiling.get(phase, 0.0), 0.0) for phase, ns in stalled.items()}
-    # Of a run of several ranks `self.log` is timed in every step.
-    is_logged = any(line.part == "self_log" for lines in named.values() for line in lines)
-    logged = {"self_log", "rank_wait"} if is_logged else set()
+    stalled = _without_compiling(stalled, named)
+    logged = _logged(named)
     inside = host if host is not None and typical.clock == "host" else None
     kernels = device.passes if device is not None and typical.clock == "device" else ()
     lines = [
@@ -118,10 +112,7 @@ def run_ledger(
         whole = _divided(ns, owners, TimeLine(part=part, ns=0))
         lines += whole[:-1]
         parts = {part, *_INSIDE.get(part, ())} - logged
-        detail = corrected(inside.of(*parts), whole[-1].ns) if inside and part in _STEADY else ()
-        launched = [line for line in kernels if line.part == part]
-        rest = replace(whole[-1], name=IDLE) if launched else whole[-1]
-        lines += detail or _divided(rest.ns, launched, rest)
+        lines += _with_detail(whole[-1], inside.of(*parts) if inside and part in _STEADY else (), kernels)
     return TimeLedger(
         step_ns=total(lines),
         median_ns=median,
@@ -135,6 +126,32 @@ def run_ledger(
         recomputed_ns=_of_passes(inside, mean, lambda recorded: recorded.recomputed_ns),
         communication=_communication(lines, inside),
     )
+
+
+def _steady_phases(rank: Rank) -> tuple[HostPart, ...]:
+    # A step that only accumulates gradients has no optimizer; the steps with an optimizer are not stalls.
+    accumulates = ((rank.training.accumulate_grad_batches if rank.training else None) or 1) > 1
+    return _STEADY[:2] if accumulates else _STEADY
+
+
+def _without_compiling(stalled: Mapping[str, float], named: Mapping[str, Sequence[TimeLine]]) -> dict[str, float]:
+    # A step that compiles is a stall, but compiling has a separate line.
+    compiling = {phase: total(line for line in lines if line.part == "compile") for phase, lines in named.items()}
+    return {phase: max(ns - compiling.get(phase, 0.0), 0.0) for phase, ns in stalled.items()}
+
+
+def _logged(named: Mapping[str, Sequence[TimeLine]]) -> set[HostPart]:
+    # Of a run of several ranks `self.log` is timed in every step.
+    is_logged = any(line.part == "self_log" for lines in named.values() for line in lines)
+    return {"self_log", "rank_wait"} if is_logged else set()
+
+
+def _with_detail(rest: TimeLine, recorded: Sequence[TimeLine], kernels: Sequence[TimeLine]) -> Sequence[TimeLine]:
+    """Return the lines of modules and operators in the rest of a phase: on the host, or on the device's clock."""
+    if detail := corrected(recorded, rest.ns) if recorded else ():
+        return detail
+    launched = [line for line in kernels if line.part == rest.part]
+    return _divided(rest.ns, launched, replace(rest, name=IDLE) if launched else rest)
 
 
 def _mean(steps: Sequence[_Step]) -> dict[str, float]:

@@ -55,10 +55,7 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
     # The time from the first kernel to the last has another idle share than the steps, of the same causes.
     working = busy * busy_ns / step_ns
     rest_ns = round(window.busy_ns * (1 - working) / working) if working else window.idle_ns
-    of_others = rest_ns * others_ns / idle_ns if idle_ns else 0.0
-    causes = [cause for cause in trace.idle if cause.cause != "data_loading" and cause.total_ns]
-    sum_ns = sum(kept[cause.cause] * cause.total_ns for cause in causes)
-    scale = (rest_ns - of_others) / sum_ns if sum_ns else 0.0
+    causes, scale = _scaled(trace.idle, kept, rest_ns, rest_ns * others_ns / idle_ns if idle_ns else 0.0)
     return replace(
         trace,
         steady=Steady(
@@ -77,7 +74,7 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
             passes=tuple(replace(line, ns=busy * line.ns) for line in ledger.passes),
         ),
         gpu_window=replace(window, idle_ns=rest_ns, window_ns=window.busy_ns + rest_ns),
-        idle=_scaled(causes, scale, kept, round(of_others)),
+        idle=causes,
         synchronizations=tuple(replace(call, gap_ns=round(scale * call.gap_ns)) for call in trace.synchronizations),
     )
 
@@ -92,8 +89,12 @@ def _of_recorder(trace: TraceReport, cause: IdleCause) -> int:
 
 
 def _scaled(
-    causes: Iterable[IdleCause], scale: float, kept: Mapping[Cause, float], others_ns: int
-) -> tuple[IdleCause, ...]:
+    recorded: Iterable[IdleCause], kept: Mapping[Cause, float], idle_ns: float, others_ns: float
+) -> tuple[tuple[IdleCause, ...], float]:
+    """Return causes that sum to ``idle_ns``, with one of ``others_ns`` for loading, and the factor of the others."""
+    causes = [cause for cause in recorded if cause.cause != "data_loading" and cause.total_ns]
+    sum_ns = sum(kept[cause.cause] * cause.total_ns for cause in causes)
+    scale = (idle_ns - others_ns) / sum_ns if sum_ns else 0.0
     found = [
         replace(
             cause,
@@ -102,5 +103,5 @@ def _scaled(
         )
         for cause in causes
     ]
-    others = IdleCause(cause="data_loading", total_ns=others_ns, count=0, longest_ns=0, example=_OTHERS)
-    return tuple(sorted([*found, *([others] if others_ns else [])], key=lambda cause: -cause.total_ns))
+    others = IdleCause(cause="data_loading", total_ns=round(others_ns), count=0, longest_ns=0, example=_OTHERS)
+    return tuple(sorted([*found, *([others] if others_ns else [])], key=lambda cause: -cause.total_ns)), scale
