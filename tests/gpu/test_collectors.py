@@ -99,11 +99,14 @@ def test_the_devices_clock_measures_what_was_queued(device: torch.device) -> Non
 
 def test_the_phases_of_the_device_sum_to_its_step_and_are_not_the_hosts(run: RunContext, tmp_path: Path) -> None:
     with session(run, never, [Pulse()]) as made:
-        drive(made, range(20), training_step(made, run))
+        drive(made, range(200), training_step(made, run))
         torch.accelerator.synchronize()
     rows = read_pulse(tmp_path / "memprofiler/pulse.rank00000.csv")
-    assert [row["step"] for row in rows] == list(range(20))
-    for row in rows:
+    assert [row["step"] for row in rows] == list(range(200))
+    # Of short steps some have the device's timestamps.
+    timed = [row for row in rows if row["device_duration_ns"] is not None]
+    assert len(timed) > 2
+    for row in timed:
         phases = [row[f"device_{phase}_ns"] or 0 for phase in PHASES]
         assert sum(phases) == row["device_duration_ns"]
         assert phases[FORWARD] > 0
@@ -112,7 +115,7 @@ def test_the_phases_of_the_device_sum_to_its_step_and_are_not_the_hosts(run: Run
     peaks = [row["device_peak_bytes"] for row in rows if row["device_peak_bytes"] is not None]
     assert peaks
     assert min(peaks) > 16 * MIB
-    host, on_device = (sum(row[name] or 0 for row in rows[5:]) for name in ("forward_ns", "device_forward_ns"))
+    host, on_device = (sum(row[name] or 0 for row in timed[1:]) for name in ("forward_ns", "device_forward_ns"))
     assert on_device > host
 
 
