@@ -17,7 +17,7 @@ from lightning_memprof.analysis.trace.communication import collective_calls
 from lightning_memprof.analysis.trace.device import device_events
 from lightning_memprof.analysis.trace.idle import call_kind, training_lane
 from lightning_memprof.analysis.trace.intervals import Column, nearest
-from lightning_memprof.analysis.trace.model import plain_kernel
+from lightning_memprof.analysis.trace.kernel_names import plain_kernel
 from lightning_memprof.analysis.trace.modules import HostThreads, Makers, Modules
 from lightning_memprof.errors import ArtifactError
 

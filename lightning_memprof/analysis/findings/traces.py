@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -12,7 +11,8 @@ from typing import Final, Literal, NamedTuple
 from lightning_memprof.analysis.findings.compute import FOREACH, FUSED
 from lightning_memprof.analysis.findings.model import SHORT_STEP_NS, Evidence, Recovery, Severity
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
-from lightning_memprof.analysis.trace.model import Cause, CollectiveTotals, IdleCause, Kernel, TraceReport, plain_kernel
+from lightning_memprof.analysis.trace.kernel_names import kernel_name
+from lightning_memprof.analysis.trace.model import Cause, CollectiveTotals, IdleCause, Kernel, TraceReport
 
 # A remedy for less than 10% makes the program less than 1.12 times as fast.
 NOTABLE_SHARE: Final = 0.10
@@ -26,14 +26,7 @@ MIN_TRACE_STEPS: Final = 2
 # A shorter recording is a sample: the first launch alone takes milliseconds.
 SHORT_WINDOW_NS: Final = 1_000_000
 FEW_KERNELS: Final = 20
-LONGEST_NAME: Final = 60
-CALL: Final = re.compile(r"\(.*\)\Z")
-# Arguments that torch and CUTLASS pass to their general kernels.
-SPECIAL: Final = re.compile(
-    r"cutlass_\w+|\b(?!gpu_kernel)(?:\w*(?:Functor|Ops|_kernel_impl|_kernel_cuda)\w*|\w+_kernel\w*)"
-)
-# Names of nested templates are long; their beginning identifies them.
-LONGEST_READ: Final = 1_000
+LONGEST_NAME: Final = 72
 
 
 Need = Literal[
@@ -332,14 +325,8 @@ def listed(counted: Iterable[tuple[str, int]]) -> str:
 
 
 def shorter_name(name: str) -> str:
-    """Return a name that fits a sentence: a kernel's function, for a general kernel with its special argument."""
-    plain = plain_kernel(name[:LONGEST_READ]).replace("at::native::", "")
-    head, _, arguments = CALL.sub("", plain).strip().partition("<")
-    if not arguments or "kernel" not in head.lower():
-        known = head or name
-    else:
-        special = SPECIAL.search(arguments)
-        known = f"{head}<{special[0]}>" if special else head
+    """Return a name that fits a sentence: of a kernel, its function and operation."""
+    known = kernel_name(name)
     return known if len(known) <= LONGEST_NAME else f"{known[: LONGEST_NAME - 3]}..."
 
 

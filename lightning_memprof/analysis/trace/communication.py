@@ -25,7 +25,8 @@ import numpy as np
 from lightning_memprof.analysis.trace.columns import Kind, Lane, NamedEvent, TraceColumns, launches
 from lightning_memprof.analysis.trace.device import DeviceEvents
 from lightning_memprof.analysis.trace.intervals import Column, Intervals, length_within, union
-from lightning_memprof.analysis.trace.model import CollectiveTotals, plain_kernel
+from lightning_memprof.analysis.trace.kernel_names import plain_kernel
+from lightning_memprof.analysis.trace.model import CollectiveTotals
 from lightning_memprof.analysis.trace.text import BASE_TIME, UNREADABLE, open_trace
 from lightning_memprof.errors import ArtifactError
 

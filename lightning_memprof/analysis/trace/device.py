@@ -27,7 +27,8 @@ from lightning_memprof.analysis.trace.intervals import (
     length_within,
     union,
 )
-from lightning_memprof.analysis.trace.model import Copies, Kernel, KernelKind, plain_kernel
+from lightning_memprof.analysis.trace.kernel_names import plain_kernel
+from lightning_memprof.analysis.trace.model import Copies, Kernel, KernelKind
 
 # Libraries whose kernels contain their name (NCCL, RCCL, oneCCL and XCCL, HCCL, MSCCL++, NVSHMEM, DeepEP), and kernels
 # of torch's symmetric memory, vLLM, TensorRT-LLM and others that are named after the collective. A kernel fused by a

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.trace.communication import Collective
-
-# How compilers write a namespace without a name.
-_ANONYMOUS: Final = re.compile(
-    r"(?:\(anonymous namespace\)|<unnamed>|`anonymous namespace'|\{anonymous\}|_GLOBAL__N_\w*)::"
-)
 
 KernelKind = Literal["compute", "communication", "memory_copy"]
 Cause = Literal["data_loading", "synchronization", "allocator", "gc_pauses", "python", "operators", "launch", "queue"]
@@ -306,8 +300,3 @@ class TraceReport:
     host_ledger: TimeLedger | None = None
     device_ledger: TimeLedger | None = None
     steady: Steady | None = None
-
-
-def plain_kernel(name: str) -> str:
-    """Return a kernel's name without its return type and anonymous namespaces."""
-    return _ANONYMOUS.sub("", name.removeprefix("void "))

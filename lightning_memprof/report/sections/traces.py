@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from lightning_memprof.analysis.ledger.model import TimePart
+from lightning_memprof.analysis.trace.kernel_names import kernel_names
 from lightning_memprof.analysis.trace.model import GpuTimes, StepTimes, TraceReport
 from lightning_memprof.report.document import (
     Cell,
@@ -211,50 +211,3 @@ def _host(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
         Field("device busy", "ns", lambda step: step.busy_ns),
         Field(called("data_loading"), "ns", lambda step: step.data_loading_ns),
     )
-
-
-def kernel_names(names: Iterable[str]) -> list[str]:
-    """Return each kernel's name without its template's arguments.
-
-    Kernels that would then share a name keep the part of their arguments that differs: ``Kernel2<…256x128…>``.
-    """
-    full = [name.removeprefix("void ") for name in names]
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in dict.fromkeys(full):
-        groups[name.partition("<")[0] or name].append(name)
-    shown = {name: short for base, alike in groups.items() for name, short in _distinct(base, alike).items()}
-    return [shown[name] for name in full]
-
-
-def _distinct(base: str, alike: list[str]) -> dict[str, str]:
-    if len(alike) == 1:
-        return {alike[0]: base}
-    rests = [_arguments(name[len(base) :]) for name in alike]
-    if len(set(rests)) < len(rests):
-        rests = [name[len(base) :] for name in alike]
-    front = _common(rests)
-    ends = [rest[front:][::-1] for rest in rests]
-    back = max(min(_common(ends), *(len(end) - 1 for end in ends)), 0)
-    parts = [rest[front : len(rest) - back] for rest in rests]
-    before = "" if not front else "<" if front == 1 else "<…"
-    after = "" if not back else f"{'…' * (back > 1)}{rests[0][-1]}"
-    return {name: f"{base}{before}{part}{after}" for name, part in zip(alike, parts, strict=True)}
-
-
-def _common(texts: list[str]) -> int:
-    """Return the length of the common beginning of some texts, up to the end of a word or a number."""
-    least, most = min(texts), max(texts)
-    length = next((place for place, letter in enumerate(least) if letter != most[place]), len(least))
-    while length and least[length - 1].isalnum():
-        length -= 1
-    return length
-
-
-def _arguments(rest: str) -> str:
-    """Return the arguments of a template, without those of the function behind them."""
-    depth = 0
-    for place, letter in enumerate(rest):
-        depth += (letter == "<") - (letter == ">" and rest[place - 1] != "-")
-        if not depth:
-            return rest[: place + 1]
-    return rest

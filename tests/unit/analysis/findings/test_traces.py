@@ -7,7 +7,6 @@ from typing import Any, get_args
 import pytest
 
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
-from lightning_memprof.analysis.findings.traces import shorter_name
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.analysis.trace.model import (
     Cause,
@@ -540,15 +539,3 @@ def test_next_steps_fit_the_recorded_program(program: Program, banned: tuple[str
 def test_kernels_that_wait_in_a_queue_of_one_process_wait_for_no_other_rank() -> None:
     (step,) = found(trace(causes=(idle("queue", 300 * MS),)))["gpu_idle"].next_steps
     assert step == "Open the trace: lightning-memprof view runs/rank0.pt.trace.json.gz."
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("void (anonymous namespace)::softmax_warp_forward<float, 8>(float*)", "softmax_warp_forward"),
-        ("void <unnamed>::scan(int)", "scan"),
-        ("void at::native::(anonymous namespace)::foo_kernel<int>(int)", "foo_kernel"),
-    ],
-)
-def test_a_kernel_in_an_anonymous_namespace_has_its_name(name: str, shown: str) -> None:
-    assert shorter_name(name) == shown

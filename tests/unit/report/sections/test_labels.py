@@ -34,7 +34,6 @@ from lightning_memprof.report.sections.labels import (
     reserved_parts,
 )
 from lightning_memprof.report.sections.memory import run_peaks
-from lightning_memprof.report.sections.traces import kernel_names
 from lightning_memprof.report.view import View
 from lightning_memprof.units import MIB, format_bytes
 from pages import full, table_of
@@ -165,20 +164,6 @@ def test_files_that_were_too_large_are_named_with_the_command_that_analyses_one(
         assert left.path in line
         assert f"lightning-memprof report {shlex.quote(str(left.file))}" in line
         assert left.path in words_of(to_html(view))
-
-
-@pytest.mark.parametrize(
-    ("names", "shown"),
-    [
-        (["void f<1>(int)", "g"], ["f", "g"]),
-        (["f<a_16x16_tn>(a)", "f<a_32x16_tn>(b)", "g<1>"], ["f<…16x16…>", "f<…32x16…>", "g"]),
-        (["f<int>(int)", "f<int>(long)"], ["f<…int)", "f<…long)"]),
-        (["f<1>", "f<1, 2>", "f", "f<1>"], ["f<1>", "f<1, 2>", "f", "f<1>"]),
-        (["f<g<1>, 2>()", "f<g<2>, 2>()"], ["f<…1…>", "f<…2…>"]),
-    ],
-)
-def test_kernels_of_one_short_name_are_told_apart(names: list[str], shown: list[str]) -> None:
-    assert kernel_names(names) == shown
 
 
 def test_the_end_of_a_counters_name_is_its_unit_on_every_page():
