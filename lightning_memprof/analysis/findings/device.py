@@ -354,10 +354,11 @@ def _named(calls: list[Synchronization]) -> str:
 NOTABLE_CALLS: Final = 0.02
 MIN_PASSES: Final = 2
 # Returned memory was needed elsewhere: the allocator retried, or the program emptied its cache.
-RETURNING: Final = frozenset({"cudaFree", "cudaFreeAsync", "hipFree", "cuMemUnmap", "cuMemRelease", "hipMemUnmap"})
-REQUESTING: Final = frozenset(
-    {"cudaMalloc", "cudaMallocAsync", "hipMalloc", "cuMemCreate", "cuMemMap", "hipMemCreate", "hipMemMap"}
-)
+WAITING: Final = frozenset({"cudaFree", "hipFree", "cuMemUnmap", "cuMemRelease", "hipMemUnmap"})
+RETURNING: Final = WAITING | {"cudaFreeAsync", "hipFreeAsync"}
+# The driver keeps returned memory in its pool, in the order of the stream: these calls wait for no kernel.
+POOLED: Final = frozenset({"cudaMallocAsync", "hipMallocAsync"})
+REQUESTING: Final = POOLED | {"cudaMalloc", "hipMalloc", "cuMemCreate", "cuMemMap", "hipMemCreate", "hipMemMap"}
 THRASH_NEXT: Final = (
     "Let segments grow instead of being returned: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     remedy(
@@ -379,6 +380,7 @@ REQUESTS_PER_KERNEL: Final = 0.1
 UNCACHED_NEXT: Final = (
     "Use the caching allocator: unset PYTORCH_NO_CUDA_MEMORY_CACHING (on ROCm also PYTORCH_NO_HIP_MEMORY_CACHING).",
 )
+POOLED_NEXT: Final = ("Use PyTorch's native allocator: unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF.",)
 SHOWN: Final = 3
 
 
@@ -395,14 +397,15 @@ def allocator_thrash(trace: TraceReport) -> Finding | None:
     if share <= NOTABLE_CALLS:
         return None
     calls_ns = sum(call.total_ns for call in calls)
-    uncached = _uncached(trace, calls, freed)
+    uncached, is_pooled = _uncached(trace, calls, freed), any(_bare(call.name) in POOLED for call in calls)
+    next_steps = UNCACHED_NEXT if uncached else remedies(trace, *THRASH_NEXT)
     longest = slow[0] if slow else max(calls, key=lambda call: call.total_ns)
     return Finding(
         rule="allocator_thrash",
         severity=_severity_of_calls(share, freed, slow),
         sentence=uncached or _sentence_on_calls(trace, calls_ns / window_ns, freed, slow),
         why=_why_calls(calls, slow, window_ns),
-        next_steps=UNCACHED_NEXT if uncached else remedies(trace, *THRASH_NEXT),
+        next_steps=POOLED_NEXT if is_pooled else next_steps,
         evidence=longest_in(trace, longest.longest_start_ns, longest.max_ns),
         numbers={
             "share": share,
@@ -410,7 +413,7 @@ def allocator_thrash(trace: TraceReport) -> Finding | None:
             "window_ns": window_ns,
             "calls": {call.name: call.count for call in calls},
             "freed": freed,
-            "is_cached": uncached is None,
+            "is_cached": uncached is None or is_pooled,
             "slow_collectives": [
                 {"name": collective.name, "median_ns": collective.median_ns, "max_ns": collective.max_ns}
                 for collective in slow
@@ -449,7 +452,7 @@ def _allocator_share(trace: TraceReport) -> float:
 
 
 def _uncached(trace: TraceReport, calls: list[RuntimeCall], freed: int) -> str | None:
-    """Return the sentence for a program without the caching allocator, in which each tensor is a call to the driver."""
+    """Return the sentence for a program without torch's cache, in which each tensor is a call to the driver."""
     requests = [call for call in calls if _bare(call.name) in REQUESTING]
     count, steps = sum(call.count for call in requests), max(len(trace.steps), 1)
     kernels = sum(kernel.count for kernel in computing(trace))
@@ -457,7 +460,8 @@ def _uncached(trace: TraceReport, calls: list[RuntimeCall], freed: int) -> str |
         return None
     share = sum(call.total_ns for call in calls) / _steps_ns(trace)
     often = f"{count / steps:,.0f} {requests[0].name} calls per step"
-    return f"The caching allocator is off: {often} and their returns take {percent(share)}{on_rank(trace)}."
+    cause = "Memory is from the driver's pool" if _bare(requests[0].name) in POOLED else "The caching allocator is off"
+    return f"{cause}: {often} and their returns take {percent(share)}{on_rank(trace)}."
 
 
 def _bare(name: str) -> str:
@@ -490,5 +494,5 @@ def _why_calls(calls: list[RuntimeCall], slow: list[CollectiveTotals], window_ns
     named = ", ".join(f"{call.name} {times(call.count)} ({format_ns(call.total_ns)})" for call in shown)
     parts = [f"In {format_ns(window_ns)}: {named}"]
     parts += [f"collectives that waited meanwhile, on all ranks: {len(slow)}"] if slow else []
-    parts += ["returning memory waits for all kernels"] if any(_bare(call.name) in RETURNING for call in calls) else []
+    parts += ["returning memory waits for all kernels"] if any(_bare(call.name) in WAITING for call in calls) else []
     return "; ".join(parts) + "."

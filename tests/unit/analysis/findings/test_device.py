@@ -201,6 +201,21 @@ def test_a_tensor_that_is_a_call_to_the_driver_shows_that_the_caching_allocator_
     assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in finding.next_steps[0]
 
 
+def test_a_tensor_from_the_drivers_pool_is_cached_and_its_return_waits_for_no_kernel(tmp_path: Path) -> None:
+    def pooled(made: Recording, _kernel: int) -> None:
+        for _ in range(3):
+            made.call("cudaMallocAsync", 40)
+            made.call("cudaFreeAsync", 60)
+
+    finding = found(training(tmp_path / "pooled.pt.trace.json", pooled))["allocator_thrash"]
+    assert finding.sentence.startswith("Memory is from the driver's pool: 75 cudaMallocAsync calls per step")
+    assert "waits for all kernels" not in finding.why
+    assert finding.next_steps == (
+        "Use PyTorch's native allocator: unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF.",
+    )
+    assert finding.numbers["is_cached"] is True
+
+
 def test_loading_is_found_without_steps(tmp_path: Path) -> None:
     made = Recording()
     for _ in range(4):
