@@ -292,6 +292,7 @@ def _write_allocator(sink: Sink, window: Window, fake: FakeRun) -> None:
                     "allocated_bytes.all.current": allocated,
                     "allocated_bytes.all.peak": allocated + 64 * MIB,
                     "reserved_bytes.all.current": allocated + 128 * MIB,
+                    "reserved_bytes.all.peak": allocated + 128 * MIB,
                     "num_alloc_retries": 0,
                     "num_ooms": 0,
                 }

@@ -216,7 +216,8 @@ def steps_until_full(facts: Facts, rank: Rank, bytes_per_step: float, *, on_host
         return None
     steps = (training.max_steps or 0) * (training.accumulate_grad_batches or 1)
     ends = min((end for end in (steps, (training.num_batches or 0) * (training.max_epochs or 0)) if end > 0), default=0)
-    left = max(ledger.limit_bytes / ledger.sharing - ledger.peak_bytes, 0) / bytes_per_step
+    free = (ledger.limit_bytes - ledger.outside_bytes) / ledger.sharing - ledger.peak_bytes
+    left = max(free, 0) / bytes_per_step
     return round(left) if left < ends - len(rank.pulse) else None
 
 

@@ -197,8 +197,9 @@ def _pressure(ledger: ByteLedger | None) -> str:
     if ledger is None or not ledger.is_under_pressure or not ledger.limit_bytes:
         return ""
     ranks = f" in each of {ledger.sharing} processes" if ledger.sharing > 1 else ""
+    others = f" and {format_bytes(ledger.outside_bytes)} outside the allocator" if ledger.outside_bytes else ""
     return (
-        f" The peak of {format_bytes(ledger.peak_bytes)}{ranks} is {percent(ledger.filled or 0)} of the "
+        f" The peak of {format_bytes(ledger.peak_bytes)}{ranks}{others} is {percent(ledger.filled or 0)} of the "
         f"{format_bytes(ledger.limit_bytes)} that {'the machine' if ledger.place == 'host' else ledger.place} can hold."
     )
 

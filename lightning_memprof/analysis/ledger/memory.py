@@ -31,9 +31,8 @@ class ByteLine:
     Attributes:
         category: category of tensors; on the host ``before_run`` (resident when the recording began, without the
             parameters), ``workers``, ``growth`` (added steadily over the steps) and ``validation`` (added over its
-            batches); on a device ``fragmentation`` (reserved and not allocated) and
-            ``outside_allocator`` (the driver, libraries, other processes); in a snapshot ``requested``, ``rounding``
-            and ``free_segments``.
+            batches); on a device ``cached`` (reserved and not allocated, at the peaks of
+            both); in a snapshot ``requested``, ``rounding``, ``free_segments`` and ``fragmentation``.
         bytes: its bytes at the peak.
         module: path of the module, empty for the model itself; None if unknown.
         dtype: None if unknown, or if there are several.
@@ -59,6 +58,7 @@ class ByteLedger:
         limit_bytes: what the device, the control group or the machine can hold; None if unknown.
         step: step of the tensors' peak; None if unknown.
         sharing: number of processes of the run that share the limit.
+        outside_bytes: what other processes and CUDA contexts, also that of this process, use of the device at least.
     """
 
     peak_bytes: int
@@ -68,6 +68,7 @@ class ByteLedger:
     limit_bytes: int | None = None
     step: int | None = None
     sharing: int = 1
+    outside_bytes: int = 0
 
     @property
     def categories(self) -> Mapping[str, int]:
@@ -84,7 +85,7 @@ class ByteLedger:
     @property
     def filled(self) -> float | None:
         """The share of what the machine can hold, if every rank on it has this peak; None if that is unknown."""
-        return self.peak_bytes * self.sharing / self.limit_bytes if self.limit_bytes else None
+        return (self.peak_bytes * self.sharing + self.outside_bytes) / self.limit_bytes if self.limit_bytes else None
 
     @property
     def is_under_pressure(self) -> bool:
@@ -171,19 +172,15 @@ def _on_device(rank: Rank, tensors: list[ByteLine], step: int | None) -> ByteLed
     if not allocated:
         return None
     reserved = max(allocated, _most(row.peak_reserved_bytes for row in rows) or 0)
-    used = max(reserved, _used_on_device(rank) or 0)
-    outside = [
-        ByteLine(category="fragmentation", bytes=reserved - allocated),
-        ByteLine(category="outside_allocator", bytes=used - reserved),
-    ]
-    return _ledger(
-        used,
-        [*tensors, *outside],
-        basis="bytes that the allocator reserved" + (", and the rest of the used memory" if used > reserved else ""),
+    found = _ledger(
+        reserved,
+        [*tensors, ByteLine(category="cached", bytes=reserved - allocated)],
+        basis="bytes that the allocator reserved",
         place=rank.facts.device or "device",
         limit=_limit(rank, ("device_memory_bytes",)),
         step=step,
     )
+    return replace(found, outside_bytes=max((_used_on_device(rank) or 0) - reserved, 0))
 
 
 def _ledger(

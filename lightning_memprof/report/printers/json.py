@@ -375,7 +375,7 @@ def _byte_ledger(ledger: ByteLedger | None) -> dict[str, Any] | None:
         return None
     shown, others = ledger.lines[:MAX_LEDGER_LINES], ledger.lines[MAX_LEDGER_LINES:]
     return {
-        **_fields(ledger, "peak_bytes", "basis", "place", "limit_bytes", "sharing", "step"),
+        **_fields(ledger, "peak_bytes", "basis", "place", "limit_bytes", "outside_bytes", "sharing", "step"),
         "categories_bytes": ledger.categories,
         "lines": shown,
         "other_lines": len(others),

@@ -108,6 +108,8 @@ def peak_stack(view: View) -> Stack | None:
         return None
     unknown = peak.unknown if peak is not None else {}
     notes: list[Words] = [ledger.basis]
+    if ledger.outside_bytes:
+        notes.append(phrase("other processes and CUDA contexts: at least {}", size(ledger.outside_bytes)))
     if ledger.limit_bytes is not None:
         notes.append(phrase("limit {}", size(ledger.limit_bytes)))
     return Stack(

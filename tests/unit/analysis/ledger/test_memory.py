@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from lightning_memprof.analysis.ledger.memory import ByteLedger, ByteLine, group
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.snapshot.report import snapshot_report
+from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.series import ProcessRow
+from lightning_memprof.report.printers.values import words_text
+from lightning_memprof.report.sections.memory import peak_stack
+from lightning_memprof.report.view import run_view
 from lightning_memprof.units import GIB, KIB, MIB
 from snapshots import block, event, freed, segment, snapshot, unused, write_snapshot
 
@@ -117,11 +122,30 @@ def test_the_limit_is_the_smaller_one_and_ranks_of_a_host_share_it(tmp_path: Pat
     assert not ledger_of(tmp_path / "large", fake, memory_bytes=64 * GIB).is_under_pressure
 
 
-def test_reserved_bytes_that_are_not_allocated_are_fragmentation(tmp_path: Path) -> None:
-    found = ledger_of(tmp_path, FakeRun(device_bytes=lambda _: GIB))
+def test_reserved_bytes_that_are_not_allocated_are_cached(tmp_path: Path) -> None:
+    found = ledger_of(tmp_path, FakeRun(device_bytes=lambda _: GIB, windows=((2, 3),)))
     assert found.place == "cuda:0"
-    assert found.bytes("fragmentation") == found.peak_bytes - GIB - 64 * MIB
-    assert held(found) == found.peak_bytes
+    assert found.bytes("cached") == 64 * MIB
+    assert held(found) == found.peak_bytes == GIB + 128 * MIB
+
+
+def test_memory_of_other_processes_is_no_part_of_a_peak_but_of_a_full_device(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(device_bytes=lambda _: GIB, windows=((2, 3),)))
+    alone = load_run(directory).lead
+    rows = [{"step": 2, "recorded": True, "time_ns": 1, "gpu0_memory_used_bytes": size * GIB} for size in (21, 9)]
+    (directory / system_name(0)).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = load_run(directory)
+    found, before = run_bytes(run.lead, memory_report(run).lead), run_bytes(alone, None)
+    assert found is not None
+    assert before is not None
+    assert found.peak_bytes == before.peak_bytes == GIB + 128 * MIB
+    assert found.outside_bytes == 21 * GIB - found.peak_bytes
+    full = replace(found, limit_bytes=24 * GIB)
+    assert full.filled == 21 / 24
+    assert full.is_under_pressure
+    stack = peak_stack(run_view(run))
+    assert stack is not None
+    assert "other processes and CUDA contexts: at least 19.9 GiB" in [words_text(note) for note in stack.notes]
 
 
 def test_a_snapshot_owns_each_reserved_byte(tmp_path: Path) -> None:
