@@ -16,6 +16,7 @@ from lightning_memprof.analysis.ledger.growth import (
     MIN_BYTES,
     SHORT_RUN_STEPS,
     Holders,
+    assigned_in,
     held_growth,
     steady_growth,
     who_holds,
@@ -237,8 +238,7 @@ def _held(holder: HolderRow) -> _Cause:
     count = f"{holder.added:,} " if holder.added else ""
     size = format_bytes(holder.added_bytes or 0)
     why = f"{place} gained {count}{holder.content} ({size}) since step {holder.since_step}."
-    assigned = f", assigned in {holder.line}: {holder.source}" if holder.line and holder.source else ""
-    advice = f"Clear or bound {place}{assigned}"
+    advice = f"Clear or bound {place}{assigned_in(holder)}"
     if "Tensor" in (holder.content or ""):
         advice += "; store .detach() or .item() where the tensor is not needed"
     return _Cause(f" in {place}{line}", why, f"{advice}.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+import re
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -322,3 +324,33 @@ def _thinned(segments: Sequence[Sequence[Point]]) -> list[Sequence[Point]]:
     longest = sorted(segments, key=len, reverse=True)[:MAX_SEGMENTS]
     most = max(MAX_POINTS // len(longest), MIN_STEPS)
     return [segment[:: -(-len(segment) // most)] for segment in longest]
+
+
+def assigned_in(holder: HolderRow) -> str:
+    """Return the line that assigns a holder and its statement: ``, assigned in a/train.py:14: self.history = []``."""
+    statement = _statement((holder.source or "").strip(), holder.place or "")
+    return f", assigned in {holder.line}{statement and f': {statement}'}" if holder.line else ""
+
+
+def _statement(source: str, place: str) -> str:
+    """Return the statement of a line that assigns a name of a place; empty if none of several does."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # The first line of a statement that has several.
+        return source
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    if len(statements) <= 1:
+        return source
+    names = set(re.findall(r"\w+", place))
+    found = [node for node in statements if names & _targets(node)]
+    return (ast.get_source_segment(source, found[0]) or "") if found else ""
+
+
+def _targets(statement: ast.stmt) -> set[str]:
+    """Return the variables and attributes that a statement assigns."""
+    return {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
+    }

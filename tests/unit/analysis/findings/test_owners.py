@@ -210,6 +210,25 @@ HISTORY = {
 }
 
 
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("self.history = []", ": self.history = []"),
+        ("def __init__(self): super().__init__(); self.history = []", ": self.history = []"),
+        ("if old: self.other = {}; self.history: list[int] = []", ": self.history: list[int] = []"),
+        ("self.other, self.history = [], []", ": self.other, self.history = [], []"),
+        ("self.history = make(", ": self.history = make("),
+        ("def __init__(self): super().__init__(); self.add('history')", ""),
+    ],
+)
+def test_of_a_line_with_several_statements_a_next_step_has_the_assignment(
+    tmp_path: Path, source: str, shown: str
+) -> None:
+    finding = held(tmp_path, {**HISTORY, "source": source})
+    assert finding is not None
+    assert finding.next_steps[0].startswith(f"Clear or bound Net.history, assigned in a/train.py:14{shown}; store")
+
+
 def test_growth_names_its_holder_and_the_line_that_assigns_it(tmp_path: Path) -> None:
     finding = held(tmp_path, HISTORY)
     assert finding is not None
