@@ -40,6 +40,8 @@ ROOT: Final = "(the model)"
 MAX_CHECKPOINTED: Final = 12
 # From here on the times of recorded steps mislead.
 SLOWER: Final = 1.2
+# Categories that a peak has without the owners of its tensors.
+MEASURED: Final = {UNATTRIBUTED, "cached", "before_run", "workers", "growth", "validation"}
 FIRST_TOUCH: Final = "RSS grows on first touch only; reused memory shows 0"
 FUNCTION_COLUMNS: Final = (
     ("RSS", "rss_bytes"),
@@ -72,8 +74,10 @@ def run_peaks(view: View) -> list[tuple[Peak, int]]:
 def memory_section(view: View) -> Section:
     """Return the peaks of the lead rank, the peak by category, and the memory that checkpointing would save."""
     memory = view.memory.lead
-    if memory.peak is None:
-        lead: Words = f"The peak by category is not available: {memory.reasons.get('peak', 'not recorded')}."
+    if memory.peak is None and (ledger := view.byte_ledger) is not None and set(ledger.categories) - MEASURED:
+        lead: Words = phrase(f"Memory peaks at {{}} on {ledger.place}.", size(ledger.peak_bytes))
+    elif memory.peak is None:
+        lead = f"The peak by category is not available: {memory.reasons.get('peak', 'not recorded')}."
     else:
         on = f" on {memory.peak.device}" if memory.peak.device else ""
         lead = phrase(f"Tensors peak at {{}}{on} in step {memory.peak.step}.", size(memory.peak.total_bytes))

@@ -36,9 +36,10 @@ def event(**changes: Any) -> dict[str, Any]:
     return {**known, **changes}
 
 
-def recorded(root: Path, *events: dict[str, Any], stack: list[dict[str, Any]] | None = None) -> Path:
+def recorded(root: Path, *events: dict[str, Any], stack: list[dict[str, Any]] | None = None, **fake: Any) -> Path:
     """A made-up run that ran out of memory, with a snapshot of one block."""
-    run = make_run(root, FakeRun(device_bytes=lambda _: GIB, endings={0: "OutOfMemoryError: CUDA out of memory."}))
+    ended = {0: "OutOfMemoryError: CUDA out of memory."}
+    run = make_run(root, FakeRun(device_bytes=lambda _: GIB, endings=ended, **fake))
     sink = Sink(RunPlace(root, 1), 0)
     for event in events:
         sink.manifest.append("oom", **event)
@@ -52,6 +53,14 @@ def recorded(root: Path, *events: dict[str, Any], stack: list[dict[str, Any]] | 
     snapshot = {"segments": [segment], "device_traces": [[]]}
     (run / "cuda_oom_rank_0.pickle").write_bytes(pickle.dumps(snapshot, protocol=4))
     return run
+
+
+def test_the_peak_that_a_failed_allocation_divides_is_the_lead_of_the_memory(tmp_path: Path) -> None:
+    page = shown(recorded(tmp_path / "divided", event(), memory=None))
+    assert "Memory peaks at 1.12 GiB on cuda:0." in page
+    assert "The peak by category is not available" not in page
+    whole = shown(make_run(tmp_path / "whole", FakeRun(device_bytes=lambda _: GIB, memory=None)))
+    assert "The peak by category is not available" in whole
 
 
 def printed(run: Path) -> str:
