@@ -42,6 +42,8 @@ MAX_TRACEBACKS: Final = 4
 TYPE_ORDER: Final = ("trace", "snapshot", "table", "blob", "pulse", "series")
 TROUBLES: Final[Mapping[str, Style]] = {"failed": "bad", "damaged": "bad", "not available": "warn", "note": ""}
 RUN_FACTS: Final = ("stage", "strategy", "accelerator", "device", "world_size", "host", "pid", "root")
+# The driver measures a GPU's utilization over a sixth of a second to a second: a few samples miss most of a run.
+MIN_UTILIZATION_SAMPLES: Final = 10
 _ROW: Final = frozenset({"kind", "time_ns", "schema_version"})
 
 
@@ -50,16 +52,22 @@ def system_section(view: View) -> Section | None:
     found = next((found for found in view.system if found.rank == view.lead.rank), None)
     if found is None:
         return None
+    is_short = found.samples < MIN_UTILIZATION_SAMPLES
+    hidden = [name for name in sorted(found.figures) if is_short and name.endswith("_utilization_percent")]
+    notes: list[Words] = [
+        f"{counter(name).words}: not available, {MIN_UTILIZATION_SAMPLES} samples of at most a second are needed"
+        for name in hidden
+    ]
     load = filled(
-        Table("system-figures", "Load", top=None),
-        sorted(found.figures.items()),
+        Table("system-figures", "Load", top=None, notes=notes),
+        [(name, figure) for name, figure in sorted(found.figures.items()) if name not in hidden],
         Field("quantity", "text", lambda row: counter(row[0]).words),
         Field("mean", "number", lambda row: _figure(row[0], row[1].mean)),
         Field("min", "number", lambda row: _figure(row[0], row[1].min)),
         Field("max", "number", lambda row: _figure(row[0], row[1].max)),
     )
     rank = f" of rank {found.rank}" if len(view.ranks) > 1 else ""
-    lead = phrase(f"System counters{rank}: {{}} samples.", found.samples)
+    lead = f"System counters{rank}: {format_count(found.samples, 'sample')}."
     return Section("system", "System", lead, [Chart("system"), *load])
 
 

@@ -150,7 +150,7 @@ def test_the_machines_extremes_are_shown(tmp_path: Path) -> None:
 
 def test_a_gpu_has_rows_of_its_own(tmp_path: Path) -> None:
     gpu = {"gpu3_utilization_percent": 87, "gpu3_memory_used_bytes": 40 * GIB, "gpu3_power_w": 310.5}
-    shown = view(tmp_path, system=[sample(**gpu, gpu3_temperature_c=None)])
+    shown = view(tmp_path, system=[sample(**gpu, gpu3_temperature_c=None)] * 10)
     load = {row["quantity"]: row["mean"] for row in table_of(shown, "system-figures")}
     assert (load["gpu3 utilization"], load["gpu3 memory used"]) == ("87%", "40.0 GiB")
     assert load["gpu3 power"] == "310 W"
@@ -162,6 +162,16 @@ def test_samples_of_the_whole_run_count_also_where_it_was_killed(tmp_path: Path)
     (run / system_name(0)).write_text("\n".join([*lines, '{"load_1m": 99']))
     (samples,) = to_json(run_view(load_run(run)))["system"]
     assert (samples["samples"], samples["figures"]["load_1m"]["max"]) == (2, 9.0)
+
+
+@pytest.mark.parametrize(("samples", "lead"), [(1, "1 sample."), (9, "9 samples."), (10, "10 samples.")])
+def test_utilization_of_a_few_seconds_is_not_that_of_the_run(samples: int, lead: str, tmp_path: Path) -> None:
+    shown = view(tmp_path, system=[sample(gpu0_utilization_percent=0, gpu0_power_w=310.5)] * samples)
+    load = {row["quantity"]: row["mean"] for row in table_of(shown, "system-figures")}
+    assert load.get("gpu0 utilization") == ("0%" if samples == 10 else None)
+    assert "gpu0 power" in load
+    assert ("gpu0 utilization: not available" in full(shown)) == (samples < 10)
+    assert f"System counters: {lead}" in full(shown)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
