@@ -314,6 +314,12 @@ def device_named(name: str) -> Device:
     )
 
 
+def default_workspace(name: str) -> int:
+    """Return what cuBLAS keeps by default for each thread that multiplies matrices; 0 for an unknown device."""
+    words = set(_words(name))
+    return next((device.workspace_bytes for known, device in DEVICES.items() if set(_words(known)) <= words), 0)
+
+
 def _short(device: Device) -> str:
     return device.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from lightning_memprof.analysis.estimate import default_workspace
 from lightning_memprof.analysis.ledger.growth import steady_growth, validation_growth
 from lightning_memprof.analysis.memory.activations import Activations, patterns
 from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
@@ -21,6 +22,7 @@ from lightning_memprof.artifacts.series import AllocatorRow, HostRow, ProcessRow
 UNATTRIBUTED: Final = "unattributed"
 # Of a peak this close to what the machine can hold, a few percent decide whether the next batch fits.
 PRESSURE: Final = 0.7
+_NO_TENSORS: Final = frozenset({UNATTRIBUTED, "cached", "before_run", "workers", "growth", "validation"})
 _HOLDERS: Final = ("parameter", "gradient")
 
 
@@ -59,6 +61,7 @@ class ByteLedger:
         step: step of the tensors' peak; None if unknown.
         sharing: number of processes of the run that share the limit.
         outside_bytes: what other processes and CUDA contexts, also that of this process, use of the device at least.
+        workspace_bytes: what cuBLAS keeps by default for each thread that multiplies matrices; 0 if unknown.
     """
 
     peak_bytes: int
@@ -69,6 +72,7 @@ class ByteLedger:
     step: int | None = None
     sharing: int = 1
     outside_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def categories(self) -> Mapping[str, int]:
@@ -81,6 +85,11 @@ class ByteLedger:
     def bytes(self, category: str) -> int:
         """Return the bytes of a category."""
         return self.categories.get(category, 0)
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether tensors are among the owners."""
+        return bool(self.categories.keys() - _NO_TENSORS)
 
     @property
     def filled(self) -> float | None:
@@ -180,7 +189,11 @@ def _on_device(rank: Rank, tensors: list[ByteLine], step: int | None) -> ByteLed
         limit=_limit(rank, ("device_memory_bytes",)),
         step=step,
     )
-    return replace(found, outside_bytes=max((_used_on_device(rank) or 0) - reserved, 0))
+    return replace(
+        found,
+        outside_bytes=max((_used_on_device(rank) or 0) - reserved, 0),
+        workspace_bytes=default_workspace(str(rank.facts.environment.get("device_name"))),
+    )
 
 
 def _ledger(

@@ -40,8 +40,6 @@ ROOT: Final = "(the model)"
 MAX_CHECKPOINTED: Final = 12
 # From here on the times of recorded steps mislead.
 SLOWER: Final = 1.2
-# Categories that a peak has without the owners of its tensors.
-MEASURED: Final = {UNATTRIBUTED, "cached", "before_run", "workers", "growth", "validation"}
 FIRST_TOUCH: Final = "RSS grows on first touch only; reused memory shows 0"
 FUNCTION_COLUMNS: Final = (
     ("RSS", "rss_bytes"),
@@ -74,7 +72,7 @@ def run_peaks(view: View) -> list[tuple[Peak, int]]:
 def memory_section(view: View) -> Section:
     """Return the peaks of the lead rank, the peak by category, and the memory that checkpointing would save."""
     memory = view.memory.lead
-    if memory.peak is None and (ledger := view.byte_ledger) is not None and set(ledger.categories) - MEASURED:
+    if memory.peak is None and (ledger := view.byte_ledger) is not None and ledger.has_tensors:
         lead: Words = phrase(f"Memory peaks at {{}} on {ledger.place}.", size(ledger.peak_bytes))
     elif memory.peak is None:
         lead = f"The peak by category is not available: {memory.reasons.get('peak', 'not recorded')}."
@@ -133,6 +131,9 @@ def _owners(view: View) -> Iterator[Table]:
     notes: list[Words] = [ledger.basis]
     if ledger.step is not None:
         notes.append(f"tensors: step {ledger.step}; memory that nothing recorded owns is unattributed")
+    if 0 < ledger.workspace_bytes <= ledger.bytes(UNATTRIBUTED):
+        words = "unattributed: cuBLAS keeps {} by default for each thread that multiplies matrices"
+        notes.append(phrase(words, size(ledger.workspace_bytes)))
     owned = [line for line in ledger.lines if line.category != UNATTRIBUTED]
     sums = {UNATTRIBUTED: ledger.bytes(UNATTRIBUTED) if owned else 0, "sum": whole}
     footer = [

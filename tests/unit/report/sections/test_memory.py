@@ -17,7 +17,7 @@ from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.sections.memory import peak_allocations
 from lightning_memprof.report.view import View, run_view
-from lightning_memprof.units import MIB
+from lightning_memprof.units import GIB, MIB
 from pages import full, table_of, tables_of, words
 
 
@@ -95,6 +95,24 @@ def test_the_peak_of_the_process_has_an_owner_for_each_byte(tmp_path: Path) -> N
 def test_a_page_that_cuts_the_list_of_owners_shows_the_unattributed_bytes(tmp_path: Path) -> None:
     table = full(view(tmp_path)).partition("Peak memory by owner\n")[2].partition("\n\n")[0]
     assert re.search(r"\d+ more\n +unattributed +4\d\d MiB +\d\d%\n +sum ", table), table
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("NVIDIA H200", "32.0 MiB"), ("NVIDIA A100-SXM4-80GB", "8.12 MiB"), ("NVIDIA H20", None), (None, None)],
+)
+def test_unattributed_bytes_of_a_known_gpu_name_the_workspaces_of_cublas(
+    name: str | None, size: str | None, tmp_path: Path
+) -> None:
+    directory = make_run(tmp_path, FakeRun(device_bytes=lambda _: GIB))
+    manifest = directory / "manifest.rank00000.jsonl"
+    first, *others = manifest.read_text().splitlines(keepends=True)
+    facts = json.loads(first)
+    facts["environment"]["device_name"] = name
+    manifest.write_text("".join([f"{json.dumps(facts)}\n", *others]))
+    found = [note for note in notes(run_view(load_run(directory)), "peak-owners") if "cuBLAS" in note]
+    kept = f"unattributed: cuBLAS keeps {size} by default for each thread that multiplies matrices"
+    assert found == ([kept] if size else [])
 
 
 def test_a_category_that_is_not_known_says_why_and_is_no_zero(tmp_path: Path) -> None:
