@@ -2,6 +2,7 @@
 
     python tests/verdicts/run.py                     the faults that rules may be developed with
     python tests/verdicts/run.py --set holdout       the faults that nobody may look at before a release
+    python tests/verdicts/run.py --set gpu           those of a GPU
     python tests/verdicts/run.py --only padding --repeat 3 --loaded
     python tests/verdicts/run.py --read build/verdicts.json --write
 
@@ -38,6 +39,7 @@ from rich.table import Table
 from scoring import (
     CAUSE_AIM,
     NEXT_AIM,
+    ON_GPU,
     SETS,
     Expected,
     accusations,
@@ -101,7 +103,7 @@ def trained(options: argparse.Namespace) -> list[Result]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=(*SETS, "all"), default="faults", help="default: faults")
+    parser.add_argument("--set", choices=(*SETS, ON_GPU, "all"), default="faults", help="default: faults")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="trainings whose name contains a text")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each training N times")
     parser.add_argument("--loaded", action="store_true", help="keep one core busy with another process")

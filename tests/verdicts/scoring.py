@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 HERE: Final = Path(__file__).resolve().parent
+# Of trainings for a CPU; those of the folder `gpu` need an accelerator.
 SETS: Final = ("faults", "holdout")
+ON_GPU: Final = "gpu"
 CAUSE_AIM: Final = 0.90
 NEXT_AIM: Final = 0.85
 FULL: Final = 2

@@ -13,6 +13,7 @@ sys.path.append(str(HERE))
 from promises import Comparison, Promise, promised  # noqa: E402 - its folder comes first
 from results import Result, page  # noqa: E402 - its folder comes first
 from scoring import (  # noqa: E402 - its folder comes first
+    ON_GPU,
     SETS,
     Expected,
     Page,
@@ -85,7 +86,7 @@ def test_a_wrapped_page_has_its_verdict():
     assert squeezed("the verdict") in squeezed("verdict   the\n      verdict")
 
 
-@pytest.mark.parametrize("folder", SETS)
+@pytest.mark.parametrize("folder", [*SETS, ON_GPU])
 def test_each_training_is_in_its_script_and_has_patterns_that_compile(folder):
     table = expected_of(folder)
     assert len({expected.name for expected in table}) == len(table)
