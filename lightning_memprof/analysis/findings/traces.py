@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 from lightning_memprof.analysis.findings.compute import FOREACH, FUSED
 from lightning_memprof.analysis.findings.model import SHORT_STEP_NS, Evidence, Recovery, Severity
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
-from lightning_memprof.analysis.trace.kernel_names import kernel_name
+from lightning_memprof.analysis.trace.kernel_names import kernel_name, kernel_names
 from lightning_memprof.analysis.trace.model import Cause, CollectiveTotals, IdleCause, Kernel, TraceReport
 
 # A remedy for less than 10% makes the program less than 1.12 times as fast.
@@ -321,13 +321,18 @@ def recovered_ns(
 
 def listed(counted: Iterable[tuple[str, int]]) -> str:
     """Return names with their counts: ``"aten::add (800), aten::mul (20)"``."""
-    return ", ".join(f"{shorter_name(name)} ({count:,})" for name, count in counted)
+    found = list(counted)
+    names = kernel_names(name for name, _ in found)
+    return ", ".join(f"{_cut(name)} ({count:,})" for name, (_, count) in zip(names, found, strict=True))
 
 
 def shorter_name(name: str) -> str:
     """Return a name that fits a sentence: of a kernel, its function and operation."""
-    known = kernel_name(name)
-    return known if len(known) <= LONGEST_NAME else f"{known[: LONGEST_NAME - 3]}..."
+    return _cut(kernel_name(name))
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
 
 
 # The same collective takes the same time: if it takes this many times as long during a return, it waits for that.

@@ -184,7 +184,8 @@ def _on_device(rank: Rank, tensors: list[ByteLine], step: int | None) -> ByteLed
     found = _ledger(
         reserved,
         [*tensors, ByteLine(category="cached", bytes=reserved - allocated)],
-        basis="bytes that the allocator reserved",
+        # Reserved bytes are known in windows only.
+        basis=f"bytes that the allocator {'reserved' if reserved > allocated else 'allocated'}",
         place=rank.facts.device or "device",
         limit=_limit(rank, ("device_memory_bytes",)),
         step=step,

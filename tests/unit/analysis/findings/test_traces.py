@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
+from lightning_memprof.analysis.findings.traces import listed
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.analysis.trace.model import (
     Cause,
@@ -534,6 +535,18 @@ def test_next_steps_fit_the_recorded_program(program: Program, banned: tuple[str
         assert finding.next_steps
         for step in finding.next_steps:
             assert not [word for word in banned if word in step], (finding.rule, step)
+
+
+def test_kernels_of_a_sentence_have_different_names() -> None:
+    kernels = [
+        (f"void at::native::vectorized_elementwise_kernel<4, at::native::{call}<float, Mul<float> > >(int)", 9)
+        for call in ("AUnaryFunctor", "BinaryFunctor")
+    ]
+    assert listed(kernels) == (
+        "vectorized_elementwise_kernel<4, AUnaryFunctor<Mul<float>>> (9), "
+        "vectorized_elementwise_kernel<4, BinaryFunctor<Mul<float>>> (9)"
+    )
+    assert listed(kernels[:1]) == "vectorized_elementwise_kernel<Mul<float>> (9)"
 
 
 def test_kernels_that_wait_in_a_queue_of_one_process_wait_for_no_other_rank() -> None:

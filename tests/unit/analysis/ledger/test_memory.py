@@ -127,6 +127,10 @@ def test_reserved_bytes_that_are_not_allocated_are_cached(tmp_path: Path) -> Non
     assert found.place == "cuda:0"
     assert found.bytes("cached") == 64 * MIB
     assert held(found) == found.peak_bytes == GIB + 128 * MIB
+    assert found.basis == "bytes that the allocator reserved"
+    later = ledger_of(tmp_path / "later", FakeRun(device_bytes=lambda step: GIB * (1 + step), windows=((2, 3),)))
+    assert later.bytes("cached") == 0
+    assert later.basis == "bytes that the allocator allocated"
 
 
 def test_memory_of_other_processes_is_no_part_of_a_peak_but_of_a_full_device(tmp_path: Path) -> None:
