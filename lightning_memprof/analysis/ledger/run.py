@@ -100,7 +100,7 @@ def run_ledger(
     stalled = _without_compiling(stalled, named)
     logged = _logged(named)
     inside = host if host is not None and typical.clock == "host" else None
-    kernels = device.passes if device is not None and typical.clock == "device" else ()
+    kernels = _kernels(device, median) if device is not None and typical.clock == "device" else ()
     lines = [
         TimeLine(part="stall", ns=sum(stalled.values()), count=len(stalls) / len(steps)),
         TimeLine(part="core_wait", ns=max(sum(whole_mean.values()) - sum(mean.values()), 0.0)),
@@ -144,6 +144,12 @@ def _logged(named: Mapping[str, Sequence[TimeLine]]) -> set[HostPart]:
     # Of a run of several ranks `self.log` is timed in every step.
     is_logged = any(line.part == "self_log" for lines in named.values() for line in lines)
     return {"self_log", "rank_wait"} if is_logged else set()
+
+
+def _kernels(device: TimeLedger, median: float) -> tuple[TimeLine, ...]:
+    # A host that is ahead ends its recorded steps before the device has done their work.
+    stretch = max(median / device.step_ns, 1.0) if device.step_ns else 1.0
+    return tuple(replace(line, ns=stretch * line.ns) for line in device.passes)
 
 
 def _with_detail(rest: TimeLine, recorded: Sequence[TimeLine], kernels: Sequence[TimeLine]) -> Sequence[TimeLine]:

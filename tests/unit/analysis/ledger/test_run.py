@@ -105,7 +105,7 @@ def test_on_a_devices_clock_the_passes_have_their_kernels_and_the_wait_of_the_de
         TimeLine(part="forward", module="net", operator="aten::mm", ns=4e6),
         TimeLine(part="backward", module="net", operator="aten::mm", ns=50e6),
     )
-    device = TimeLedger(step_ns=1.0, median_ns=1.0, steps=2, basis="", lines=(), passes=kernels)
+    device = TimeLedger(step_ns=99e6, median_ns=99e6, steps=2, basis="", lines=(), passes=kernels)
     before, found = run_ledger(rank), run_ledger(rank, device=device)
     assert before is not None
     assert found is not None
@@ -115,6 +115,10 @@ def test_on_a_devices_clock_the_passes_have_their_kernels_and_the_wait_of_the_de
     assert named["forward", "device idle", None] == pytest.approx(before.ns("forward") - 4e6)
     # They never take more than the phase.
     assert named["backward", "", "net"] == pytest.approx(before.ns("backward"))
+    # Recorded steps that ended before the device had done their work have a part of it.
+    ahead = run_ledger(rank, device=replace(device, step_ns=before.median_ns / 1.25))
+    assert ahead is not None
+    assert next(line.ns for line in ahead.of("forward") if line.module == "net") == pytest.approx(5e6)
 
 
 def test_repeated_blocks_are_one_line_and_the_sum_stays() -> None:
