@@ -55,6 +55,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "optimizer_state": ("optimizer_state",),
     "other_profiler": (*PASSES, "gc_pauses"),
     "padding": PASSES,
+    "peak_elsewhere": ("unattributed",),
     "peak_holder": ("requested",),
     "pending_frees": ("requested", "rounding"),
     "private_pools": ("free_segments", "fragmentation"),

@@ -44,6 +44,7 @@ from lightning_memprof.analysis.findings.memory import (
     allocator_retries,
     optimizer_state,
     out_of_memory,
+    peak_elsewhere,
     validation_memory,
     worker_memory,
 )
@@ -127,6 +128,7 @@ RULES: Final[tuple[Rule, ...]] = (
     slow_steps,
     gc_pauses,
     memory_imbalance,
+    peak_elsewhere,
     activation_peak,
     optimizer_state,
     profiler_overhead,

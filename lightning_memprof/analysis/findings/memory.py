@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.analysis.findings.growth import dataset_name, recovered
 from lightning_memprof.analysis.findings.measures import sample_method
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity
-from lightning_memprof.analysis.findings.traces import (
-    times,
-)
+from lightning_memprof.analysis.findings.traces import times
 from lightning_memprof.analysis.ledger.growth import copied_on_write, validation_growth, worker_growth
 from lightning_memprof.analysis.oom.autopsy import autopsies
 from lightning_memprof.analysis.oom.causes import CAUSES
+from lightning_memprof.analysis.steps.events import action_name
 from lightning_memprof.artifacts.naming import processes_name, series_path
-from lightning_memprof.artifacts.series import AllocatorRow, ProcessRow
+from lightning_memprof.artifacts.series import UNTRACKED, AllocatorRow, ProcessRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
@@ -252,6 +251,55 @@ def activation_peak(facts: Facts) -> Finding | None:
             "recompute_ns": group.recompute_ns if group else None,
         },
         weight=saved / total,
+        recovers=recovers,
+    )
+
+
+# A step that needs a quarter more than the recorded ones does something that these do not.
+MORE: Final = 1.25
+FROM_START: Final = "Record the memory from the start: lightning_memprof.start_memory_history() before the Trainer."
+
+
+def peak_elsewhere(facts: Facts) -> list[Finding]:
+    """Find a device peak that recorded steps do not reach, the step that did, and the action that was slowest in it.
+
+    Recovers at most what that step needs beyond the recorded ones.
+    """
+    ranks = {rank.rank: rank for rank in facts.run.ranks}
+    found = (_beyond(facts, ranks[memory.rank], memory) for memory in (facts.memory.ranks if facts.memory else ()))
+    return [finding for finding in found if finding is not None][:1]
+
+
+def _beyond(facts: Facts, rank: Rank, memory: RankMemory) -> Finding | None:
+    devices = [device for window in memory.allocations for device in window.devices if device.device != "cpu"]
+    recorded = max((device.start_bytes + device.peak_bytes for device in devices if device.start_bytes), default=0)
+    rows = [(row["step"] or 0, row["device_peak_bytes"] or 0) for row in rank.pulse]
+    most = max((peak for _, peak in rows), default=0)
+    if not recorded or most < max(MORE * recorded, recorded + 4 * MIN_BYTES):
+        return None
+    step = next(step for step, peak in rows if peak == most)
+    action = next((row.action for row in rank.stalls if row.step == step), None)
+    doing = f", in which {action_name(action)} took longer than usual" if action and action != UNTRACKED else ""
+    ledger = facts.byte_ledgers.get(rank.rank)
+    recovers = recovered(ledger, most - recorded, "unattributed")
+    is_first = step == rows[0][0]
+    record = f"Record that step: MemProfilerCallback(schedule=Schedule(steps=({step},), active=1))."
+    return Finding(
+        rule="peak_elsewhere",
+        severity=_severity(ledger, recovers),
+        sentence=(
+            f"The device peak of {format_bytes(most)}{facts.on_rank(rank)} is not that of the recorded steps, which "
+            f"need {format_bytes(recorded)}: step {step} reached it{doing}."
+        ),
+        why=(
+            "It may be that of the start, or of a validation before the first step."
+            if is_first
+            else "A hook, a callback or a validation of that step may need it: recorded steps do not have it."
+        ),
+        next_steps=(FROM_START,) if is_first else (record, FROM_START),
+        evidence=(facts.pulse(rank, [step]),),
+        numbers={"rank": rank.rank, "peak_bytes": most, "recorded_bytes": recorded, "step": step},
+        weight=(most - recorded) / most,
         recovers=recovers,
     )
 

@@ -142,6 +142,39 @@ def test_activations_that_outlive_their_step_are_a_retained_graph(
         assert "retain_graph=True" in finding.next_steps[0]
 
 
+@pytest.mark.parametrize(
+    ("at", "bytes_then", "end"),
+    [
+        (21, 4 * GIB, "step 21 reached it, in which Net.on_train_batch_end took longer than usual."),
+        (0, 4 * GIB, "step 0 reached it."),
+        (21, 2 * GIB + 8 * MIB, None),
+    ],
+    ids=["a later step", "the first step", "as much as recorded steps"],
+)
+def test_a_device_peak_that_recorded_steps_do_not_reach_is_that_of_a_step(
+    tmp_path: Path, at: int, bytes_then: int, end: str | None
+) -> None:
+    fake = FakeRun(device_bytes=lambda step: (bytes_then if step == at else 2 * GIB) - 64 * MIB)
+    directory = make_run(tmp_path, fake)
+    stall = {"kind": "stall", "step": 21, "action": "[LightningModule]Net.on_train_batch_end", "action_ns": 9}
+    (directory / "actions.rank00000.jsonl").write_text(json.dumps(stall) + "\n")
+    run = load_run(directory)
+    device = DeviceAllocations(
+        device="cuda:0", start_bytes=GIB, peak_bytes=GIB, peak_time_ns=1, peak_step=3, sites=(),
+        unattributed_bytes=0, freed_outside_bytes=0, curve=(), steps=(), marks=(), allocations=9,
+    )  # fmt: skip
+    allocations = [WindowAllocations(rank=0, window=0, devices=(device,))]
+    found = examine(Facts.of(run, memory=memory_report(run, allocations)))
+    finding = next((finding for finding in found if finding.rule == "peak_elsewhere"), None)
+    assert (finding is not None) == (end is not None)
+    if finding is not None and end is not None:
+        assert (
+            finding.sentence
+            == f"The device peak of 4.00 GiB is not that of the recorded steps, which need 2.00 GiB: {end}"
+        )
+        assert ("Schedule(steps=(21,), active=1)" in finding.next_steps[0]) == (at == 21)
+
+
 def test_workers_that_grow_are_found(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(memory=None, trace=False))
     sizes = enumerate((50, 100, 200, 300, 400))
