@@ -154,7 +154,7 @@ def test_activations_that_outlive_their_step_are_a_retained_graph(
 def test_a_device_peak_that_recorded_steps_do_not_reach_is_that_of_a_step(
     tmp_path: Path, at: int, bytes_then: int, end: str | None
 ) -> None:
-    fake = FakeRun(device_bytes=lambda step: (bytes_then if step == at else 2 * GIB) - 64 * MIB)
+    fake = FakeRun(device_bytes=lambda step: bytes_then if step == at else 2 * GIB)
     directory = make_run(tmp_path, fake)
     stall = {"kind": "stall", "step": 21, "action": "[LightningModule]Net.on_train_batch_end", "action_ns": 9}
     (directory / "actions.rank00000.jsonl").write_text(json.dumps(stall) + "\n")
