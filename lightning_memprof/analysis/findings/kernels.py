@@ -212,7 +212,7 @@ BY_KERNEL: Final = re.compile(r"^(volta|turing|ampere|sm[789]\d|sm1\d\d|cutlass_
 # They have neither bfloat16 nor TF32.
 EARLY: Final = re.compile(r"\b(V100|T4|TITAN (V|RTX)|Quadro (GV|RTX))\b|^volta_|^turing_")
 HALF: Final = re.compile(r"bf16|bfloat16|f16f16|hgemm|_h\d+cudnn|nvjet_\w+?_[th]s[th]_")
-AUTOCAST: Final = "Let autocast compute them in bfloat16: no .float() and no autocast(enabled=False) before them."
+AUTOCAST: Final = "Let autocast compute them in half precision: no .float() and no autocast(enabled=False) before them."
 MULTIPLES: Final = "Make the sizes of layers and batches multiples of 8."
 
 
@@ -235,8 +235,8 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
     early = _is_early(trace, ordinary)
     attention_ns = total_ns(kernel for kernel in ordinary if ATTENTION.search(kernel.name.lower()))
     is_attention = 2 * attention_ns >= ordinary_ns
-    # Then the program computes in half precision elsewhere.
     where = _attention_module(trace) if is_attention else ""
+    # Then the program computes in half precision elsewhere.
     is_mixed = any(HALF.search(kernel.name.lower()) for kernel in kernels)
     recovers = recovered_ns(trace.device_ledger, ON_TENSOR_CORES, "compute", recorded_ns=ordinary_ns)
     return Finding(

@@ -43,7 +43,9 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
     ]
     busy_ns, data_ns = ledger.ns(*_BUSY), ledger.ns("idle_data")
     recorded_ns = busy_ns + total(waits) + data_ns
-    busy = step_ns / recorded_ns if recorded_ns <= step_ns else min(step_ns / busy_ns, 1.0) if busy_ns else 1.0
+    if not busy_ns:
+        return trace
+    busy = step_ns / recorded_ns if recorded_ns <= step_ns else min(step_ns / busy_ns, 1.0)
     idle_ns = max(step_ns - busy * busy_ns, 0.0)
     others_ns = min(others_ns, idle_ns) if waits else idle_ns
     idle = (idle_ns - others_ns) / total(waits) if waits else 0.0
@@ -54,7 +56,7 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
     ]
     # The time from the first kernel to the last has another idle share than the steps, of the same causes.
     working = busy * busy_ns / step_ns
-    rest_ns = round(window.busy_ns * (1 - working) / working) if working else window.idle_ns
+    rest_ns = round(window.busy_ns * (1 - working) / working)
     causes, scale = _scaled(trace.idle, kept, rest_ns, rest_ns * others_ns / idle_ns if idle_ns else 0.0)
     return replace(
         trace,

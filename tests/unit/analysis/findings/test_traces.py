@@ -323,7 +323,7 @@ def test_attention_in_32_bits_beside_half_precision_left_autocast() -> None:
     assert finding.sentence == (
         "32-bit attention takes 80% of the computing time, in blocks.0.attention, beside half precision."
     )
-    assert finding.next_steps[0].startswith("Let autocast compute them in bfloat16: no .float()")
+    assert finding.next_steps[0].startswith("Let autocast compute them in half precision: no .float()")
 
 
 @pytest.mark.parametrize(("busy_ms", "severity"), [(95, Severity.WARNING), (60, Severity.INFO)])

@@ -78,6 +78,13 @@ def test_a_cold_start_is_not_part_of_a_steady_state() -> None:
     assert parts(found) == {"compute": 20, "idle_python": 5}
 
 
+def test_a_device_that_did_nothing_in_the_recorded_steps_stays_as_it_was_recorded() -> None:
+    slow = recorded(compute=1, python=0, cold=50)
+    assert slow.device_ledger is not None
+    start = replace(slow, device_ledger=replace(slow.device_ledger, lines=slow.device_ledger.of("cold_start")))
+    assert in_steady_state(start, 25 * MS) is start
+
+
 def test_a_gap_in_which_a_recorded_step_ends_is_the_collectors() -> None:
     slow = recorded(compute=20, python=20, operators=20)
     python, operators = slow.idle
