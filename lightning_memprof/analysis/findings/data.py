@@ -429,7 +429,7 @@ COPY_NEXT: Final = {
 DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
 # Copies of as many bytes in both directions are of the same tensors.
 SAME: Final = 0.1
-STAY: Final = "Keep on the GPU what moves back and forth in each step: a module's .to(device) and .cpu(), or a buffer."
+STAY: Final = "Leave it on the GPU: remove the .to(device) and .cpu() of a module or tensor from the steps."
 
 
 def blocking_transfers(trace: TraceReport) -> list[Finding]:
@@ -468,7 +468,7 @@ def _transfer(trace: TraceReport, copies: Copies, window_ns: int) -> Finding | N
             f"{times(copies.count).capitalize()}, {size}{format_ns(copies.total_ns)}{rate}: pageable memory is copied "
             "twice, and the call blocks until the copy ends."
         ),
-        next_steps=remedies(trace, *((STAY,) if is_round_trip else ()), *COPY_NEXT[copies.kind]),
+        next_steps=(STAY,) if is_round_trip else remedies(trace, *COPY_NEXT[copies.kind]),
         evidence=longest_in(trace, copies.longest_start_ns, copies.total_ns // max(copies.count, 1)),
         numbers={
             "kind": copies.kind,

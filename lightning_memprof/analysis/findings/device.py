@@ -171,8 +171,8 @@ def _recovery(trace: TraceReport, idle: IdleTime, main: IdleCause | None, *, lau
 
 def _reported_elsewhere(trace: TraceReport) -> tuple[Cause, ...]:
     # In a steady state the run's own findings have it.
-    is_elsewhere = trace.steady is not None or exposed_loading(trace) is not None
-    loading: tuple[Cause, ...] = ("data_loading",) if is_elsewhere else ()
+    has_other = trace.steady is not None or exposed_loading(trace) is not None
+    loading: tuple[Cause, ...] = ("data_loading",) if has_other else ()
     return (*loading, "allocator") if _allocator_share(trace) > NOTABLE_CALLS else loading
 
 
@@ -214,9 +214,13 @@ def _blocking_call(trace: TraceReport, gap: IdleCause) -> str:
 
 
 def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str | None) -> str:
-    is_apart = trace.steady is None and exposed_loading(trace) is not None
-    loading = idle_ns(trace, "data_loading") if is_apart else 0
-    apart = f", and {percent(loading / whole.span_ns)} for data" if loading else ""
+    loading, doing = idle_ns(trace, "data_loading"), "data"
+    if trace.steady is not None:
+        doing = "data, transfers, hooks and callbacks"
+        loading = loading if loading >= NOTABLE_SHARE * whole.span_ns else 0
+    elif exposed_loading(trace) is None:
+        loading = 0
+    apart = f", and {percent(loading / whole.span_ns)} for {doing}" if loading else ""
     least = "at least " if whole.is_least else ""
     idle = f"he GPU is idle {least}{percent(share)} of the time{on_rank(trace)}{apart}"
     if activity == "launches":
@@ -225,9 +229,9 @@ def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str |
 
 
 def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int, mean_ns: int) -> str:
-    kernels = f"; {format_count(count, 'kernel')}, {format_ns(mean_ns)} on average" if count else ""
     if (steady := trace.steady) is not None:
-        return _why_steady(trace, steady, causes, kernels)
+        return _why_steady(trace, steady, causes, count, mean_ns)
+    kernels = f"; {format_count(count, 'kernel')}, {format_ns(mean_ns)} on average" if count else ""
     span = f"{format_ns(idle.total_ns)} of {format_ns(idle.span_ns)}"
     unsure = format_ns(idle.total_ns - idle.certain_ns)
     before = f" Up to {unsure} before the first kernel may be work of the step before." if idle.is_least else ""
@@ -237,17 +241,16 @@ def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int
     return f"The GPU is idle for {span}{''.join(named)}{kernels}.{before}{stacks}{short}"
 
 
-def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], kernels: str) -> str:
-    named = [f"{format_ns(cause.total_ns / len(trace.steps))} while {_doing(cause)}" for cause in causes[:2]]
-    others = (
-        f" For {format_ns(steady.others_ns)} more it waits for data, transfers, hooks and callbacks."
-        if steady.others_ns >= NOTABLE_SHARE * steady.step_ns
-        else ""
-    )
+def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], count: int, mean_ns: int) -> str:
+    steps = len(trace.steps)
+    waits = [f"{format_ns(cause.total_ns / steps)} while {_doing(cause)}" for cause in causes[:2]]
+    if steady.others_ns >= NOTABLE_SHARE * steady.step_ns:
+        waits.append(f"{format_ns(steady.others_ns)} for data, transfers, hooks and callbacks")
+    kernels = f" It runs {format_count(round(count / steps), 'kernel')} per step, {format_ns(mean_ns)} each."
     return (
-        f"Outside windows a step takes {format_ns(steady.step_ns)}, and the GPU works for "
-        f"{format_ns(steady.busy_ns)} of it. It is idle for {', and '.join(named)}, in the proportions of the recorded "
-        f"steps of {format_ns(steady.recorded_ns)}{kernels}.{others}"
+        f"A step outside windows takes {format_ns(steady.step_ns)}; the GPU works for {format_ns(steady.busy_ns)}. In "
+        f"the rest it waits: {', '.join(waits)} (divided as in {format_count(steps, 'recorded step')})."
+        f"{kernels if count else ''}"
     )
 
 
@@ -255,8 +258,7 @@ def _doing(cause: IdleCause) -> str:
     """Return what the host does meanwhile, and mostly in which action, call or operator."""
     name = action_name(cause.example.removeprefix(ACTION))
     # The action around all others names nothing.
-    named = f" (mostly {shorter_name(name)})" if name and name != WHOLE_BATCH else ""
-    return f"{DOING[cause.cause]}{named}"
+    return DOING[cause.cause] + (f" (mostly {shorter_name(name)})" if name not in {"", WHOLE_BATCH} else "")
 
 
 def _next_steps(trace: TraceReport, main: IdleCause | None, *, launch_bound: bool) -> tuple[str, ...]:

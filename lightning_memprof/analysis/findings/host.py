@@ -241,6 +241,10 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     )
 
 
+# The longest step of an action has this many times its mean.
+UNEVEN: Final = 10
+
+
 def _why(ledger: TimeLedger, lines: Sequence[TimeLine], ns: float, count: float) -> str:
     why = f"{format_ns(ns)} of {ledger.length_text}"
     if not count:
@@ -252,7 +256,9 @@ def _why(ledger: TimeLedger, lines: Sequence[TimeLine], ns: float, count: float)
         often = f"every {1 / count:,.0f} steps, for {format_ns(ns / count)}"
     # Lines with operators are of recorded steps.
     longest = max((line.longest_ns or 0 for line in lines if line.operator is None), default=0)
-    return f"{why}: it runs {often}{f', up to {format_ns(longest)} in a step' if longest else ''}."
+    # An action that does its work now and then runs in each step, too.
+    most = "mostly in a few: " if longest >= UNEVEN * ns else ""
+    return f"{why}: it runs {often}{f', {most}up to {format_ns(longest)} in a step' if longest else ''}."
 
 
 # Lightning's loop and a logger stay below this in steps that are not short.

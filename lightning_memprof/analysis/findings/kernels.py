@@ -81,7 +81,7 @@ def many_small_kernels(trace: TraceReport) -> Finding | None:
         sentence=(f"{number}{on_rank(trace)} below {format_ns(SHORT_NS)} take {percent(share)} of the computing time."),
         why=(
             f"They take {format_ns(small_ns / count)} on average; the most frequent: "
-            f"{listed((kernel.name, kernel.count) for kernel in most)}."
+            f"{listed((kernel.name, round(kernel.count / steps)) for kernel in most)}."
         ),
         next_steps=_next_for_kernels(trace, simple, count),
         evidence=seen_in(trace),
@@ -212,7 +212,7 @@ BY_KERNEL: Final = re.compile(r"^(volta|turing|ampere|sm[789]\d|sm1\d\d|cutlass_
 # They have neither bfloat16 nor TF32.
 EARLY: Final = re.compile(r"\b(V100|T4|TITAN (V|RTX)|Quadro (GV|RTX))\b|^volta_|^turing_")
 HALF: Final = re.compile(r"bf16|bfloat16|f16f16|hgemm|_h\d+cudnn|nvjet_\w+?_[th]s[th]_")
-AUTOCAST: Final = "Let autocast compute them in half precision: no .float() and no autocast(enabled=False) before them."
+AUTOCAST: Final = "Let autocast run it in half precision: remove .float() and autocast(enabled=False) before it."
 MULTIPLES: Final = "Make the sizes of layers and batches multiples of 8."
 
 

@@ -262,7 +262,8 @@ REUSE: Final = (
     "Use the outputs of the step in {name} instead of the forward of {module}: return them from training_step."
 )
 ONE_READ: Final = (
-    "Read one value in {name}, every N batches: stack the tensors and reduce them on the GPU; each read waits for it."
+    "Read one value in {name}: stack the tensors, reduce them on the GPU, then .item(). Every N batches is enough "
+    "where nothing depends on it."
 )
 SYNCED: Final = (
     "Log without sync_dist=True in the steps, or average one stacked tensor over ranks: each of these values is a "

@@ -60,12 +60,7 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
     causes, scale = _scaled(trace.idle, kept, rest_ns, rest_ns * others_ns / idle_ns if idle_ns else 0.0)
     return replace(
         trace,
-        steady=Steady(
-            step_ns=round(step_ns),
-            busy_ns=round(busy * busy_ns),
-            others_ns=round(others_ns),
-            recorded_ns=round(ledger.step_ns),
-        ),
+        steady=Steady(step_ns=round(step_ns), busy_ns=round(busy * busy_ns), others_ns=round(others_ns)),
         device_ledger=replace(
             ledger,
             step_ns=step_ns,

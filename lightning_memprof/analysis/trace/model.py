@@ -45,7 +45,7 @@ class StepTimes(GpuTimes):
 
 @dataclass(frozen=True, kw_only=True)
 class Steady:
-    """A step outside windows, and the duration of a recorded one.
+    """A step outside windows.
 
     Of ``step_ns`` the device works for ``busy_ns``; for ``others_ns`` it waits for what the host does beside the passes
     and the optimizer: data, transfers, hooks, callbacks, logging.
@@ -54,7 +54,6 @@ class Steady:
     step_ns: int
     busy_ns: int
     others_ns: int
-    recorded_ns: int
 
 
 @dataclass(frozen=True, kw_only=True)

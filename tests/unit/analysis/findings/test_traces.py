@@ -189,7 +189,7 @@ def test_what_moves_back_and_forth_in_each_step_can_stay_on_the_gpu(back_bytes: 
     report = trace(copies=(copies(), copies(kind="DtoH", bytes=back_bytes)))
     for finding in (each for each in examine_files((report,), ()) if each.rule == "blocking_transfers"):
         assert finding.sentence.endswith("of the time: as many bytes move back and forth.") is stays
-        assert finding.next_steps[0].startswith("Keep on the GPU what moves back and forth") is stays
+        assert finding.next_steps[0].startswith("Leave it on the GPU") is stays
 
 
 def test_copies_that_are_pinned_hidden_or_short_are_no_finding() -> None:
@@ -323,7 +323,7 @@ def test_attention_in_32_bits_beside_half_precision_left_autocast() -> None:
     assert finding.sentence == (
         "32-bit attention takes 80% of the computing time, in blocks.0.attention, beside half precision."
     )
-    assert finding.next_steps[0].startswith("Let autocast compute them in half precision: no .float()")
+    assert finding.next_steps[0].startswith("Let autocast run it in half precision: remove .float()")
 
 
 @pytest.mark.parametrize(("busy_ms", "severity"), [(95, Severity.WARNING), (60, Severity.INFO)])

@@ -55,7 +55,7 @@ def test_the_devices_work_stays_and_its_idle_time_is_the_rest_of_a_step_outside_
     found = in_steady_state(recorded(compute=25, python=30, operators=45), 29 * MS)
     assert parts(found) == {"compute": 25, "idle_python": 1.6, "idle_operators": 2.4}
     assert found.steady is not None
-    assert (found.steady.step_ns, found.steady.busy_ns, found.steady.recorded_ns) == (29 * MS, 25 * MS, 100 * MS)
+    assert (found.steady.step_ns, found.steady.busy_ns, found.steady.others_ns) == (29 * MS, 25 * MS, 0)
     assert found.gpu_window is not None
     assert found.gpu_window.idle_ns / found.gpu_window.window_ns == pytest.approx(4 / 29)
     assert sum(cause.total_ns for cause in found.idle) == pytest.approx(found.gpu_window.idle_ns, abs=2)
@@ -121,11 +121,21 @@ def test_a_page_says_the_time_outside_windows_and_what_to_do_about_many_short_ga
     assert finding.severity is Severity.CRITICAL
     assert finding.sentence == "The GPU is idle 50% of the time, mostly while the host runs Python outside operators."
     assert finding.why.startswith(
-        "Outside windows a step takes 50.0 ms, and the GPU works for 25.0 ms of it. It is idle for 15.0 ms while the "
-        "host runs Python outside operators, and 10.0 ms while the host is inside operators (mostly aten::linear), in "
-        "the proportions of the recorded steps of 100 ms; "
+        "A step outside windows takes 50.0 ms; the GPU works for 25.0 ms. In the rest it waits: 15.0 ms while the host "
+        "runs Python outside operators, 10.0 ms while the host is inside operators (mostly aten::linear) (divided as "
+        "in 5 recorded steps). It runs 100 kernels per step, "
     )
     assert finding.next_steps[0].startswith("Launch fewer and longer kernels")
+
+
+def test_what_waits_for_hooks_and_data_is_apart_from_what_waits_for_launches() -> None:
+    found = in_steady_state(recorded(compute=25, python=45, operators=30), 50 * MS, 15 * MS)
+    assert parts(found) == {"compute": 25, "idle_data": 15, "idle_python": 6, "idle_operators": 4}
+    finding = next(each for each in examine_files((found,), ()) if each.rule == "gpu_idle")
+    assert finding.sentence.startswith(
+        "The GPU is idle 20% of the time, and 30% for data, transfers, hooks and callbacks, mostly while"
+    )
+    assert "15.0 ms for data, transfers, hooks and callbacks" in finding.why
 
 
 def test_one_gap_per_step_is_code_that_can_move() -> None:
