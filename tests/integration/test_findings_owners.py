@@ -314,7 +314,7 @@ class Recurrent(nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         state = x
-        for _ in range(12):
+        for _ in range(30):
             state = torch.tanh(self.cell(state))
         return state
 

@@ -331,12 +331,14 @@ class _Reports:
     def stand(self, row: HangRow, training: int) -> None:
         """Write where the threads of this rank are."""
         frames = sys._current_frames()  # noqa: SLF001 the documented way to the stacks of all threads
+        # At once: the frame of a generator that is suspended meanwhile has no frame around it.
+        found = list(traceback.walk_stack(frames[training]))
         del frames[threading.get_ident()]
         limit = "" if row.kind == "asked" else f" (limit {format_ns(row.limit_ns or 0)})"
         with self._stacks.open("a", encoding="utf-8") as file:
             file.write(f"Step {row.step} has not ended after {format_ns(row.waited_ns or 0)}{limit}.\n")
             file.writelines(_stacks(frames, training))
-        self._write_place(row, list(traceback.walk_stack(frames[training])))
+        self._write_place(row, found)
 
     def write(self, *rows: HangRow) -> None:
         """Add rows to the reports."""
