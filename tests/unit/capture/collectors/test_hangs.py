@@ -57,6 +57,39 @@ def test_a_step_above_its_limit_has_a_row_and_the_stacks_while_it_runs(tmp_path:
     assert stacks.index("the training") < stacks.index("in wait_for")
 
 
+def test_the_stack_is_that_of_the_moment_although_the_step_continues_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, left = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def stacks(*_: object) -> Iterator[str]:
+        asked.set()
+        left.wait(60)
+        return iter(())
+
+    def place(frames: Any) -> tuple[None, None]:
+        seen.extend(frame.f_code.co_name for frame, _ in frames)
+        return None, None
+
+    # The frame of a generator that is not running has no frame around it.
+    def turns() -> Iterator[None]:
+        asked.wait(60)
+        yield
+
+    def slow(_: Path) -> None:
+        waiting = turns()
+        next(waiting)
+        left.set()
+        time.sleep(0.05)
+
+    monkeypatch.setattr(hangs, "_stacks", stacks)
+    monkeypatch.setattr(hangs, "_place", place)
+    rows_of(tmp_path, 0.2, slow)
+    assert "slow" in seen
+    assert "drive" in seen
+
+
 def test_steps_below_their_limit_leave_no_file_and_no_thread(tmp_path: Path) -> None:
     assert rows_of(tmp_path, 3600, lambda _: None) == []
     assert not (tmp_path / "memprofiler" / "stacks.rank00000.txt").exists()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import threading
 from collections.abc import Iterator, Sequence
@@ -286,3 +287,19 @@ def test_only_the_programs_own_actions_have_a_change_of_resident_memory(monkeypa
         actions.stop(name)
     actions.close()
     assert [(row.action, row.step, row.rss_change_bytes) for row in actions.rows] == [(fetch, 3, 0), (hook, 3, 8 * MIB)]
+
+
+def test_the_heap_of_a_hook_is_not_read_again_where_that_takes_longer_than_the_hook_is_worth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if HeapSize().read() is None:
+        pytest.skip("needs glibc 2.33 or later")
+    now = itertools.count(0, 80_000)
+    monkeypatch.setattr("lightning_memprof.capture.sources.memory.thread_time_ns", lambda: next(now))
+    hook = "[Callback]Keeps.on_train_batch_end"
+    actions = ActionMemory({hook})
+    actions.mark(Mark(step=3, global_step=3, point=Point.STEP_START, time_ns=0, recorded=True))
+    actions.start(hook)
+    actions.stop(hook)
+    actions.close()
+    assert [row.heap_change_bytes for row in actions.rows] == [None]
