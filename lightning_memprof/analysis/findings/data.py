@@ -468,7 +468,8 @@ def _transfer(trace: TraceReport, copies: Copies, window_ns: int) -> Finding | N
             f"{times(copies.count).capitalize()}, {size}{format_ns(copies.total_ns)}{rate}: pageable memory is copied "
             "twice, and the call blocks until the copy ends."
         ),
-        next_steps=(STAY,) if is_round_trip else remedies(trace, *COPY_NEXT[copies.kind]),
+        # The same number of bytes may be a batch and an output of its size.
+        next_steps=((STAY,) if is_round_trip else ()) + remedies(trace, *COPY_NEXT[copies.kind]),
         evidence=longest_in(trace, copies.longest_start_ns, copies.total_ns // max(copies.count, 1)),
         numbers={
             "kind": copies.kind,

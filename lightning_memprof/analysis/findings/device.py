@@ -214,18 +214,15 @@ def _blocking_call(trace: TraceReport, gap: IdleCause) -> str:
 
 
 def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str | None) -> str:
-    loading, doing = idle_ns(trace, "data_loading"), "data"
-    if trace.steady is not None:
-        doing = "data, transfers, hooks and callbacks"
-        loading = loading if loading >= NOTABLE_SHARE * whole.span_ns else 0
-    elif exposed_loading(trace) is None:
-        loading = 0
-    apart = f", and {percent(loading / whole.span_ns)} for {doing}" if loading else ""
+    loading = idle_ns(trace, "data_loading") / whole.span_ns
+    apart = f", and {percent(loading)} for data" if trace.steady is None and exposed_loading(trace) is not None else ""
+    more = f"; another {percent(loading)} for data, transfers, hooks and callbacks"
+    end = f"{more if trace.steady is not None and loading >= NOTABLE_SHARE else ''}."
     least = "at least " if whole.is_least else ""
     idle = f"he GPU is idle {least}{percent(share)} of the time{on_rank(trace)}{apart}"
     if activity == "launches":
-        return f"Launch-bound: t{idle}, while the host prepares kernels."
-    return f"T{idle}, {activity}." if activity else f"T{idle}."
+        return f"Launch-bound: t{idle}, while the host prepares kernels{end}"
+    return f"T{idle}, {activity}{end}" if activity else f"T{idle}{end}"
 
 
 def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int, mean_ns: int) -> str:

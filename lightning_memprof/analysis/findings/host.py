@@ -17,6 +17,7 @@ from lightning_memprof.analysis.findings.model import (
     Recovery,
     Severity,
 )
+from lightning_memprof.analysis.findings.modules import operator_family
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.steps.pauses import pauses
 from lightning_memprof.artifacts.series import GC_PAUSE
@@ -241,10 +242,6 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     )
 
 
-# The longest step of an action has this many times its mean.
-UNEVEN: Final = 10
-
-
 def _why(ledger: TimeLedger, lines: Sequence[TimeLine], ns: float, count: float) -> str:
     why = f"{format_ns(ns)} of {ledger.length_text}"
     if not count:
@@ -256,9 +253,7 @@ def _why(ledger: TimeLedger, lines: Sequence[TimeLine], ns: float, count: float)
         often = f"every {1 / count:,.0f} steps, for {format_ns(ns / count)}"
     # Lines with operators are of recorded steps.
     longest = max((line.longest_ns or 0 for line in lines if line.operator is None), default=0)
-    # An action that does its work now and then runs in each step, too.
-    most = "mostly in a few: " if longest >= UNEVEN * ns else ""
-    return f"{why}: it runs {often}{f', {most}up to {format_ns(longest)} in a step' if longest else ''}."
+    return f"{why}: it runs {often}{f', up to {format_ns(longest)} in a step' if longest else ''}."
 
 
 # Lightning's loop and a logger stay below this in steps that are not short.
@@ -351,6 +346,12 @@ CATCH: Final = "MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()]))"
 BENCHMARK: Final = "Leave cuDNN's benchmark off, Trainer(benchmark=False), or pad batches to a few shapes."
 
 
+def _may_convolve(ledger: TimeLedger) -> bool:
+    """Return whether the passes have a convolution, or their operators are not known."""
+    operators = {line.operator for line in ledger.of("forward", "backward") if line.operator}
+    return not operators or any(operator_family(operator) == "convolution" for operator in operators)
+
+
 def slow_steps(facts: Facts) -> Finding | None:
     """Find the few steps that take a multiple of the others for the same work.
 
@@ -374,8 +375,8 @@ def slow_steps(facts: Facts) -> Finding | None:
     mostly = f", mostly in {longest.owner}" if longest.owner else ""
     factor = few.mean_ns / max(ledger.median_ns, 1)
     record = f"MemProfilerCallback(schedule=Schedule(steps=({few.steps[0]},), active=1))"
-    in_passes = longest.owner in {"forward", "backward"}
-    tries = in_passes and not rank.facts.is_cpu and rank.training is not None and bool(rank.training.cudnn_benchmark)
+    in_passes = longest.owner in {"forward", "backward"} and not rank.facts.is_cpu and _may_convolve(ledger)
+    tries = in_passes and rank.training is not None and bool(rank.training.cudnn_benchmark)
     return Finding(
         rule="slow_steps",
         severity=worth.severity if is_regular else Severity.INFO,

@@ -197,7 +197,7 @@ ORDINARY: Final = re.compile(
 ATTENTION: Final = re.compile(r"fmha_cutlass\w_f32_")
 # Names of kernels that use tensor cores, by instruction or by type.
 TENSOR: Final = re.compile(
-    r"tensorop|hmma|imma|wmma|884|1688|16816|tf32|bf16|f16f16|hgemm|fp8|e4m3|_h\d+cudnn|flash|fmha|warpgroup",
+    r"tensorop|nvjet|hmma|imma|wmma|884|1688|16816|tf32|bf16|f16f16|hgemm|fp8|e4m3|_h\d+cudnn|flash|fmha|warpgroup",
 )
 # NVIDIA's first devices with tensor cores, and the first with bfloat16 and TF32 in them.
 VOLTA: Final = (7, 0)
@@ -211,6 +211,8 @@ HAS_TENSOR_CORES: Final = re.compile(
 BY_KERNEL: Final = re.compile(r"^(volta|turing|ampere|sm[789]\d|sm1\d\d|cutlass_[789]\d)_")
 # They have neither bfloat16 nor TF32.
 EARLY: Final = re.compile(r"\b(V100|T4|TITAN (V|RTX)|Quadro (GV|RTX))\b|^volta_|^turing_")
+# Kernels of half precision: a few may be the program's own casts.
+SOME_HALF: Final = 0.1
 HALF: Final = re.compile(r"bf16|bfloat16|f16f16|hgemm|_h\d+cudnn|nvjet_\w+?_[th]s[th]_")
 AUTOCAST: Final = "Let autocast run it in half precision: remove .float() and autocast(enabled=False) before it."
 MULTIPLES: Final = "Make the sizes of layers and batches multiples of 8."
@@ -237,12 +239,15 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
     is_attention = 2 * attention_ns >= ordinary_ns
     where = _attention_module(trace) if is_attention else ""
     # Then the program computes in half precision elsewhere.
-    is_mixed = any(HALF.search(kernel.name.lower()) for kernel in kernels)
+    half_ns = total_ns(kernel for kernel in kernels if HALF.search(kernel.name.lower()))
+    is_mixed = half_ns >= SOME_HALF * compute_ns
     recovers = recovered_ns(trace.device_ledger, ON_TENSOR_CORES, "compute", recorded_ns=ordinary_ns)
+    window = trace.gpu_window
+    is_busy = window is not None and window.busy_ns >= BUSY * window.window_ns
     return Finding(
         rule="tensor_cores_unused",
         # Not every model can be trained in lower precision; a device that waits would only wait longer.
-        severity=min(recovers.severity, Severity.WARNING) if recovers and _is_busy(trace) else Severity.INFO,
+        severity=min(recovers.severity, Severity.WARNING) if recovers and is_busy else Severity.INFO,
         sentence=(
             f"{'32-bit attention takes' if is_attention else '32-bit matrix multiplications without tensor cores take'}"
             f" {percent(share)} of the computing time{f', in {where}' if where else ''}"
@@ -271,11 +276,6 @@ def _attention_module(trace: TraceReport) -> str:
     """Return the modules whose attention takes most of the device's time, empty where the trace does not tell."""
     lines = grouped(trace.device_ledger.of("compute")) if trace.device_ledger is not None else []
     return next((line.module or "" for line in lines if "efficient_attention" in (line.operator or "")), "")
-
-
-def _is_busy(trace: TraceReport) -> bool:
-    window = trace.gpu_window
-    return window is not None and window.busy_ns >= BUSY * window.window_ns
 
 
 def _is_ordinary(name: str) -> bool:

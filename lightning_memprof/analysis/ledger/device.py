@@ -347,14 +347,16 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, work: _Work) -> Table:
 def _pass_of(columns: TraceColumns, launched: Column, training: int) -> Column:
     """Return the place in ``_PASSES`` of each launch, -1 where it is in neither.
 
-    Autograd runs the backward of a device in a thread of its own.
+    Autograd runs the backward of a device in other threads than the training's.
     """
     rows = columns.rows_named(_FORWARD.match, Kind.ANNOTATION, Kind.OPERATOR)
     forward = union(columns.starts[rows], columns.ends[rows])
     at = columns.starts[launched]
     is_forward = length_within(forward, at, at + 1) > 0
-    is_training = columns.lanes[launched] == training
-    return np.where(launched < 0, _NONE, np.where(~is_training, 1, np.where(is_forward, 0, _NONE)))
+    nodes = columns.rows_named(lambda name: name.startswith(_BACKWARD), Kind.OPERATOR)
+    lanes = columns.lanes[launched]
+    is_backward = np.isin(lanes, np.unique(columns.lanes[nodes])) & (lanes != training)
+    return np.where(launched < 0, _NONE, np.where(is_backward, 1, np.where(is_forward, 0, _NONE)))
 
 
 def _of_all_kernels(passes: Sequence[TimeLine], owners: Sequence[TimeLine]) -> tuple[TimeLine, ...]:

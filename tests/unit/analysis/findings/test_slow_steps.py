@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 
 from fake_memory import FakeMemory
 from fake_runs import HEALTHY, FakeRun, make_run
+from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, verdict
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.analysis.memory.report import memory_report
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.steps.statistics import pulse_statistics, window_steps
+from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.units import GIB, MIB
 
 MS = 1_000_000
@@ -132,6 +136,18 @@ def test_slow_steps_of_a_gpu_whose_cudnn_tries_its_algorithms_may_have_new_shape
     finding = found(tmp_path, fake)["slow_steps"]
     assert finding.sentence.endswith("in forward, with cuDNN's benchmark on.") is tries
     assert ("Trainer(benchmark=False)" in finding.next_steps[0]) is tries
+
+
+@pytest.mark.parametrize(("operator", "tries"), [("aten::cudnn_convolution", True), ("aten::mm", False)])
+def test_cudnns_benchmark_is_named_where_a_model_convolves(tmp_path: Path, operator: str, tries: bool) -> None:
+    slow = in_some(lambda step: step % 8 == 7, forward=150 * MS)
+    fake = FakeRun(steps=60, phases=slow, device_bytes=lambda _: MIB, training={"cudnn_benchmark": True})
+    line = TimeLine(part="forward", module="net", operator=operator, ns=MS)
+    ledger = TimeLedger(step_ns=9 * MS, median_ns=9 * MS, steps=2, basis="", lines=(), passes=(line,))
+    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), device_ledger=ledger)
+    run = load_run(make_run(tmp_path / "log", fake))
+    (finding,) = (each for each in examine(Facts.of(run, (trace,))) if each.rule == "slow_steps")
+    assert ("cuDNN" in finding.sentence) is tries
 
 
 def test_one_step_that_a_busy_machine_holds_up_is_information(tmp_path: Path) -> None:

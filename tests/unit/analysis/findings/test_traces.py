@@ -190,6 +190,7 @@ def test_what_moves_back_and_forth_in_each_step_can_stay_on_the_gpu(back_bytes: 
     for finding in (each for each in examine_files((report,), ()) if each.rule == "blocking_transfers"):
         assert finding.sentence.endswith("of the time: as many bytes move back and forth.") is stays
         assert finding.next_steps[0].startswith("Leave it on the GPU") is stays
+        assert len(finding.next_steps) > 1
 
 
 def test_copies_that_are_pinned_hidden_or_short_are_no_finding() -> None:
@@ -310,20 +311,27 @@ def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None
     assert "bf16-mixed" in finding.next_steps[0]
 
 
-def test_attention_in_32_bits_beside_half_precision_left_autocast() -> None:
+@pytest.mark.parametrize(
+    ("half_ns", "sentence", "advice"),
+    [
+        (MS, "80% of the computing time, in blocks.0.attention, beside half precision.", "Let autocast run it in half"),
+        (MS // 10, "98% of the computing time, in blocks.0.attention.", "Train in mixed precision"),
+    ],
+    ids=["in a mixed training", "beside a few casts"],
+)
+def test_attention_in_32_bits_is_that_of_a_mixed_training_or_not(half_ns: int, sentence: str, advice: str) -> None:
     line = TimeLine(part="compute", module="blocks.0.attention", operator="aten::_efficient_attention_forward", ns=9)
     report = trace(
         kernels=(
             kernel("fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::Params)", 100, 4 * MS),
-            kernel("nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_NNT", 100, MS),
+            kernel("nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_NNT", 100, half_ns),
         ),
         device_ledger=TimeLedger(step_ns=STEP_NS, median_ns=STEP_NS, steps=5, basis="", lines=(line,)),
     )
     finding = found(report)["tensor_cores_unused"]
-    assert finding.sentence == (
-        "32-bit attention takes 80% of the computing time, in blocks.0.attention, beside half precision."
-    )
-    assert finding.next_steps[0].startswith("Let autocast run it in half precision: remove .float()")
+    assert finding.sentence == f"32-bit attention takes {sentence}"
+    assert finding.next_steps[0].startswith(advice)
+    assert finding.numbers["tensor_ns"] == 100 * half_ns
 
 
 @pytest.mark.parametrize(("busy_ms", "severity"), [(95, Severity.WARNING), (60, Severity.INFO)])

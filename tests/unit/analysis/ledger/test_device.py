@@ -16,7 +16,7 @@ from lightning_memprof.analysis.trace.columns import Kind, TraceColumns, step_sp
 from lightning_memprof.analysis.trace.device import device_events
 from lightning_memprof.analysis.trace.report import trace_report
 
-HOST, AUTOGRAD, STREAM, OTHER_STREAM = 1, 2, 7, 9
+HOST, AUTOGRAD, OTHER_THREAD, STREAM, OTHER_STREAM = 1, 2, 3, 7, 9
 
 
 def event(cat: str, name: str, start: float, end: float, tid: int = HOST, **args: Any) -> dict[str, Any]:
@@ -127,10 +127,13 @@ def test_kernels_of_forward_and_backward_are_told_apart_and_stand_for_those_laun
         launch(3, 85, 90),
         kernel(3, 160, 170),
         kernel(9, 0, 70),  # launched before the recording
+        operator("aten::resize", 90, 99, OTHER_THREAD),
+        launch(4, 92, 94, OTHER_THREAD),
+        kernel(4, 170, 180),  # a thread of the program's
     )
     us = {(line.part, line.module, line.operator): line.ns / 1000 for line in found.passes}
-    # All computation takes 140 us, of which 70 us have a known launch.
-    assert us == {("forward", "net", "aten::mm"): 40, ("backward", "", "aten::mm"): 80}
+    # All computation takes 150 us, of which 80 us have a known launch.
+    assert us == {("forward", "net", "aten::mm"): 37.5, ("backward", "", "aten::mm"): 75}
 
 
 def test_before_autograds_thread_begins_the_training_thread_owns_the_time(tmp_path):

@@ -132,8 +132,9 @@ def test_what_waits_for_hooks_and_data_is_apart_from_what_waits_for_launches() -
     found = in_steady_state(recorded(compute=25, python=45, operators=30), 50 * MS, 15 * MS)
     assert parts(found) == {"compute": 25, "idle_data": 15, "idle_python": 6, "idle_operators": 4}
     finding = next(each for each in examine_files((found,), ()) if each.rule == "gpu_idle")
-    assert finding.sentence.startswith(
-        "The GPU is idle 20% of the time, and 30% for data, transfers, hooks and callbacks, mostly while"
+    assert finding.sentence == (
+        "The GPU is idle 20% of the time, mostly while the host runs Python outside operators; another 30% for data, "
+        "transfers, hooks and callbacks."
     )
     assert "15.0 ms for data, transfers, hooks and callbacks" in finding.why
 
