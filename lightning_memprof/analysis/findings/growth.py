@@ -109,7 +109,7 @@ def memory_growth(facts: Facts) -> Finding | None:
     if not found:
         return None
     growth, rank, title, source = max(found, key=lambda entry: entry[0].added_bytes)
-    holders = Holders(_bounded(who_holds(rank.read(HolderRow).rows), rank), growth)
+    holders = Holders(_bounded(rank.read(HolderRow).rows, rank), growth)
     if holders.ends:
         return None
     holder = holders.main

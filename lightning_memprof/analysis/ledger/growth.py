@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_memprof.units import GIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from lightning_memprof.artifacts.series import HolderRow, ProcessRow, PulseRow
 
@@ -57,6 +57,8 @@ OUTSIDE: Final = frozenset({"remainder", FREE})
 ENDING: Final = frozenset({"mapped file", "first touch"})
 # Between the rates of a leak before and after the objects were first counted.
 RATES: Final = 2
+# A cache of random keys that is nearly full gains entries at less than this share of its earlier rate.
+FILLING: Final = 1 / 3
 # A buffer that needs more when it is full is a fault of its own.
 BUFFER_BYTES: Final = 4 * GIB
 BUFFER_FACTOR: Final = 16
@@ -119,10 +121,15 @@ def who_holds(rows: Sequence[HolderRow]) -> list[HolderRow]:
 
 @dataclass(frozen=True)
 class Holders:
-    """The result of the last search for holders, compared with a slope."""
+    """The searches for holders of a rank, the last one compared with a slope."""
 
-    rows: Sequence[HolderRow]
+    searches: Sequence[HolderRow]
     growth: Growth
+
+    @property
+    def rows(self) -> list[HolderRow]:
+        """The result of the last search, as :func:`who_holds` returns it."""
+        return who_holds(self.searches)
 
     @property
     def main(self) -> HolderRow | None:
@@ -130,18 +137,19 @@ class Holders:
 
         Holders that one line assigns count together, as the states of a metric do.
         """
-        named = [row for row in self.rows if row.place and row.kind not in ENDING and size_when_full(row) is None]
-        free = sum(row.added_bytes or 0 for row in self.rows if row.kind == FREE)
-        grown = max((row.grown_bytes or 0 for row in self.rows), default=0)
+        rows = self.rows
+        named = [row for row in rows if row.place and row.kind not in ENDING and not self._fills(row)]
+        free = sum(row.added_bytes or 0 for row in rows if row.kind == FREE)
+        grown = max((row.grown_bytes or 0 for row in rows), default=0)
         share = MAIN * max(1 - free / grown, MIN_MAIN) if grown else MAIN
         alike = ([other for other in named if row is other or (row.line and row.line == other.line)] for row in named)
-        return next((rows[0] for rows in alike if self._explain(rows, share)), None)
+        return next((found[0] for found in alike if self._explain(found, share)), None)
 
     @property
     def ends(self) -> bool:
         """Whether the growth ends without a change: a container fills up, or pages of old memory are touched."""
-        full = [row for row in self.rows if size_when_full(row) is not None]
-        return self._explain(full) or self._explain([row for row in self.rows if row.kind in ENDING])
+        rows = self.rows
+        return self._explain(filter(self._fills, rows)) or self._explain(row for row in rows if row.kind in ENDING)
 
     @property
     def outside(self) -> HolderRow | None:
@@ -153,9 +161,26 @@ class Holders:
         """Whether the C allocator keeps what the program has freed."""
         return self.main is None and self.outside is not None and self.outside.kind == FREE
 
-    def _explain(self, rows: Sequence[HolderRow], share: float = HELD) -> bool:
-        steps = max(((row.step or 0) - (row.since_step or 0) for row in rows), default=0)
-        return sum(row.added_bytes or 0 for row in rows) >= share * self.growth.bytes_per_step * steps > 0
+    def _fills(self, row: HolderRow) -> bool:
+        """Return whether a container has a limit that is not far, or gains fewer entries than before another search."""
+        if size_when_full(row) is not None:
+            return True
+        first = next((each for each in self.searches if each.place == row.place), row)
+        before = _rate(first.added, first.since_step, first.step)
+        after = _rate((row.count or 0) - (first.count or 0), first.step, row.step)
+        return before is not None and after is not None and after < FILLING * before
+
+    def _explain(self, rows: Iterable[HolderRow], share: float = HELD) -> bool:
+        found = list(rows)
+        steps = max(((row.step or 0) - (row.since_step or 0) for row in found), default=0)
+        return sum(row.added_bytes or 0 for row in found) >= share * self.growth.bytes_per_step * steps > 0
+
+
+def _rate(added: int | None, since: int | None, step: int | None) -> float | None:
+    """Return the entries that a container gained per step, None for too few steps."""
+    if added is None or since is None or step is None or step - since < MIN_STEPS:
+        return None
+    return added / (step - since)
 
 
 def held_growth(rows: Sequence[HolderRow], pulse: Sequence[PulseRow]) -> Growth | None:
