@@ -94,7 +94,8 @@ class Progress:
         validation_batch: called before each batch of a validation inside fit; None if nobody listens.
         is_usual: whether the current step has no validation, checkpoint or end of an epoch so far.
         holders_asked: whether the request of the next window asks for holders of growing memory.
-        apart_ns: nanoseconds of collectors outside windows that do not belong to the pulse.
+        apart_ns: nanoseconds of collectors outside windows that do not belong to the pulse, by name.
+        charged_ns: their sum.
     """
 
     def __init__(self) -> None:
@@ -106,6 +107,12 @@ class Progress:
         self.is_usual = True
         self.holders_asked = False
         self.apart_ns: dict[str, int] = {}
+        self.charged_ns = 0
+
+    def charge(self, collector: str, ns: int) -> None:
+        """Count time outside windows as the collector's, not as the pulse's."""
+        self.apart_ns[collector] = self.apart_ns.get(collector, 0) + ns
+        self.charged_ns += ns
 
 
 class StepTimes(Protocol):

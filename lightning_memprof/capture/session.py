@@ -181,15 +181,15 @@ class Session:
             parts.callback(self._followers.close)
             parts.callback(self._list_pending)
             parts.callback(self._close_last_window, reason or "the run ended")
-            parts.callback(self._end_step)
+            parts.callback(self._end_last_step)
 
     def facts(self) -> dict[str, Any]:
         """Return the number of steps and the profiler overhead, for the manifest's last row."""
         apart = self._progress.apart_ns
         spent = {name: self._collectors_ns.get(name, 0) + apart.get(name, 0) for name in self._collectors_ns | apart}
         overhead = OverheadFacts(
-            pulse_ns=max(self._pulse_ns - sum(apart.values()), 0),
-            windows_ns=self._windows_ns + sum(apart.values()),
+            pulse_ns=self._pulse_ns,
+            windows_ns=self._windows_ns + self._progress.charged_ns,
             collectors_ns=spent,
         )
         return {"steps": self._steps, "overhead": msgspec.structs.asdict(overhead)}
@@ -216,19 +216,26 @@ class Session:
             progress.is_usual,
         )
         progress.is_usual = True
+        charged = progress.charged_ns
         self._followers.step(record)
+        uncounted = now + progress.charged_ns - charged
         if self._requests is not None and self._requests.watched:
             self._requests.after_step(record)
         if self._recording is None:
             progress.position = None
-            return now
+            return uncounted
         began = time.perf_counter_ns()
-        self._pulse_ns += began - now
+        self._pulse_ns += began - uncounted
         try:
             self.mark(Point.STEP_END, at_ns=now)
         finally:
             progress.position = None
         return time.perf_counter_ns()
+
+    def _end_last_step(self) -> None:
+        began = self._end_step()
+        if self._recording is None:
+            self._pulse_ns += time.perf_counter_ns() - began
 
     def _open_window(self, window: Window, turn: Turn, position: Position) -> None:
         manifest = self._run.sink.manifest

@@ -165,8 +165,7 @@ class _Growth:
         try:
             yield
         finally:
-            spent = self._run.progress.apart_ns
-            spent[Holders.name] = spent.get(Holders.name, 0) + perf_counter_ns() - began
+            self._run.progress.charge(Holders.name, perf_counter_ns() - began)
 
 
 def _most(limit: tuple[int, float], level: int) -> int:

@@ -126,12 +126,7 @@ class HostMemory(Collector):
     def follow(self, run: RunContext) -> Iterator[OnStep | None]:
         """Sample workers and validations over the whole run."""
         path = run.sink.place.directory / processes_name(run.rank)
-        apart = run.progress.apart_ns
-
-        def spent(ns: int) -> None:
-            apart[self.name] = apart.get(self.name, 0) + ns
-
-        log = ProcessLog(path, run.unix_offset_ns, spent)
+        log = ProcessLog(path, run.unix_offset_ns, partial(run.progress.charge, self.name))
         run.progress.validation_batch = run.guarded(log.validation_batch, collector=self.name)
 
         def on_step(record: StepRecord) -> None:

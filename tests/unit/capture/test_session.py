@@ -212,6 +212,23 @@ def test_opening_and_saving_a_window_is_not_time_of_a_step(tmp_path: Path) -> No
     assert 0 < overhead["pulse_ns"] < 50_000_000
 
 
+def test_time_that_a_collector_charges_is_not_the_pulses_also_after_the_last_step(tmp_path: Path) -> None:
+    with context(tmp_path) as run:
+
+        class Reads(FakeCollector):
+            def _call(self, occasion: Any, what: Any) -> None:
+                super()._call(occasion, what)
+                if occasion == "unfollow":
+                    run.progress.charge("reads", 60_000_000_000)
+
+        with session(run, scripted(), [Reads("reads", follows=True)]) as made:
+            drive(made, range(5))
+        overhead = made.facts()["overhead"]
+    assert overhead["collectors_ns"] == {"reads": 60_000_000_000}
+    assert overhead["windows_ns"] == 60_000_000_000
+    assert overhead["pulse_ns"] > 0
+
+
 def test_outside_of_windows_only_the_pulse_costs_anything(tmp_path: Path) -> None:
     with context(tmp_path) as run, session(run, scripted(), [FakeCollector(follows=True)]) as made:
         drive(made, range(5))
