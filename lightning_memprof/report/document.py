@@ -287,11 +287,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """Labelled lines."""
+    """Labelled lines; those that are not ``is_short`` are not on the short page."""
 
     part: ClassVar[str] = "lines"
     title: str
     rows: Sequence[Line]
+    is_short: bool = True
 
 
 @dataclass(frozen=True)

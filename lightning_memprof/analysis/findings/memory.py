@@ -192,9 +192,11 @@ def _severity(ledger: ByteLedger | None, recovers: Recovery | None) -> Severity:
 
 
 def _pressure(ledger: ByteLedger | None) -> str:
-    """Return the sentence that the memory is nearly full, empty if it is not."""
-    if ledger is None or not ledger.is_under_pressure or not ledger.limit_bytes:
+    """Return the sentence that the memory is nearly full, or how full a device is."""
+    if ledger is None or not ledger.limit_bytes or (ledger.place == "host" and not ledger.is_under_pressure):
         return ""
+    if not ledger.is_under_pressure:
+        return f" {ledger.place} is {percent(ledger.filled or 0)} full at its peak: a larger batch fits."
     ranks = f" in each of {ledger.sharing} processes" if ledger.sharing > 1 else ""
     others = f" and {format_bytes(ledger.outside_bytes)} outside the allocator" if ledger.outside_bytes else ""
     return (

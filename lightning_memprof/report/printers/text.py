@@ -205,7 +205,7 @@ def _short(part: Part, width: int, longest: int, *, ascii_only: bool) -> Block:
         return [line for lines in shown for line in _first(lines, min(longest, 2), width)]
     if isinstance(part, Stack):
         return _stacked(part, width, ascii_only=ascii_only)
-    if isinstance(part, Lines):
+    if isinstance(part, Lines) and part.is_short:
         return _labelled(part.rows[:SHORT_ROWS], width, longest=2 if longest > 2 else 1)
     return []
 
@@ -232,7 +232,6 @@ def _stacked(stack: Stack, width: int, *, ascii_only: bool) -> Block:
         drawn.append((mark * length, PALETTE.get(found.key, DIM)))
         done += length
     entries = [[(f"{mark} ", PALETTE.get(found.key, DIM)), (_legend(found), "")] for found, mark in marks]
-    entries += [[("  ", ""), (f"{clean(name)} {NONE}", DIM)] for name, _ in stack.unknown]
     return [*_title(stack, width), tuple(drawn), *_flowing(entries, width)]
 
 

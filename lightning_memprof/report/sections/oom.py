@@ -99,10 +99,16 @@ def _event(number: int, event: Autopsy) -> Iterator[Part]:
         [
             Line("memory", f"out of memory on {_where(event)}", "bad"),
             Line("failed", _failed(event)),
-            Line("why", f"{event.cause}: {event.why}"),
             Line("state", _state(event)),
+        ],
+    )
+    yield Lines(
+        "",
+        [
+            Line("why", f"{event.cause}: {event.why}"),
             *(Line("" if place else "next", f"{place + 1}. {step}") for place, step in enumerate(event.next_steps)),
         ],
+        is_short=False,
     )
     if event.held:
         yield from _sites(f"oom-categories-{number}", "Allocated bytes by category", "category", event.held)

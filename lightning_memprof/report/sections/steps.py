@@ -214,6 +214,8 @@ def _events(view: View) -> Iterator[Part]:
     step_ns = total / number
     parts = {part: mean(step.parts_ns[part] for step in steps) for part in PARTS}
     basis = f"mean of {number} recorded steps" if number > 1 else "the recorded step"
+    if view.lead.statistics is not None and view.lead.statistics.clock == "device":
+        basis += ", host clock"
     yield Stack(
         "Recorded step by part",
         duration(step_ns),

@@ -93,11 +93,11 @@ def test_growth_in_a_short_run_with_batches_of_varying_length_may_be_the_allocat
     assert finding.severity is severity
 
 
-def limited(directory: Path, limit: int) -> None:
+def limited(directory: Path, limit: int, name: str = "memory_bytes") -> None:
     """Give the machine of a run so many bytes of memory."""
     path = directory / "manifest.rank00000.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[0]["environment"] = {**lines[0].get("environment", {}), "memory_bytes": limit}
+    lines[0]["environment"] = {**lines[0].get("environment", {}), name: limit}
     rows(path, *lines)
 
 
@@ -112,6 +112,15 @@ def test_activations_are_a_verdict_under_pressure_only(tmp_path: Path) -> None:
         assert ("can hold" in finding.why) == (severity is Severity.CRITICAL)
         assert finding.recovers is not None
         assert finding.recovers.max <= finding.numbers["activation_bytes"]
+
+
+def test_a_device_with_room_has_its_filling_beside_the_advice_to_save_memory(tmp_path: Path) -> None:
+    fake = FakeRun(device_bytes=lambda _: 4 * GIB, memory=FakeMemory(kept_bytes=400 * MIB), trace=False)
+    directory = make_run(tmp_path, fake)
+    limited(directory, 80 * GIB, "device_memory_bytes")
+    finding = finding_of(directory, "activation_peak")
+    assert finding is not None
+    assert finding.why.endswith("cuda:0 is 5% full at its peak: a larger batch fits.")
 
 
 @pytest.mark.parametrize(

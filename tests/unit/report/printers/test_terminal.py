@@ -89,6 +89,12 @@ def test_the_short_page_fits_one_screen(name: str, width: int) -> None:
     assert "commands  lightning-memprof report" in text
 
 
+def test_categories_that_were_not_measured_are_only_on_the_long_page() -> None:
+    directory = make_run(Path("logs").absolute())
+    assert "temporary" not in page(directory, is_full=False)
+    assert "temporary " in page(directory, is_full=True)
+
+
 @pytest.mark.parametrize("width", [1, 10, 11, 25])
 @pytest.mark.parametrize("is_full", [True, False])
 def test_a_terminal_of_hardly_any_width_gets_its_page(width: int, is_full: bool) -> None:

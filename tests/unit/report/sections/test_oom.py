@@ -126,6 +126,7 @@ def test_show_prints_the_autopsy_again_below_the_verdict(tmp_path: Path) -> None
     assert "line bytes /home/me/model.py(33): forward 70.0 GiB" in said
     page = words(short(run_view(load_run(run))))
     assert "failed allocation of 5.00 GiB" in page
+    assert page.count("why ") == page.count("next ") == 1
 
 
 def test_json_has_every_event_in_bytes(tmp_path: Path) -> None:

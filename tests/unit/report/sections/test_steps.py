@@ -261,3 +261,10 @@ def test_a_list_of_the_configuration_is_words(tmp_path: Path) -> None:
     assert section is not None
     optimizer = next(part for part in section.parts if isinstance(part, Facts) and part.title == "Optimizer")
     assert dict(optimizer.rows)["modules"] == text("model, head")
+
+
+def test_recorded_steps_are_on_the_hosts_clock_which_differs_from_a_devices(tmp_path: Path) -> None:
+    for fake, is_said in ((FakeRun(), False), (FakeRun(device_bytes=lambda _: GIB), True)):
+        found = steps_section(run_view(load_run(make_run(tmp_path / str(is_said), fake))))
+        (recorded,) = (part for part in found.parts if isinstance(part, Stack))
+        assert ("recorded steps, host clock; " in str(recorded.notes[0])) is is_said
