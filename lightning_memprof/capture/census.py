@@ -17,7 +17,7 @@ import torch
 from lightning_memprof.capture.base import SkipWindow
 from lightning_memprof.capture.sources.holders import CONTAINERS, type_name
 from lightning_memprof.capture.sources.memory import HeapSize, mapped_sizes
-from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
+from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
 from lightning_memprof.units import GIB
@@ -28,8 +28,8 @@ LEAST_ENTRIES: Final = 4
 _MOST_OBJECTS: Final = 4_000_000
 # The kernel takes 40 to 70 ms per GiB to list what is resident.
 _MOST_MAPPED: Final = 8 * GIB
-# A graph takes 2 µs per node.
-_MOST_GRAPHS: Final = 8
+MOST_NODES: Final = 250_000
+"""Of a graph, 2 µs each."""
 _GRAPHS_NS: Final = 500_000_000
 _UNTRACKED: Final = (np.ndarray, bytes, bytearray, str)
 _AT_ONCE: Final = 10_000
@@ -50,7 +50,7 @@ class Census:
         tensors: all tensors that the garbage collector tracks, with the addresses of their storages.
         groups: number of storages, and their bytes, by class, shape, dtype and device of a tensor.
         types: number of objects by type.
-        graph_bytes: the most that the graph of a live tensor saves.
+        graph_bytes: the most that the graph of a live tensor keeps.
         large: bytes of each large object that is not tracked, by its ``id``; None where they were not read.
         mapped: resident bytes of mapped files and of large blocks; empty in a process too large to read them.
     """
@@ -87,6 +87,10 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
     objects = gc.get_objects()
     if len(objects) > _MOST_OBJECTS:
         raise SkipWindow(f"the program has {len(objects):,} objects: a search for holders would take too long")
+    # Reading the graphs makes objects of what they save: before these are counted, and not between two counts.
+    tensors = [value for value in objects if issubclass(type(value), torch.Tensor)]
+    graph_bytes = max((graph.held_bytes for _, graph in graphs(tensors, skip)), default=0)
+    objects = gc.get_objects()
     counts = Counter(map(type, objects))
     # By the base's own method: a subclass may have code of the program.
     bases: dict[type, Any] = {kind: base for kind in counts for base in CONTAINERS if issubclass(kind, base)}
@@ -115,7 +119,7 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
         tensors=tuple(known),
         groups=groups,
         types=dict(types),
-        graph_bytes=max((size for _, size in graphs(tensors, skip)), default=0),
+        graph_bytes=graph_bytes,
         mapped=mapped_sizes() if rss_bytes <= _MOST_MAPPED else {},
     )
 
@@ -135,22 +139,23 @@ def grouped(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Gro
                 continue
 
 
-def graphs(tensors: Sequence[torch.Tensor], skip: Iterable[int]) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield the latest tensors with a graph, and the bytes that it saves."""
+def graphs(tensors: Sequence[torch.Tensor], skip: Iterable[int]) -> Iterator[tuple[torch.Tensor, SavedStorages]]:
+    """Yield tensors with a graph, the latest first, and what it keeps and no later one does."""
     if not can_read():
         return
     graph, excluded = SavedGraph(), set(skip)
+    seen: set[Any] = set()
     roots: dict[int, torch.Tensor] = {}
     with DisableTorchFunctionSubclass():
         for tensor in tensors:
             if not tensor.is_leaf and tensor.grad_fn is not None:
                 roots[tensor.grad_fn._sequence_nr()] = tensor  # noqa: SLF001 torch has no public one
-        # Later ones contain earlier ones.
+        # Later ones contain earlier ones. Those of views of a parameter are numbered anew after each optimizer step.
         until = thread_time_ns() + _GRAPHS_NS
-        for number in sorted(roots, reverse=True)[:_MOST_GRAPHS]:
+        for number in sorted(roots, reverse=True):
             if thread_time_ns() > until:
                 return
-            yield roots[number], graph.read(roots[number], excluded).bytes
+            yield roots[number], graph.read(roots[number], excluded, seen, MOST_NODES)
 
 
 def large_objects(least: int) -> Iterator[tuple[Any, int]]:

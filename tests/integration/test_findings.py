@@ -274,6 +274,32 @@ class Dropping(Keeping):
     keeps = False
 
 
+class Bank(nn.Module):
+    """Keeps 4 MiB of every step in a list of TorchScript, to whose tensors no Python object refers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Any = torch.jit.Attribute([], list[torch.Tensor])
+
+    def forward(self, row: torch.Tensor) -> int:
+        self.rows.append(row + torch.ones(1024, 1024))
+        return len(self.rows)
+
+
+class Scripted(Steady):
+    """Has a bank."""
+
+    seconds = 0.011
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = torch.jit.script(Bank())
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.bank(batch.sum())
+        return super().training_step(batch, batch_idx)
+
+
 def test_a_list_that_keeps_tensors_is_found_and_who_made_them(tmp_path: Path) -> None:
     # In a test process that has freed memory before, new tensors take that, and RSS does not rise.
     ctypes.CDLL(None).malloc_trim(0)
@@ -290,6 +316,11 @@ def test_a_list_that_keeps_tensors_is_found_and_who_made_them(tmp_path: Path) ->
     assert finding.numbers["holder"]["place"] == "Keeping.kept[...]"
     assert finding.numbers["holder"]["line"].startswith("integration/test_findings.py:")
     assert "Keeping.kept" in finding.sentence
+    ctypes.CDLL(None).malloc_trim(0)
+    banked = replace(training, model=Scripted())
+    native = findings_of(tmp_path / "banked", banked)["memory_growth"]
+    assert native.sentence.endswith(" per step outside Python objects, in tensors of bank.")
+    assert "native code keeps it" in native.why
     dropping = Training(model=Dropping(), steps=60, schedule=Schedule(wait=20, active=3))
     assert "memory_growth" not in findings_of(tmp_path / "drops", dropping)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from msgspec import structs
 
 from lightning_memprof.analysis.findings.measures import sample_method, steps_until_full
-from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity, recovered
 from lightning_memprof.analysis.ledger.growth import (
     MIN_BYTES,
     SHORT_RUN_STEPS,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from lightning_memprof.analysis.ledger.growth import Growth
-    from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.memory.model import Site, WindowAllocations
     from lightning_memprof.analysis.memory.report import RankMemory
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank
@@ -116,8 +115,9 @@ def memory_growth(facts: Facts) -> Finding | None:
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0
     survivors = _survivors(facts, rank, growth)
     sources = {survivor.source.artifact: survivor.source for survivor in survivors if survivor.source.artifact}
-    named = _held(holder) if holder is not None else _cause(facts, rank, growth, survivors)
     outside = _outside(holders)
+    native = None if holders.is_free else outside
+    named = _held(holder) if holder is not None else _cause(facts, rank, growth, survivors, native)
     # A fetch also adds what the program frees elsewhere.
     is_sure = named is not None and not (named.action or "").endswith(FETCH)
     cause = named if is_sure or outside is None else outside
@@ -207,11 +207,13 @@ class _Cause(NamedTuple):
     action: str | None = None
 
 
-def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Survivor]) -> _Cause | None:
+def _cause(
+    facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Survivor], native: _Cause | None
+) -> _Cause | None:
     """Return the cause of a slope in the recorded steps, None if nothing recorded explains it.
 
-    A hook of the program, or the data set in this process; tensors that outlive their step; or the saved activations
-    of whole steps, which only a live autograd graph keeps.
+    A hook of the program, or the data set in this process; tensors that outlive their step, which ``native`` code may
+    keep; or the saved activations of whole steps, which only a live autograd graph keeps.
     """
     action = _growing_action(facts, rank, growth)
     if action is not None:
@@ -221,8 +223,12 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
         site = survivor.site
         made = site.line or f"the output of {site.module or site.operator}"
         record = "" if site.line else f" {LINE}"
+        where = f" in tensors of {site.line or site.module or site.operator}"
+        if native is not None:
+            advice = f"Find the extension or scripted module that keeps {made} after its step."
+            return _Cause(f"{native.where},{where}", f"{survivor.shown} {native.why}", advice)
         advice = f"Find what keeps {made} after its step: detach it, and clear its list or dict.{record}"
-        return _Cause(f" in tensors of {site.line or site.module or site.operator}", survivor.shown, advice)
+        return _Cause(where, survivor.shown, advice)
     memory = _memory(facts, rank)
     saved = memory.activations if memory is not None else None
     if saved is not None and GRAPH[0] * saved.total_bytes <= growth.bytes_per_step <= GRAPH[1] * saved.total_bytes:
@@ -317,12 +323,6 @@ def dataset_name(rank: Rank) -> str | None:
     actions = (row.action or "" for row in rank.recorded(HookRow))
     found = next((action for action in actions if action.startswith(LOADER)), None)
     return found.removeprefix(LOADER).rpartition(".")[0] if found is not None else None
-
-
-def recovered(ledger: ByteLedger | None, size: float, category: str) -> Recovery | None:
-    """Return bytes of the peak, at most those of a category; None without a ledger or without such bytes."""
-    size = min(size, ledger.bytes(category)) if ledger is not None else 0
-    return Recovery(unit="bytes", min=size, max=size, whole=ledger.peak_bytes) if ledger and size > 0 else None
 
 
 def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:

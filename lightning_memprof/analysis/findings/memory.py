@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.growth import dataset_name, recovered
+from lightning_memprof.analysis.findings.growth import dataset_name
 from lightning_memprof.analysis.findings.measures import sample_method
-from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity
+from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity, recovered
 from lightning_memprof.analysis.findings.traces import times
 from lightning_memprof.analysis.ledger.growth import copied_on_write, validation_growth, worker_growth
 from lightning_memprof.analysis.oom.autopsy import autopsies

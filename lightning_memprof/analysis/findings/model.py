@@ -104,6 +104,12 @@ class Recovery:
         return {"severity": self.severity, "weight": self.share, "recovers": self}
 
 
+def recovered(ledger: ByteLedger | None, size: float, category: str) -> Recovery | None:
+    """Return bytes of the peak, at most those of a category; None without a ledger or without such bytes."""
+    size = min(size, ledger.bytes(category)) if ledger is not None else 0
+    return Recovery(unit="bytes", min=size, max=size, whole=ledger.peak_bytes) if ledger and size > 0 else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """The conclusion of a rule.

@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.growth import RETAINED, recovered
+from lightning_memprof.analysis.findings.growth import RETAINED
 from lightning_memprof.analysis.findings.measures import LOOP, VIEWS
-from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery, Severity, recovered
 from lightning_memprof.analysis.ledger.growth import steady_growth
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import rank_events

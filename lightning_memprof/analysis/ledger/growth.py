@@ -45,7 +45,7 @@ EDGE_STEPS: Final = 5
 FIRST_STEPS: Final = 1
 # Fewer steps show no level.
 MIN_EDGE_STEPS: Final = 3
-# Of worker processes, after the first one; of a validation, after its first batch.
+# Of worker processes; of a validation, after its first batch.
 MIN_SAMPLES: Final = 3
 MIN_BATCHES: Final = 8
 # Shares of a slope: what explains it, and its main holder. Freed pieces between the blocks of a leak are part of RSS.
@@ -59,6 +59,7 @@ ENDING: Final = frozenset({"mapped file", "first touch"})
 RATES: Final = 2
 # A cache of random keys that is nearly full gains entries at less than this share of its earlier rate.
 FILLING: Final = 1 / 3
+STEADY: Final = 0.8
 # A buffer that needs more when it is full is a fault of its own.
 BUFFER_BYTES: Final = 4 * GIB
 BUFFER_FACTOR: Final = 16
@@ -214,20 +215,23 @@ def size_when_full(holder: HolderRow) -> int | None:
 def worker_growth(rows: Sequence[ProcessRow]) -> Growth | None:
     """Return the slope of the private memory of DataLoader workers if it rises until the end, else None.
 
-    The first sample is excluded: workers start, and copy what they touch. Workers that start anew have other samples.
+    The first sample is excluded where more than three are known, else the rate must not fall: workers start, and copy
+    what they touch. Workers that start anew have other samples.
     """
     known = [
         (row.step, row.private_bytes)
         for row in rows
         if row.kind == "workers" and row.step is not None and row.private_bytes is not None
-    ][1:]
+    ]
+    is_short = len(known) == MIN_SAMPLES
+    known = known[not is_short :]
     if len(known) < MIN_SAMPLES or any(after < before for (_, before), (_, after) in itertools.pairwise(known)):
         return None
     (first, start), (middle, half), (last, end) = known[0], known[len(known) // 2], known[-1]
     if not first < middle < last or end - start < max(MIN_BYTES, SHORT_RUN_MIN_SHARE * start):
         return None
     # A cache that is nearly full grows more slowly.
-    if (end - half) / (last - middle) < (half - start) / (middle - first) / 3:
+    if (end - half) / (last - middle) < (STEADY if is_short else FILLING) * (half - start) / (middle - first):
         return None
     return Growth(
         bytes_per_step=(end - start) / (last - first), added_bytes=end - start, start_bytes=start, steps=last - first

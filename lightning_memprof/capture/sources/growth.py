@@ -17,6 +17,7 @@ from torch import nn
 from lightning_memprof.artifacts.series import HolderRow
 from lightning_memprof.capture.census import (
     LEAST_ENTRIES,
+    MOST_NODES,
     Census,
     Group,
     full_name,
@@ -36,7 +37,7 @@ from lightning_memprof.capture.sources.holders import (
     type_name,
 )
 from lightning_memprof.capture.sources.oom_state import tracked_tensors
-from lightning_memprof.capture.sources.saved_graph import SavedGraph, can_read
+from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
 from lightning_memprof.units import MIB, format_bytes
@@ -70,6 +71,7 @@ class _Content:
         self._before = before.lengths
         self._graph = SavedGraph() if can_read() else None
         self._storages = set(storages)
+        self._nodes: set[Any] = set()
         self._seen: set[int] = set()
         self.label = ""
         self._largest = -1
@@ -122,7 +124,7 @@ class _Content:
         with DisableTorchFunctionSubclass():
             shape = ",".join(map(str, tensor.shape))
             if self._graph is not None and not tensor.is_leaf:
-                saved = self._graph.read(tensor, self._storages).bytes
+                saved = self._graph.read(tensor, self._storages, self._nodes, MOST_NODES).held_bytes
         words = f"{type_name(tensor)}[{shape}]"
         return size + saved, f"{words} with its graph" if saved else words
 
@@ -218,7 +220,7 @@ class _Comparison:
         """Return the holders, the largest first."""
         self._containers(skip)
         self._tensors()
-        self._graphs(skip)
+        self._graphs(skip, grown)
         if sum(row.added_bytes or 0 for row in self._rows.values()) < grown // 2:
             self._types()
             self._large()
@@ -329,16 +331,16 @@ class _Comparison:
         place, _ = Counter(holder.place for holder in holders).most_common(1)[0]
         self._add(next(holder for holder in holders if holder.place == place), place, row)
 
-    def _graphs(self, skip: set[int]) -> None:
-        """Add the holder of the tensor whose graph saves the most, if that has grown."""
+    def _graphs(self, skip: set[int], grown: int) -> None:
+        """Add the holder of the tensor whose graph keeps the most, if that has grown."""
         tensors = tracked_tensors()
         self._search.ignore(tensors)
-        largest, root = 0, None
-        for tensor, size in graphs(tensors, skip):
-            if size > largest:
-                largest, root = size, tensor
+        largest, root = SavedStorages(), None
+        for tensor, graph in graphs(tensors, skip):
+            if graph.held_bytes > largest.held_bytes:
+                largest, root = graph, tensor
         tensors.clear()
-        added = largest - self._before.graph_bytes
+        added = largest.held_bytes - self._before.graph_bytes
         if root is None or added < self.least:
             return
         holder = self._search.find(root)
@@ -348,6 +350,8 @@ class _Comparison:
             # What it saves includes the tensors that no object of Python refers to.
             for name in [name for name, row in self._rows.items() if row.kind == "no Python object"]:
                 del self._rows[name]
+            if largest.is_cut:
+                added = max(added, grown - sum(row.added_bytes or 0 for row in self._rows.values()))
             self._add(holder, holder.place, HolderRow(kind="autograd graph", content=words, added_bytes=added))
 
     def _large(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ _COMPILED: Final = "_tensors_no_vc_check"
 _WRAPPED_NUMBER_BYTES: Final = 16
 # torch's name for a C++ node without a Python class, such as a scripted module's.
 _OPAQUE: Final = "CppFunction"
+# Of torch 2.13's nodes, without what they save: 580 in a chain of additions, 680 in a GRU, 790 with batch norm.
+_NODE_BYTES: Final = 600
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +51,24 @@ class SavedStorages:
         storages: each storage once, by the node that saved it first, in order of time.
         uncounted: saved values of unknown size: packed by another program's hooks, or saved by a node that does not
             show them, such as a scripted module's or a C++ function's.
+        nodes: of the graph, those that were read.
+        is_cut: whether it has more.
     """
 
     storages: list[SavedStorage] = field(default_factory=list)
     uncounted: int = 0
+    nodes: int = field(default=0, compare=False)
+    is_cut: bool = False
 
     @property
     def bytes(self) -> int:
         """Bytes of all storages."""
         return sum(size for _, size, _, _ in self.storages)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that end with the graph, those of its nodes estimated: a backward frees only the storages."""
+        return self.bytes + self.nodes * _NODE_BYTES
 
 
 class SavedGraph:
@@ -77,7 +89,9 @@ class SavedGraph:
         # Leaf types whose variables were all skipped: half of the nodes, which need not be visited again.
         self._passed_over: tuple[type, ...] = ()
 
-    def read(self, root: torch.Tensor, skip: Iterable[int] = ()) -> SavedStorages:
+    def read(
+        self, root: torch.Tensor, skip: Iterable[int] = (), seen: set[Any] | None = None, most: int = sys.maxsize
+    ) -> SavedStorages:
         """Return the saved activations in the graph of ``root``.
 
         Args:
@@ -85,10 +99,14 @@ class SavedGraph:
             skip: storages to exclude, by ``untyped_storage()._cdata``: those of parameters and buffers. The storages of
                 each ``nn.Parameter`` in the graph are excluded too: under FSDP2 they differ from the model's. If all of
                 a graph's are in ``skip``, those of later graphs are not read.
+            seen: nodes that are not read again; those of this graph are added.
+            most: size of ``seen`` at which the walk ends.
         """
-        if root.grad_fn is None:
+        seen = set() if seen is None else seen
+        if root.grad_fn is None or root.grad_fn in seen:
             return SavedStorages()
-        saved, leaves = self._walk(root.grad_fn)
+        known = len(seen)
+        saved, leaves = self._walk(root.grad_fn, seen, most)
         skip = set(skip)
         if leaves:
             parameters = set(storage_sizes([leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter)]))
@@ -97,17 +115,19 @@ class SavedGraph:
             skip |= parameters
         # The first node owns a storage that is saved twice. The walk has no order of time; sequence numbers have.
         saved.sort(key=itemgetter(0))
-        return _Collected(skip).all(saved)
+        found = _Collected(skip).all(saved)
+        found.nodes, found.is_cut = len(seen) - known, len(seen) >= most
+        return found
 
-    def _walk(self, root: Any) -> tuple[list[tuple[int, Any]], dict[Any, torch.Tensor]]:
+    def _walk(self, root: Any, seen: set[Any], most: int) -> tuple[list[tuple[int, Any]], dict[Any, torch.Tensor]]:
         """Return ``(sequence number, saved values)`` of every node with saved values, and the variables of leaves."""
         readers, passed_over = self._readers, self._passed_over
         saved: list[tuple[int, Any]] = []
         leaves: dict[Any, torch.Tensor] = {}
         # The set holds the nodes: otherwise each visit would create a new Python object for the same node.
-        seen = {root}
+        seen.add(root)
         pending = [root]
-        while pending:
+        while pending and len(seen) < most:
             node = pending.pop()
             kind = type(node)
             if kind not in readers:

@@ -45,6 +45,13 @@ def test_the_bytes_of_a_graph_that_is_not_released_are_counted() -> None:
     assert root.requires_grad
 
 
+def test_what_reading_a_graph_makes_visible_is_in_the_first_count() -> None:
+    root = torch.ones(31, 37, requires_grad=True).exp().exp().sum()
+    groups = [take_census(step, 0).groups["Tensor", (31, 37), "float32", "cpu"] for step in range(2)]
+    assert groups[0] == groups[1]
+    assert root.requires_grad
+
+
 def test_a_program_with_too_many_objects_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(census, "_MOST_OBJECTS", 10)
     with pytest.raises(SkipWindow, match=r"objects: a search for holders would take too long"):

@@ -178,16 +178,23 @@ def test_workers_grow_if_they_rise_until_the_end() -> None:
     )
 
 
+def test_workers_of_a_run_of_seconds_grow_if_they_rise_at_one_rate_from_their_start() -> None:
+    found = worker_growth(workers(40, 100, 160))
+    assert found is not None
+    assert (found.bytes_per_step, found.added_bytes, found.steps) == (6 * MIB, 120 * MIB, 20)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
         (40, 100, 100, 100, 100),
         (40, 100, 300, 310, 312),
         (40, 100, 160, 90, 150),
-        (40, 100, 160),
+        (40, 160),
+        (40, 100, 140),
         (40, 100, 105, 110, 115),
     ],
-    ids=["steady", "a cache that is full", "workers that start anew", "too few samples", "too little"],
+    ids=["steady", "a cache that is full", "workers that start anew", "too few samples", "a short run", "too little"],
 )
 def test_workers_that_do_not_rise_until_the_end_do_not_grow(sizes: tuple[int, ...]) -> None:
     assert worker_growth(workers(*sizes)) is None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_memprof.artifacts.series import HolderRow
+from lightning_memprof.capture import census
 from lightning_memprof.capture.census import take_census
 from lightning_memprof.capture.sources import growth
 from lightning_memprof.units import MIB
@@ -21,6 +22,8 @@ class Keeping(nn.Module):
         super().__init__()
         self.lists: list[list[int]] = [[] for _ in range(5)]
         self.tensors: list[torch.Tensor] = []
+        self.total = torch.zeros(())
+        self.weight = nn.Parameter(torch.ones(3, 4))
 
 
 def grown(seconds: float) -> list[HolderRow]:
@@ -52,3 +55,51 @@ def test_the_container_that_gained_most_is_read_first(monkeypatch: pytest.Monkey
     grown(60)
     assert len(read) > 5
     assert read == sorted(read, reverse=True)
+
+
+def step(model: Keeping, operators: int) -> torch.Tensor:
+    """Return a loss whose graph has released what it saved."""
+    loss = model.weight.sum()
+    for _ in range(operators):
+        loss = loss.tanh()
+    loss.backward()
+    return loss
+
+
+def kept_graph(model: Keeping, size: int) -> HolderRow:
+    """Return the row of the total after 40 steps of 200 operators each, about 5 MiB of nodes."""
+    before = take_census(1, 0)
+    for _ in range(40):
+        model.total = model.total + step(model, 200)
+    rows = growth.grown_holders(before, take_census(2, size), model, 60, ())
+    return next(row for row in rows if row.place == "Keeping.total")
+
+
+def test_a_graph_holds_its_nodes_after_a_backward() -> None:
+    row = kept_graph(Keeping(), 8 * MIB)
+    assert (row.kind, row.content) == ("autograd graph", "Tensor[] with its graph")
+    assert 40 * 200 * 400 < (row.added_bytes or 0) < 8 * MIB
+
+
+def test_views_of_parameters_do_not_hide_a_graph() -> None:
+    # As of the weights of a linear layer that autograd saves: after an update the views have the latest nodes.
+    model = Keeping()
+    model.tensors = [model.weight.t() for _ in range(20)]
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert kept_graph(model, 8 * MIB).kind == "autograd graph"
+
+
+def test_a_graph_that_is_too_large_to_read_has_what_nothing_else_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(census, "MOST_NODES", 4000)
+    assert kept_graph(Keeping(), 40 * MIB).added_bytes == 40 * MIB
+
+
+def test_losses_in_a_list_hold_the_nodes_of_their_graphs() -> None:
+    model = Keeping()
+    before = take_census(1, 0)
+    model.tensors += [step(model, 200) for _ in range(40)]
+    rows = growth.grown_holders(before, take_census(2, 8 * MIB), model, 60, ())
+    row = next(row for row in rows if row.place == "Keeping.tensors[...]")
+    assert row.content == "Tensor[] with its graph"
+    assert 40 * 200 * 400 < (row.added_bytes or 0) < 8 * MIB
