@@ -333,10 +333,9 @@ class HangRow(SeriesRow, gc=False):
     """Where a rank is; ``waited_ns`` since the start of its step.
 
     ``kind`` is ``hang`` for a step that has not ended after ``limit_ns``, ``asked`` if another rank has such a step,
-    ``end`` when the step has ended after all, ``exception`` with its ``error``, ``other`` for the last heartbeat and
-    the ``state`` of the process of another rank on the same machine, ``peer``, and ``heartbeat``. ``function`` is the
-    innermost function of the training thread, ``place`` the innermost line of the program below the Trainer, None if
-    there is none.
+    ``end`` when the step has ended after all, ``exception`` with its ``error``, ``heartbeat``, and ``other`` for the
+    last one of ``peer``, a rank on the same machine, with the ``state`` of its process. ``function`` is the innermost
+    one of the training thread, or of the ``worker`` that it waits for; ``place`` the program's innermost line, if any.
     """
 
     series = "hangs"
@@ -353,6 +352,7 @@ class HangRow(SeriesRow, gc=False):
     state: str | None = None
     pid: Int64 | None = None
     host: str | None = None
+    worker: Int64 | None = None
 
 
 class CollectiveRow(SeriesRow, gc=False):

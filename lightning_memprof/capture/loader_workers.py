@@ -7,9 +7,12 @@ page of memory, an open file without a name, which the parent reads while the wo
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import json
 import os
+import re
+import signal
 import sys
 import threading
 from collections import Counter
@@ -23,7 +26,7 @@ from time import perf_counter_ns, process_time_ns, sleep
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from lightning_memprof.capture import loader_calls
+from lightning_memprof.capture import loader_calls, observe
 from lightning_memprof.capture.loader_calls import Calls, name_of, timed_calls
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.assignments import is_library
@@ -62,6 +65,11 @@ _LOOKS: Final = 200
 _LOCK_CALLS: Final = {"x86_64": (202, 73, 72), "aarch64": (98, 32, 25)}
 _PRIVATE_FUTEX: Final = 0x80
 _WAITS_FOR_LOCK: Final = (7, 38)  # F_SETLKW, F_OFD_SETLKW
+# A worker answers it with its stack; no other library is known to use it. None where there are no such signals.
+_STACK_SIGNAL: Final = signal.SIGRTMAX - 11 if sys.platform == "linux" else None
+_OUR_FILES: Final = frozenset({__file__, loader_calls.__file__, observe.__file__})
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_ANSWERS_IN_S: Final = 1.0
 _TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 # Fields of proc(5)'s stat after the command: utime, stime and delayacct_blkio_ticks.
 _UTIME, _STIME, _BLKIO = 11, 12, 39
@@ -162,7 +170,7 @@ def exit_code(child: BaseProcess) -> int | None:
 def worker_counts(pid: int) -> dict[str, Any]:
     """Return what a worker has counted since its start, in columns of a ``ProcessRow``; empty if it does not count."""
     page = _page_of(pid)
-    if len(page) != _PAGE_BYTES:
+    if len(page) < _PAGE_BYTES:
         return {}
     names = _COUNTERS[:-_OF_CALLS]
     found: dict[str, Any] = dict(zip(names, unpack_from(f"={len(names)}q", page), strict=True))
@@ -176,7 +184,7 @@ def worker_counts(pid: int) -> dict[str, Any]:
 def worker_batches(pid: int) -> list[tuple[int, int]]:
     """Return start, as of ``perf_counter_ns``, and duration of a worker's last batches, at most 64, in ns."""
     page = _page_of(pid)
-    if len(page) != _PAGE_BYTES:
+    if len(page) < _PAGE_BYTES:
         return []
     values = unpack_from(f"={2 * _LAST_BATCHES}q", page, _BATCHES_AT)
     return sorted((start, ns) for start, ns in zip(values[::2], values[1::2], strict=True) if start)
@@ -189,13 +197,40 @@ def worker_calls(pid: int, watch: int) -> dict[str, list[int]]:
     """
     for _ in range(3):
         page = _page_of(pid)
-        if len(page) != _PAGE_BYTES:
+        if len(page) < _PAGE_BYTES:
             break
         found, size = unpack_from("=2q", page, 8 * _COUNTERS.index("calls_watch"))
         # The worker may be writing.
         with suppress(ValueError):
             return dict(json.loads(page[_CALLS_AT : _CALLS_AT + size])) if found == watch and size else {}
     return {}
+
+
+def stuck_workers() -> Iterator[tuple[int, list[tuple[str, int, str]]]]:
+    """Yield the workers that are in a fetch, and their stack: file, line and function, the innermost first.
+
+    A worker writes it by a signal handler of ``faulthandler``, which needs no lock of the interpreter; at most a second
+    for all of them.
+    """
+    until = perf_counter_ns() + round(_ANSWERS_IN_S * 1e9)
+    for pid in worker_pids():
+        page = _page_of(pid)
+        if len(page) < _PAGE_BYTES or unpack_from("=q", page, 8 * _COUNTERS.index("waits_since_ns"))[0]:
+            continue
+        handled = re.search(rb"^SigCgt:\s*(\w+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
+        # Unhandled, it would end the worker.
+        if _STACK_SIGNAL is None or handled is None or not int(handled[1], 16) >> (_STACK_SIGNAL - 1) & 1:
+            continue
+        with suppress(OSError):
+            os.kill(pid, _STACK_SIGNAL)
+        text = b""
+        while perf_counter_ns() < until and _TORCH_LOOP.__name__.encode() not in text:
+            sleep(0.01)
+            text = _page_of(pid)[len(page) :]
+        text = text.partition(f" in {_TORCH_LOOP.__name__}".encode())[0]
+        frames = [(file, int(line), name) for file, line, name in _FRAME.findall(text.decode("utf-8", "replace"))]
+        if frames := [frame for frame in frames if frame[0] not in _OUR_FILES]:
+            yield unpack_from("=q", page, 8 * _COUNTERS.index("worker"))[0], frames
 
 
 def watch_workers(watch: int, watched: set[int]) -> None:
@@ -280,7 +315,7 @@ def waits_for_lock(call: str) -> bool:
 
 def _line(frame: FrameType | None) -> str:
     """Return the innermost line of the program, with its function."""
-    while frame is not None and (is_library(frame.f_code.co_filename) or frame.f_code.co_filename == __file__):
+    while frame is not None and (is_library(frame.f_code.co_filename) or frame.f_code.co_filename in _OUR_FILES):
         frame = frame.f_back
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
 
@@ -299,7 +334,7 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
     if traceback is None:
         return None
     rest = _without_ours(traceback.tb_next)
-    if traceback.tb_frame.f_code.co_filename in {__file__, loader_calls.__file__}:
+    if traceback.tb_frame.f_code.co_filename in _OUR_FILES:
         return rest
     return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
@@ -313,6 +348,10 @@ class _Page:
         os.ftruncate(file, _PAGE_BYTES)
         self._bytes = mmap(file, _PAGE_BYTES)
         self._counts = memoryview(self._bytes).cast("q")
+        if _STACK_SIGNAL is not None:
+            # Stacks follow the page.
+            os.lseek(file, _PAGE_BYTES, os.SEEK_SET)
+            faulthandler.register(_STACK_SIGNAL, file, all_threads=False)
         self._is_fetching = False
         # The number of the window with times, and the value of ``watch`` for which nothing is left to do.
         self._number = self._followed = 0

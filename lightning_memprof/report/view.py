@@ -34,6 +34,7 @@ from lightning_memprof.analysis.steps.throughput import RankThroughput, throughp
 from lightning_memprof.analysis.trial import Trial, tried_words
 from lightning_memprof.artifacts.files import read_object
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, TRIED, parse_numbered
+from lightning_memprof.artifacts.series import HangRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.document import Command
 from lightning_memprof.report.named import NamedMoment, named_moments
@@ -284,7 +285,8 @@ def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[Wi
         host_name=rank.facts.host,
         status="did not start" if _did_not_start(rank) else rank.status,
         exception=rank.exception,
-        steps=rank.steps,
+        # When a step hangs, the last rows of the pulse are not written yet.
+        steps=max([rank.steps, *(row.step or 0 for row in rank.read(HangRow).rows if row.kind != "other")]),
         statistics=statistics,
         host=host,
         device=device if devices or device.peak_allocated_bytes is not None else None,

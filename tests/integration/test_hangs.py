@@ -13,6 +13,7 @@ import pytest
 
 from lightning_memprof import load_run
 from lightning_memprof.report.document import Document
+from lightning_memprof.report.printers.values import words_text
 from training import only_run
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -95,3 +96,18 @@ def test_a_worker_that_died_is_the_verdict_with_its_signal_or_exit_code(tmp_path
     assert document.rule == "worker_died"
     assert document.verdict.endswith(f"died: {end}.")
     assert "worker" in document.why or "Connection" in document.why
+
+
+@pytest.mark.parametrize(("workers", "who"), [(0, "stuck in data wait at"), (2, "stuck in data wait, worker 0 at")])
+def test_a_data_set_that_hangs_is_the_verdict_with_its_line_in_any_process(
+    tmp_path: Path, workers: int, who: str
+) -> None:
+    text = (SUPPORT / "stuck_worker.py").read_text().splitlines()
+    last = next(number for number, line in enumerate(text, 1) if line.endswith("# waits"))
+    lines = "|".join(str(number) for number in range(last - 3, last + 1))
+    document = page(tmp_path, "stuck_worker.py", workers)
+    place = rf"stuck_worker\.py:({lines}) in __getitem__"
+    assert re.fullmatch(rf"Step 20 does not end: {who} {place}\.", words_text(document.verdict))
+    assert re.match(rf"Look at {place}: it does not return", document.next or "")
+    # The pulse has half of them or more, the report all.
+    assert "20 steps" in words_text(document.about)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -82,3 +84,20 @@ class Stream(IterableDataset[torch.Tensor]):
 def batched(samples: Sequence[torch.Tensor]) -> torch.Tensor:
     time.sleep(6 / 1000)
     return torch.stack(list(samples))
+
+
+class Waiting(Dataset[torch.Tensor]):
+    """Each sample waits for an event; ``is_deaf`` removes the handlers of real-time signals."""
+
+    def __init__(self, event: Any, *, is_deaf: bool = False) -> None:
+        self.event = event
+        self.is_deaf = is_deaf
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1) if self.is_deaf else ():
+            faulthandler.unregister(number)
+        self.event.wait(60)  # waits
+        return torch.tensor(float(index))

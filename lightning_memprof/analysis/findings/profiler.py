@@ -362,11 +362,12 @@ def _of_rank(facts: Facts, found: list[Place], behind: Place, calls: dict[int, C
         error = (row.error or "").partition(":")[0]
         sentence = f"Rank {number} raised {error} {_where(row)} at {place}."
         return sentence, f"{(row.error or '').rstrip('.')}.", f"Look at {place}:{source or ' it raised'}."
-    sentence = f"Step {row.step} does not end{facts.on_rank(number)}: stuck in {_phase(row.phase)} at {place}."
+    worker = f", worker {row.worker}" if row.worker is not None else ""
+    sentence = f"Step {row.step} does not end{facts.on_rank(number)}: stuck in {_phase(row.phase)}{worker} at {place}."
     limit = f" (limit {format_ns(row.limit_ns)})" if row.limit_ns else ""
     called = f", {_name(calls[number])}" if behind.waits and number in calls else ""
     why = f"After {format_ns(row.waited_ns or 0)}{limit} it is in {row.function}{source}{called}."
-    if row.phase == "data_wait":
+    if row.phase == "data_wait" and row.place is None:
         return sentence, why, TIMEOUT
     if behind.waits and len(found) > 1:
         same = len({call(calls[place.rank]) for place in found if place.rank in calls}) == 1

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import takewhile
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
@@ -30,6 +31,7 @@ from lightning_memprof.artifacts.series import CollectiveRow, HangRow, columns_o
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.faults import describe
+from lightning_memprof.capture.loader_workers import counted_workers, stuck_workers
 from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.torch_internals import _dump_fr_trace_json, _dump_nccl_trace_json
 from lightning_memprof.errors import ConfigError
@@ -70,6 +72,7 @@ ABORTED: Final = 75
 _LAST_COLLECTIVES: Final = 100
 _TRAINERS: Final = ("lightning", "pytorch_lightning")
 _OURS: Final = "lightning_memprof"
+_LOADER: Final = "torch.utils.data.dataloader"
 
 
 class Hangs(Collector):
@@ -124,8 +127,12 @@ class Hangs(Collector):
 
     @contextmanager
     def guard(self, run: RunContext) -> Iterator[OnException | None]:
-        """Write where a rank raises, before its process group is destroyed and the other ranks fail too."""
-        yield _Reports(run).exception if run.world_size > 1 else None
+        """Write where a rank raises, before its process group is destroyed and the other ranks fail too.
+
+        Workers that start meanwhile answer with their stacks.
+        """
+        with counted_workers():
+            yield _Reports(run).exception if run.world_size > 1 else None
 
 
 def step_limit(durations: Sequence[int], longest_unusual: int, chosen: int | None, *, is_usual: bool) -> int:
@@ -319,13 +326,13 @@ class _Reports:
         if isinstance(error, Exception):
             progress = self._run.progress
             position, clock = progress.position, progress.clock
-            frames = list(traceback.walk_tb(error.__traceback__))[::-1]
             row = HangRow(kind="exception", time_ns=perf_counter_ns() + self._run.unix_offset_ns, error=describe(error))
+            _set_place(row, list(traceback.walk_tb(error.__traceback__))[::-1])
             if position is not None and clock is not None:
                 row.step, row.global_step, row.phase = position.step, position.global_step, clock.phase(raised=True)
                 row.waited_ns = perf_counter_ns() - clock.start_ns
             with self._run.faults.caught(Hangs.name, "mark"):
-                self._write_place(row, frames)
+                self._write_place(row)
         return False
 
     def stand(self, row: HangRow, training: int) -> None:
@@ -333,22 +340,23 @@ class _Reports:
         frames = sys._current_frames()  # noqa: SLF001 the documented way to the stacks of all threads
         # At once: the frame of a generator that is suspended meanwhile has no frame around it.
         found = list(traceback.walk_stack(frames[training]))
+        _set_place(row, found)
         del frames[threading.get_ident()]
         limit = "" if row.kind == "asked" else f" (limit {format_ns(row.limit_ns or 0)})"
         with self._stacks.open("a", encoding="utf-8") as file:
             file.write(f"Step {row.step} has not ended after {format_ns(row.waited_ns or 0)}{limit}.\n")
             file.writelines(_stacks(frames, training))
-        self._write_place(row, found)
+            if _waits_for_loader(found):
+                file.writelines(_worker_stacks(row))
+        self._write_place(row)
 
     def write(self, *rows: HangRow) -> None:
         """Add rows to the reports."""
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(encode_rows(columns_of(row) for row in rows))
 
-    def _write_place(self, row: HangRow, frames: Sequence[tuple[FrameType, int]]) -> None:
-        """Write the row with the innermost function and line of ``frames``, and what else is known at this moment."""
-        if frames:
-            row.function, (row.place, row.source) = _function(frames[0][0]), _place(frames)
+    def _write_place(self, row: HangRow) -> None:
+        """Write the row, and what else is known at this moment."""
         row.pid, row.host = os.getpid(), self._host
         if self._run.world_size > 1:
             if row.kind != "asked":
@@ -423,6 +431,27 @@ def _collectives() -> Iterator[SeriesRow]:
             yield from rows
 
 
+def _set_place(row: HangRow, frames: Sequence[tuple[FrameType, int]]) -> None:
+    """Set the innermost function and line of ``frames``."""
+    if frames:
+        row.function, (row.place, row.source) = _function(frames[0][0]), _place(frames)
+
+
+def _worker_stacks(row: HangRow) -> Iterator[str]:
+    """Set the place to that of the first worker that is in a fetch, and yield the stacks of all of them."""
+    for worker, stack in stuck_workers():
+        if row.worker is None:
+            row.worker, (file, line, name) = worker, stack[0]
+            row.function, row.place, row.source = f"{name} ({Path(file).name}:{line})", None, None
+            for file, line, name in stack:
+                if not is_library(file):
+                    row.place = f"{Path(file).name}:{line} in {name}"
+                    row.source = linecache.getline(file, line).strip() or None
+                    break
+        yield f"\nWorker {worker} of a DataLoader, in a fetch:\n"
+        yield from (f'  File "{file}", line {line}, in {name}\n' for file, line, name in reversed(stack))
+
+
 def _function(frame: FrameType) -> str:
     """Return the module and the name of a frame's function."""
     name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
@@ -437,11 +466,21 @@ def _place(frames: Iterable[tuple[FrameType, int]]) -> tuple[str | None, str | N
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if found is not None and package in _TRAINERS:
             return found
-        is_program = package != _OURS and not code.co_filename.startswith("<") and not is_library(code.co_filename)
-        if found is None and is_program:
+        if found is None and _is_program(frame):
             source = linecache.getline(code.co_filename, line).strip()
             found = f"{Path(code.co_filename).name}:{line} in {code.co_name}", source or None
     return None, None
+
+
+def _is_program(frame: FrameType) -> bool:
+    file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package != _OURS and not file.startswith("<") and not is_library(file)
+
+
+def _waits_for_loader(frames: Iterable[tuple[FrameType, int]]) -> bool:
+    """Return whether a DataLoader waits, not the program in a fetch of this process."""
+    within = takewhile(lambda entry: not _is_program(entry[0]), frames)
+    return any(frame.f_globals.get("__name__") == _LOADER for frame, _ in within)
 
 
 def _stacks(frames: dict[int, FrameType], training: int) -> Iterator[str]:

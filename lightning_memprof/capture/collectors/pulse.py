@@ -97,6 +97,8 @@ class PulseWriter:
         self._waiting: deque[tuple[StepRecord, tuple[int | None, int | None, int | None]]] = deque()
         self._complete: list[tuple[StepRecord, tuple[int | None, ...]]] = []
         self._added = 0
+        # The first chunks are shorter: a run that soon hangs has most of its steps on disk.
+        self._chunk = 1
         self._flushed_ns = 0
         self._memory_due_ns = 0
 
@@ -112,8 +114,9 @@ class PulseWriter:
         if self._timer is not None:
             self._complete_steps()
         self._added += 1
-        if self._added >= _CHUNK_ROWS or record.start_ns - self._flushed_ns > _CHUNK_NS:
+        if self._added >= self._chunk or record.start_ns - self._flushed_ns > _CHUNK_NS:
             self._added, self._flushed_ns = 0, record.start_ns
+            self._chunk = min(2 * self._chunk, _CHUNK_ROWS)
             self.flush()
 
     def flush(self) -> None:

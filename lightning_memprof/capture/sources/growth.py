@@ -62,6 +62,7 @@ _UNCOUNTED: Final = frozenset(
 )
 _CLOSED: Final = (type, ModuleType, FunctionType, CodeType, torch.nn.Module)
 _DEPTH: Final = 12
+_MORE: Final = " and others"
 
 
 class _Content:
@@ -215,10 +216,13 @@ class _Comparison:
         self._assignments = Assignments()
         self._storages = before.storages()
         self._rows: dict[str, HolderRow] = {}
+        # Places whose row has all that they hold; another one may have tensors of several shapes.
+        self._whole: frozenset[str] = frozenset()
 
     def rows(self, skip: set[int], grown: int) -> list[HolderRow]:
         """Return the holders, the largest first."""
         self._containers(skip)
+        self._whole = frozenset(self._rows)
         self._tensors()
         self._graphs(skip, grown)
         if sum(row.added_bytes or 0 for row in self._rows.values()) < grown // 2:
@@ -237,9 +241,8 @@ class _Comparison:
         if known is not row:
             for name in ("count", "added", "added_bytes"):
                 setattr(known, name, (getattr(known, name) or 0) + (getattr(row, name) or 0))
-
-    def _knows(self, place: str) -> bool:
-        return any(place == known or _is_within(place, known) for known in self._rows)
+            if row.content != known.content:
+                known.content = f"{(known.content or '').removesuffix(_MORE)}{_MORE}"
 
     def _containers(self, skip: set[int]) -> None:
         """Add the containers that have more entries, by the mean size of their entries."""
@@ -308,7 +311,7 @@ class _Comparison:
         holders: list[Holder] = []
         for tensor in chosen:
             holder = self._search.find(tensor)
-            if holder is not None and self._knows(holder.place):
+            if holder is not None and _is_known(holder.place, self._whole):
                 return
             if holder is not None:
                 holders.append(holder)
@@ -344,7 +347,7 @@ class _Comparison:
         if root is None or added < self.least:
             return
         holder = self._search.find(root)
-        if holder is not None and not self._knows(holder.place):
+        if holder is not None and not _is_known(holder.place, self._rows):
             shape = ",".join(map(str, root.shape))
             words = f"{type_name(root)}[{shape}] with its graph"
             # What it saves includes the tensors that no object of Python refers to.
@@ -387,13 +390,17 @@ class _Comparison:
             if size >= self.least and (holder := self._search.find(objects[-1])) is not None:
                 row = HolderRow(content=content.label, count=len(objects), added=more[name])
                 row.added_bytes = round(size)
-                if not self._knows(holder.place):
+                if not _is_known(holder.place, self._rows):
                     self._add(holder, holder.place, row)
             objects.clear()
 
 
 def _has_indices(container: Any) -> bool:
     return type(container) is dict and all(type(key) is int for key in list(container)[:_ENTRIES])
+
+
+def _is_known(place: str, rows: Iterable[str]) -> bool:
+    return any(place == known or _is_within(place, known) for known in rows)
 
 
 def _is_within(place: str, other: str) -> bool:

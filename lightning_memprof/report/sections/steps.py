@@ -98,6 +98,7 @@ def hangs_section(view: View) -> Section | None:
         Field("report", "text", lambda row: REPORTS[row[1].kind or ""]),
         Field("step", "index", lambda row: row[1].step),
         Field("phase", "text", lambda row: called(row[1].phase or "?")),
+        Field("worker", "index", lambda row: row[1].worker),
         Field("limit", "ns", lambda row: row[1].limit_ns),
         Field("ended after", "ns", lambda row: ended.get((row[0], row[1].step))),
         Field("line", "code", lambda row: row[1].place),

@@ -17,10 +17,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import loading
 from lightning_memprof.capture import loader_workers
 from lightning_memprof.capture.loader_workers import (
     counted_workers,
     exit_code,
+    stuck_workers,
     waits_for_lock,
     worker_batches,
     worker_counts,
@@ -113,6 +115,43 @@ def test_workers_count_their_batches_with_every_start_method(start: str) -> None
         for pid in worker_pids():
             assert sum(ns for _, ns in worker_batches(pid)) == worker_counts(pid)["fetch_ns"]
         del loader
+
+
+def stuck(start: str, *, is_deaf: bool) -> tuple[list[Any], list[float]]:
+    """Return what workers answer that wait in their first fetch, and the samples after it."""
+    event = multiprocessing.get_context(start).Event()
+    data = loading.Waiting(event, is_deaf=is_deaf)
+    with counted_workers():
+        samples = iter(DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=start))
+        until = time.monotonic() + 60
+        while not all(waits_in_fetch(pid) for pid in worker_pids()) and time.monotonic() < until:
+            time.sleep(0.01)
+        found = list(stuck_workers())
+        event.set()
+        return found, [sample.item() for sample in samples]
+
+
+def waits_in_fetch(pid: int) -> bool:
+    """Whether a worker has received an index, and waits for the event."""
+    counts, call = worker_counts(pid), Path(f"/proc/{pid}/syscall").read_text()
+    return bool(counts.get("queue_wait_ns")) and waits_for_lock(call)
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+def test_a_worker_in_a_fetch_answers_with_its_stack_and_continues(start: str) -> None:
+    found, samples = stuck(start, is_deaf=False)
+    text = Path(loading.__file__).read_text().splitlines()
+    line = next(number for number, line in enumerate(text, 1) if line.endswith("# waits"))
+    assert [worker for worker, _ in found] == [0, 1]
+    for _, stack in found:
+        assert (loading.__file__, line, "__getitem__") in stack
+        assert stack[0][2] in ("wait", "acquire", "__enter__")
+        assert stack[-1][2] == "fetch"
+    assert samples == [0.0, 1.0]
+
+
+def test_a_worker_whose_handler_is_gone_is_not_signalled() -> None:
+    assert stuck("fork", is_deaf=True) == ([], [0.0, 1.0])
 
 
 class Slow(Dataset[torch.Tensor]):

@@ -109,6 +109,16 @@ def test_on_a_cpu_the_columns_of_the_device_are_empty(tmp_path: Path) -> None:
         assert row["device_duration_ns"] is None
 
 
+def test_a_run_that_soon_hangs_has_most_of_its_steps_on_disk(tmp_path: Path) -> None:
+    writer = PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
+    for step in range(200):
+        # All of them within the time of a chunk.
+        writer.add(StepRecord(step, step, 0, None, 10**12 + 1000 * step, 1000, Times((1000, 0, 0, 0, 0, 0)), None))
+        assert len(read_pulse(tmp_path / "p.csv")) > step / 2
+        assert step + 1 - len(read_pulse(tmp_path / "p.csv")) < 64
+    writer.close()
+
+
 def test_memory_is_read_at_most_every_ten_milliseconds(tmp_path: Path) -> None:
     writer = PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
     lengths = [4_000_000] * 6 + [18_000_000] * 3
@@ -245,10 +255,10 @@ def test_the_totals_are_on_disk_once_a_minute_and_listed_once(tmp_path: Path) ->
             for step in range(70):
                 # Steps of one second: a chunk of the pulse has three of them.
                 add(acted(step, 5))
-                assert file.exists() == (step >= 63)
+                assert file.exists() == (step >= 62)
             early, _ = read_rows(file)
         listed = [row["path"] for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "artifact"]
-    assert [(row["action"], row["steps"], row["total_ns"]) for row in early] == [("untracked", 63, 315)]
+    assert [(row["action"], row["steps"], row["total_ns"]) for row in early] == [("untracked", 62, 310)]
     assert [row["total_ns"] for row in read_rows(file)[0]] == [345]
     assert sorted(listed) == ["memprofiler/actions.rank00000.jsonl", "memprofiler/pulse.rank00000.csv"]
 
@@ -263,8 +273,9 @@ def test_a_run_of_one_step_has_no_totals(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_the_rows_leaves_no_file_open(tmp_path: Path) -> None:
     before = open_files()
     writer = PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
-    writer._file.close()
     writer.add(record(0, None))
+    writer._file.close()
+    writer.add(record(1, None))
     with pytest.raises(ValueError):
         writer.close()
     with pytest.raises(FileExistsError):
@@ -276,9 +287,10 @@ def test_a_disk_that_refuses_the_rows_leaves_no_file_open(tmp_path: Path) -> Non
 def test_a_full_disk_leaves_no_file_open(tmp_path: Path) -> None:
     before = open_files()
     writer = PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)
+    writer.add(record(0, None))
     writer._file.close()
     writer._file = Path("/dev/full").open("wb")  # noqa: SIM115 the writer closes it
-    writer.add(record(0, None))
+    writer.add(record(1, None))
     with pytest.raises(OSError, match="No space"):
         writer.close()
     assert open_files() == before

@@ -103,3 +103,14 @@ def test_losses_in_a_list_hold_the_nodes_of_their_graphs() -> None:
     row = next(row for row in rows if row.place == "Keeping.tensors[...]")
     assert row.content == "Tensor[] with its graph"
     assert 40 * 200 * 400 < (row.added_bytes or 0) < 8 * MIB
+
+
+def test_tensors_of_all_shapes_at_one_place_count() -> None:
+    # Three entries are too few for the containers that are counted.
+    model = Keeping()
+    before = take_census(1, 0)
+    model.tensors += [torch.ones(1024, 1024), torch.ones(2048, 1024), torch.ones(1024, 2048)]
+    rows = growth.grown_holders(before, take_census(2, 20 * MIB), model, 60, ())
+    (row,) = (row for row in rows if row.place == "Keeping.tensors[...]")
+    assert (row.added, row.added_bytes) == (3, 20 * MIB)
+    assert (row.content or "").endswith(" and others")
