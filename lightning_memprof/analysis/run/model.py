@@ -15,8 +15,9 @@ from lightning_memprof.analysis.steps.statistics import TypicalSteps, typical_st
 from lightning_memprof.analysis.steps.system import SystemSamples, read_samples
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.manifest import OverheadFacts, RunFacts, TrainingFacts
+from lightning_memprof.artifacts.naming import heartbeat_name
 from lightning_memprof.artifacts.rows import decode_rows
-from lightning_memprof.artifacts.series import ActionTotalRow, PulseRow, SeriesRow, StallRow
+from lightning_memprof.artifacts.series import ActionTotalRow, HangRow, PulseRow, SeriesRow, StallRow
 from lightning_memprof.units import format_count
 
 Status = Literal["finished", "exception", "running or killed"]
@@ -173,6 +174,12 @@ class Rank(_Reader):
         """Return the rows of a series over the whole run, empty where there is none; each file is read once."""
         path = self.directory / f"{kind.series}.rank{self.rank:05d}.jsonl"
         return self._read(kind, path if path.exists() else None, self.rank)
+
+    def last_place(self) -> HangRow | None:
+        """Return where the rank was at its last heartbeat, at most 5 s ago while it runs; None once it has ended."""
+        path = self.directory / heartbeat_name(self.rank)
+        rows = self._read(HangRow, path if path.exists() else None, self.rank).rows
+        return rows[0] if rows else None
 
     def recorded(self, kind: type[R]) -> list[R]:
         """Return the rows of recorded steps of all windows."""

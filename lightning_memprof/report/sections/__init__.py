@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_memprof.artifacts.manifest import TrainingFacts
+from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.document import (
     Cell,
     Document,
@@ -24,7 +25,7 @@ from lightning_memprof.report.document import (
     rate,
 )
 from lightning_memprof.report.files_view import FilesView
-from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, file_command, place
+from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, called, file_command, place
 from lightning_memprof.report.sections.memory import memory_section, modules_section, sites_section
 from lightning_memprof.report.sections.oom import holders_section, oom_section
 from lightning_memprof.report.sections.overview import finding_cards, overview_section
@@ -44,7 +45,7 @@ from lightning_memprof.report.sections.traces import busy_share, device_stack, t
 from lightning_memprof.report.sections.trial import trial_section
 from lightning_memprof.report.sections.workers import workers_section
 from lightning_memprof.report.view import View
-from lightning_memprof.units import format_count, format_list
+from lightning_memprof.units import format_count, format_list, format_ns
 
 # A run has these sections only where there is something in them; otherwise this is what there is to say.
 EMPTY_SECTIONS: Final = {
@@ -61,6 +62,7 @@ EMPTY_SECTIONS: Final = {
 MAX_NAMED: Final = 16
 # A damaged manifest may name any number of ranks.
 MOST_RANKS: Final = 1 << 20
+STANDS_NS: Final = 10_000_000_000
 STATUS_WORDS: Final = {
     "finished": "finished",
     "exception": "ended by an exception",
@@ -136,12 +138,28 @@ def _about(view: View) -> Words:
         f"on {facts.device or '?'}" + (f" with {facts.strategy}" if facts.strategy else ""),
         f"{len(view.ranks)} ranks" if len(view.ranks) > 1 else None,
         format_count(view.lead.steps, "step"),
+        None if view.verdict.rule == "hang" else _standing(view),
     ]
     known = [part for part in parts if part]
     joined: list[str | Cell] = [known[0]]
     for part in known[1:]:
         joined += [" · ", part]
     return Phrase(tuple(joined))
+
+
+def _standing(view: View) -> str | None:
+    """Return the step that has not ended for a while when its rank was last seen, of several the first."""
+    found = [(row, rank.rank) for rank in view.run.ranks if (row := rank.last_place()) is not None]
+    standing = [(row, rank) for row, rank in found if (row.waited_ns or 0) >= STANDS_NS]
+    if not standing:
+        return None
+    row, rank = min(standing, key=lambda entry: (entry[0].step or 0, _order(entry[0].phase)))
+    where = f" on rank {rank}" if len(view.ranks) > 1 else ""
+    return f"in {called(row.phase or '?')} of step {row.step} for {format_ns(row.waited_ns or 0)}{where}"
+
+
+def _order(phase: str | None) -> int:
+    return PHASES.index(phase) if phase in PHASES else len(PHASES)
 
 
 def _incomplete(view: View) -> str:

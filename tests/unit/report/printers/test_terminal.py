@@ -271,6 +271,17 @@ def test_a_run_that_left_only_its_setup_did_not_start() -> None:
     assert "did not start" not in page(ended)
 
 
+def test_the_step_that_a_run_stands_in_is_on_its_page_before_its_limit() -> None:
+    directory = make_run(Path("logs").absolute(), FakeRun(world_size=2, endings={0: None, 1: None}))
+    for rank, (phase, waited_ns) in enumerate([("backward", 41_000_000_000), ("forward", 42_000_000_000)]):
+        row = {"step": 30, "kind": "heartbeat", "phase": phase, "waited_ns": waited_ns}
+        (directory / f"heartbeat.rank0000{rank}.jsonl").write_text(json.dumps(row) + "\n")
+    assert "in forward of step 30 for 42.0 s on rank 1" in " ".join(page(directory).split())
+    for path in directory.glob("heartbeat.*"):
+        path.write_text(path.read_text().replace("000000000", "00000000"))
+    assert "of step 30 for" not in page(directory)
+
+
 def test_failures_damage_and_gaps_are_shown_with_their_reasons() -> None:
     directory = make_run(Path("logs").absolute())
     append(directory, "error", collector="allocator", where="mark", window=0, message="ValueError: odd", traceback="")
