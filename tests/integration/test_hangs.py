@@ -98,16 +98,19 @@ def test_a_worker_that_died_is_the_verdict_with_its_signal_or_exit_code(tmp_path
     assert "worker" in document.why or "Connection" in document.why
 
 
-@pytest.mark.parametrize(("workers", "who"), [(0, "stuck in data wait at"), (2, "stuck in data wait, worker 0 at")])
+@pytest.mark.parametrize(
+    ("workers", "steps", "who"),
+    [(0, 20, "data wait at"), (2, 20, "data wait, worker 0 at"), (-2, 7, "validation, worker 0 at")],
+)
 def test_a_data_set_that_hangs_is_the_verdict_with_its_line_in_any_process(
-    tmp_path: Path, workers: int, who: str
+    tmp_path: Path, workers: int, steps: int, who: str
 ) -> None:
     text = (SUPPORT / "stuck_worker.py").read_text().splitlines()
     last = next(number for number, line in enumerate(text, 1) if line.endswith("# waits"))
     lines = "|".join(str(number) for number in range(last - 3, last + 1))
     document = page(tmp_path, "stuck_worker.py", workers)
     place = rf"stuck_worker\.py:({lines}) in __getitem__"
-    assert re.fullmatch(rf"Step 20 does not end: {who} {place}\.", words_text(document.verdict))
+    assert re.fullmatch(rf"Step {steps} does not end: stuck in {who} {place}\.", words_text(document.verdict))
     assert re.match(rf"Look at {place}: it does not return", document.next or "")
     # The pulse has half of them or more, the report all.
-    assert "20 steps" in words_text(document.about)
+    assert f"{steps} steps" in words_text(document.about)

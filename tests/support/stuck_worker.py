@@ -1,6 +1,6 @@
-"""A training one of whose DataLoader workers hangs until that is reported, and then kills the training.
+"""A training whose data set hangs until that is reported, and then kills the training.
 
-python stuck_worker.py DIRECTORY WORKERS
+python stuck_worker.py DIRECTORY WORKERS: the data of a validation with a minus sign
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_memprof import MemProfilerCallback
 from lightning_memprof.artifacts.naming import hangs_name
 from lightning_memprof.collectors import Hangs, Pulse
-from training import Perceptron, trainer
+from training import Noise, Perceptron, trainer
 
 DIRECTORY, WORKERS = Path(sys.argv[1]), int(sys.argv[2])
 TRAINING = os.getpid()
@@ -41,6 +41,7 @@ class Stuck(Dataset[torch.Tensor]):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    loader = DataLoader(Stuck(), batch_size=2, num_workers=WORKERS)
-    callback = MemProfilerCallback(collectors=[Pulse(), Hangs(max_step_seconds=2)])
-    trainer(DIRECTORY, callback).fit(Perceptron(), loader)
+    stuck = DataLoader(Stuck(), batch_size=2, num_workers=abs(WORKERS))
+    callback = MemProfilerCallback(collectors=[Pulse(), Hangs(max_step_seconds=2 if WORKERS >= 0 else 0.3)])
+    data = (stuck, None) if WORKERS >= 0 else (DataLoader(Noise(8), batch_size=1), stuck)
+    trainer(DIRECTORY, callback, num_sanity_val_steps=0).fit(Perceptron(), *data)

@@ -73,6 +73,7 @@ _LAST_COLLECTIVES: Final = 100
 _TRAINERS: Final = ("lightning", "pytorch_lightning")
 _OURS: Final = "lightning_memprof"
 _LOADER: Final = "torch.utils.data.dataloader"
+_VALIDATION: Final = ".loops.evaluation_loop"
 
 
 class Hangs(Collector):
@@ -327,10 +328,10 @@ class _Reports:
             progress = self._run.progress
             position, clock = progress.position, progress.clock
             row = HangRow(kind="exception", time_ns=perf_counter_ns() + self._run.unix_offset_ns, error=describe(error))
-            _set_place(row, list(traceback.walk_tb(error.__traceback__))[::-1])
             if position is not None and clock is not None:
                 row.step, row.global_step, row.phase = position.step, position.global_step, clock.phase(raised=True)
                 row.waited_ns = perf_counter_ns() - clock.start_ns
+            _set_place(row, list(traceback.walk_tb(error.__traceback__))[::-1])
             with self._run.faults.caught(Hangs.name, "mark"):
                 self._write_place(row)
         return False
@@ -432,7 +433,10 @@ def _collectives() -> Iterator[SeriesRow]:
 
 
 def _set_place(row: HangRow, frames: Sequence[tuple[FrameType, int]]) -> None:
-    """Set the innermost function and line of ``frames``."""
+    """Set the innermost function and line of ``frames``, and a phase that the clock does not have."""
+    names = (str(frame.f_globals.get("__name__", "")) for frame, _ in frames)
+    if row.phase == "other" and any(name.endswith(_VALIDATION) for name in names):
+        row.phase = "validation"
     if frames:
         row.function, (row.place, row.source) = _function(frames[0][0]), _place(frames)
 
