@@ -90,7 +90,7 @@ class DataLoaderFacts(OpenRow):
 
 
 class ParameterFacts(OpenRow):
-    """One of the largest trainable parameters; ``module`` is the class of the submodule that owns it."""
+    """One of the largest trainable parameters, or buffers; ``module`` is the class of the submodule that owns it."""
 
     name: str = ""
     module: str | None = None
@@ -118,6 +118,7 @@ class TrainingFacts(OpenRow):
     dataloaders: list[DataLoaderFacts] = msgspec.field(default_factory=list)
     parameter_dtypes: dict[str, Int64] = msgspec.field(default_factory=dict)
     largest_parameters: list[ParameterFacts] = msgspec.field(default_factory=list)
+    largest_buffers: list[ParameterFacts] = msgspec.field(default_factory=list)
     not_optimized: list[str] = msgspec.field(default_factory=list)
     compiled: list[str] = msgspec.field(default_factory=list)
     detect_anomaly: bool | None = None

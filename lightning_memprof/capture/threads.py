@@ -1,22 +1,41 @@
-"""Times of threads as the kernel's scheduler counts them."""
+"""Times of threads as the kernel's scheduler counts them, and the lines of the program that the training runs."""
 
 from __future__ import annotations
 
+import linecache
 import os
+import sys
 import threading
+from collections import Counter
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lightning_memprof.artifacts.series import ProcessRow
+from lightning_memprof.artifacts.secrets import masking
+from lightning_memprof.artifacts.series import MODULE_CALL, LineRow, ProcessRow
 from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.sources.user_hooks import hook_name
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
 
 # Of a core.
 _NOTABLE: Final = 0.05
 # The names of this package's threads.
 _OURS: Final = "memprof"
+# A look takes 10 to 30 µs, for which the training waits at most.
+_PAUSE_S: Final = 0.001
+_PATIENCE_S: Final = 5.0
+_TRAINERS: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
+# Calls of the Trainer by the program.
+_ENTRIES: Final = ("fit", "validate", "test", "predict")
+# They are of the function that runs them.
+_WITHOUT_NAME: Final = frozenset({"<lambda>", "<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>"})
+# The other lines are of a few looks.
+_MOST_LINES: Final = 500
+_MOST_SOURCE: Final = 160
 
 
 class CoreWait:
@@ -91,3 +110,131 @@ def _scheduled(thread: int) -> tuple[int, int]:
         ran, waited, _ = map(int, Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split())
         return ran, waited
     return 0, 0
+
+
+class _Kind(Enum):
+    """Whose code a frame runs."""
+
+    PROGRAM = 0
+    LIBRARY = 1
+    MODULE_CALL = 2
+    TRAINER = 3
+    ENTRY = 4
+    OURS = 5
+
+
+class _Line(NamedTuple):
+    """The program's functions, outermost first, with None for a call of a module; and the innermost one's line.
+
+    ``called`` is the function of a library that the line calls, ``inside`` the innermost one.
+    """
+
+    functions: tuple[CodeType | None, ...]
+    file: str
+    line: int
+    called: CodeType | None
+    inside: CodeType | None
+
+
+class LineSampler:
+    """A thread that looks every millisecond at the line of the program that the training thread runs.
+
+    The time since the previous look belongs to the line: a call that keeps Python's lock delays the look to its end.
+    Nothing is changed in the training thread.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._training = threading.get_ident()
+        self._times: Counter[_Line] = Counter()
+        self._looks: Counter[_Line] = Counter()
+        self._kinds: dict[CodeType, _Kind] = {}
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"{_OURS}-lines", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        """End the thread.
+
+        Raises:
+            Exception: a look raised it.
+        """
+        self._stop.set()
+        self._thread.join(_PATIENCE_S)
+        if self._error is not None:
+            raise self._error
+
+    def rows(self) -> list[LineRow]:
+        """Return a row per line, most time first."""
+        mask = masking()
+        return [
+            LineRow(
+                functions=[_qualified(code) if code is not None else MODULE_CALL for code in at.functions],
+                place=f"{Path(at.file).name}:{at.line}",
+                source=mask(linecache.getline(at.file, at.line).strip()[:_MOST_SOURCE]) or None,
+                called=_qualified(at.called) if at.called else None,
+                inside=_qualified(at.inside) if at.inside else None,
+                looks=self._looks[at],
+                ns=ns,
+            )
+            for at, ns in self._times.most_common(_MOST_LINES)
+        ]
+
+    def _run(self) -> None:
+        before: int | None = None
+        try:
+            while not self._stop.wait(_PAUSE_S):
+                now = perf_counter_ns()
+                frame = sys._current_frames().get(self._training)  # noqa: SLF001 Python has no other way
+                if self.is_open and before is not None and (at := self._line(frame)) is not None:
+                    self._times[at] += now - before
+                    self._looks[at] += 1
+                before = now if self.is_open else None
+                # A frame keeps its variables.
+                del frame
+        except Exception as error:  # noqa: BLE001 `__exit__` raises it
+            self._error = error
+
+    def _line(self, frame: FrameType | None) -> _Line | None:
+        """Return the line of the program that a frame is in; None for the Trainer's work, and for this package's."""
+        functions: list[CodeType | None] = []
+        file, line, called, inside = "", 0, None, None
+        while frame is not None:
+            code = frame.f_code
+            kind = self._kinds.get(code) or self._kind(frame)
+            if kind is _Kind.PROGRAM:
+                file, line = (file, line) if line else (code.co_filename, frame.f_lineno)
+                functions += [] if code.co_name in _WITHOUT_NAME else [code]
+            elif kind is _Kind.MODULE_CALL and (not functions or functions[-1] is not None):
+                functions.append(None)
+            elif (
+                kind is _Kind.ENTRY or (kind is _Kind.TRAINER and line) or (kind is _Kind.OURS and not (line or inside))
+            ):
+                break
+            if kind in (_Kind.LIBRARY, _Kind.TRAINER) and not line:
+                called, inside = code, inside or code
+            frame = frame.f_back
+        return _Line(tuple(reversed(functions)), file, line, called, inside) if any(functions) else None
+
+    def _kind(self, frame: FrameType) -> _Kind:
+        code = frame.f_code
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package == "torch" and code.co_name == "_call_impl":
+            kind = _Kind.MODULE_CALL
+        elif package in _TRAINERS:
+            kind = _Kind.ENTRY if code.co_name in _ENTRIES else _Kind.TRAINER
+        elif package == __name__.partition(".")[0]:
+            kind = _Kind.OURS
+        else:
+            is_program = not code.co_filename.startswith("<") and not is_library(code.co_filename)
+            kind = _Kind.PROGRAM if is_program else _Kind.LIBRARY
+        self._kinds[code] = kind
+        return kind
+
+
+def _qualified(code: CodeType) -> str:
+    """Return the name of a function, with its class where Python knows it."""
+    return code.co_qualname.rpartition("<locals>.")[2] if sys.version_info >= (3, 11) else code.co_name

@@ -118,6 +118,7 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "dataloaders": [_loader_facts(loader) for loader in _loaders(trainer)],
         "parameter_dtypes": {} if parameters is None else _bytes_by_dtype(parameters),
         "largest_parameters": [] if lazy else _largest_parameters(module),
+        "largest_buffers": [] if lazy else _largest_buffers(module),
         "detect_anomaly": torch.is_anomaly_enabled(),
         # Not Lightning's `is_overridden`: that of the other distribution raises.
         "clips_itself": type(module).configure_gradient_clipping.__module__.split(".")[0] not in _LIGHTNING,
@@ -139,6 +140,11 @@ def _bytes_by_dtype(parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
     for parameter in parameters:
         sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel() * parameter.element_size()
     return dict(sizes)
+
+
+def _largest_buffers(module: torch.nn.Module) -> list[dict[str, Any]]:
+    found = sorted(((buffer.nbytes, name) for name, buffer in module.named_buffers()), reverse=True)
+    return [{"name": name, "bytes": size} for size, name in found[:_LARGEST]]
 
 
 def _largest_parameters(module: torch.nn.Module) -> list[dict[str, Any]]:

@@ -525,3 +525,29 @@ def test_tensors_as_text_are_named_as_such(tmp_path: Path, is_text: bool, capsys
     with torch._tensor_str.printoptions(threshold=10_000):
         sentence = shown(tmp_path, Described(is_text), capsys).get("python_time", "")
     assert sentence.startswith("Tensors as text: training_step formats tensors (print, f-string, repr), ") == is_text
+
+
+class Penalized(Wide):
+    """Decomposes a matrix in each step for its largest singular value, or approximates that."""
+
+    def __init__(self, is_exact: bool) -> None:
+        super().__init__()
+        self.is_exact = is_exact
+
+    def stretch(self) -> torch.Tensor:
+        matrix = torch.eye(400) + next(self.net.parameters()).sum()
+        if self.is_exact:
+            return torch.linalg.matrix_norm(matrix, ord=2)
+        return (matrix @ matrix[0]).norm() / matrix[0].norm()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch.repeat(256, 1)).square().mean() + self.stretch()
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_costly_line_of_the_program_is_named(
+    tmp_path: Path, is_exact: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = shown(tmp_path, Penalized(is_exact), capsys).get("costly_line", "")
+    assert sentence.startswith("Penalized.stretch (test_findings.py:") == is_exact
+    assert sentence.endswith("`return torch.linalg.matrix_norm(matrix, ord=2)`.") == is_exact

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from fake_memory import START_NS, FakeMemory, allocation_events, write_memory
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.artifacts.naming import TraceName, pulse_name
-from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, encode_pulse
+from lightning_memprof.artifacts.pulse import encode_pulse
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS
 from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace, Sink, claim_run_place
 from lightning_memprof.schedule import Mark, Point, Window
 from lightning_memprof.units import MIB

@@ -8,8 +8,9 @@ from typing import Any
 
 from lightning_memprof.analysis.trace.events import OperatorEvent, Trace
 from lightning_memprof.artifacts.files import read_plain
+from lightning_memprof.artifacts.pulse import decode_pulse
 from lightning_memprof.artifacts.rows import decode_rows
-from lightning_memprof.artifacts.series import PulseRow, decode_pulse
+from lightning_memprof.artifacts.series import PulseRow
 from lightning_memprof.errors import ArtifactError
 
 

@@ -36,7 +36,6 @@ from lightning_memprof.analysis.findings.kernels import (
     busy_thread,
     many_small_kernels,
     many_small_operators,
-    python_time,
     tensor_cores_unused,
 )
 from lightning_memprof.analysis.findings.memory import (
@@ -63,6 +62,9 @@ from lightning_memprof.analysis.findings.profiler import (
     recording_overhead,
     worker_died,
 )
+from lightning_memprof.analysis.findings.program.buffers import buffer_broadcast
+from lightning_memprof.analysis.findings.program.lines import costly_line
+from lightning_memprof.analysis.findings.program.python import python_time
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,
     failed_request,
@@ -106,12 +108,14 @@ RULES: Final[tuple[Rule, ...]] = (
     retained_graph,
     allocator_retries,
     straggler,
+    buffer_broadcast,
     input_bound,
     workers_restart,
     padding,
     anomaly_detection,
     double_precision,
     python_loop,
+    costly_line,
     python_time,
     busy_thread,
     unused_gradients,

@@ -27,6 +27,7 @@ from lightning_memprof.analysis.findings.modules import (
     in_compiled,
     operator_family,
 )
+from lightning_memprof.analysis.findings.program.lines import fitting, has, of_forward
 from lightning_memprof.analysis.findings.traces import Remedy, open_trace, remedies, remedy, shorter_name
 from lightning_memprof.analysis.ledger.peaks import Peaks, device_peaks
 from lightning_memprof.analysis.ledger.work import all_pairs
@@ -152,19 +153,20 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
         steps: tuple[str, ...] = (_look_further(facts.run),)
     else:
         achieved = _of_module(facts, rank, heaviest)
+        at = of_forward(rank) if owner is ledger and rank.facts.is_cpu else None
         compiled = " (compiled)" if in_compiled(heaviest.module, rank) else ""
         sentence = (
             f"Compute-bound: {heaviest.module}{compiled} takes {owner.share_text(heaviest.ns)} "
             f"({format_ns(heaviest.ns)} of {format_ns(owner.running_ns)}), "
             f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
+            f"{has(at, 'the forward') if at else ''}"
         )
         why = (
             f"{achieved.text + ' ' if achieved else ''}Forward takes {format_ns(ledger.ns('forward'))}, backward "
             f"{format_ns(ledger.ns('backward'))} per step."
         )
-        batch = (BATCH,) if achieved is not None and achieved.is_tiny else ()
-        batch = (PAIRS,) if achieved is not None and achieved.pairs else batch
-        steps = (*batch, *faster(heaviest, rank), _look_further(facts.run))
+        batch = (PAIRS,) if achieved and achieved.pairs else (BATCH,) if achieved and achieved.is_tiny else ()
+        steps = (*batch, *fitting(heaviest.family, at), *faster(heaviest, rank), _look_further(facts.run))
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,

@@ -10,6 +10,7 @@ from lightning_memprof.analysis.findings.measures import (
     Rhythm,
     cores_of_loading,
     in_workers,
+    line_of_samples,
     more_workers,
     one_by_one,
     rhythm,
@@ -28,6 +29,7 @@ from lightning_memprof.analysis.findings.model import (
     Recovery,
     Severity,
 )
+from lightning_memprof.analysis.findings.program.lines import has, of_spot
 from lightning_memprof.analysis.findings.traces import (
     MIN_TRACE_STEPS,
     NOTABLE_SHARE,
@@ -246,8 +248,9 @@ def _cause(
         return f": {slow.function} takes {percent(slow.share)} of a fetch"
     if workers:
         return f": {format_count(workers, 'worker')} cannot keep up{in_workers(rank)}"
-    named = f", mostly in {_named(loaders, *part)}" if part else ""
-    return "" if workers is None else f"{named}{one_by_one(rank, ledger)[0]} (num_workers=0)"
+    named, at = f", mostly in {_named(loaders, *part)}" if part else "", line_of_samples(rank, part)
+    source = has(at, "it", named.rpartition(" ")[2]) if at else ""
+    return "" if workers is None else f"{named}{one_by_one(rank, ledger)[0]} (num_workers=0){source}"
 
 
 def _slowest_part(ledger: TimeLedger, few: Rhythm | None) -> tuple[str, str] | None:
@@ -294,6 +297,7 @@ def _next_steps(
     epochs = at_epoch_starts >= EPOCH_STARTS_SHARE
     share = SHARE if loader.is_iterable else ""
     faster = f"ake {_named(loaders, *part)} faster: {FASTER[part[1]]}" if part is not None else ""
+    steps += of_spot(at) if (at := line_of_samples(rank, part)) is not None else ()
     if part is not None and part[1] == "sampler":
         return (f"M{faster}.",)
     if workers == 0:

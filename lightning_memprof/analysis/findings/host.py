@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.compute import is_oversubscribed
-from lightning_memprof.analysis.findings.measures import core_use, few_steps, one_by_one, work_of
+from lightning_memprof.analysis.findings.measures import core_use, few_steps, one_by_one
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTABLE,
@@ -18,6 +18,7 @@ from lightning_memprof.analysis.findings.model import (
     Severity,
 )
 from lightning_memprof.analysis.findings.modules import operator_family
+from lightning_memprof.analysis.findings.program.python import ONCE, work_of
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.steps.pauses import pauses
 from lightning_memprof.artifacts.series import GC_PAUSE
@@ -213,7 +214,8 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     if remedy.by_name and not first:
         sentence = f"{kind.capitalize()}s take {{share}}{{on_rank}}; which ones was not recorded."
     does, first_steps = work_of(facts, rank, replace(lines[0], count=count))
-    worth = Recovery(unit="ns", min=ns * remedy.saves[0], max=ns * remedy.saves[1], whole=ledger.running_ns)
+    least, most = (0.9, 1.0) if first.rpartition(".")[2] in ONCE else remedy.saves
+    worth = Recovery(unit="ns", min=ns * least, max=ns * most, whole=ledger.running_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
     steps = (*first_steps, *(step.format(name=name, owner=name.rpartition(".")[0]) for step in remedy.next_steps))
     return Finding(

@@ -1,13 +1,10 @@
-"""Inefficient work: Python outside operators, small operators and kernels, kernels without tensor cores."""
+"""Inefficient work: busy threads, small operators and kernels, kernels without tensor cores."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.measures import OF_VALUES, READS
 from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import (
     OPTIMIZER,
@@ -21,14 +18,11 @@ from lightning_memprof.analysis.findings.traces import (
     shorter_name,
     total_ns,
 )
-from lightning_memprof.analysis.ledger.model import grouped, total
+from lightning_memprof.analysis.ledger.model import grouped
 from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.trace.model import HostOperators, Kernel, TraceReport
 
@@ -325,112 +319,6 @@ def _next_for_products(trace: TraceReport, *, early: bool) -> tuple[str, ...]:
         *(() if early else ('Or keep 32 bits and multiply in TF32: torch.set_float32_matmul_precision("high").',)),
         MULTIPLES,
     )
-
-
-# Calls of operators and modules take some Python everywhere.
-NOTABLE_PYTHON: Final = 0.10
-# In a forward of fewer operators, a recording does not explain the remaining time.
-MIN_CALLED: Final = 10
-SAVED_PYTHON: Final = (0.5, 0.9)
-SAVED_READS: Final = (0.8, 1.0)
-# A loop over values reads at least this many.
-MIN_READS: Final = 256
-# Python collects young objects after this many new ones; a value that is read makes one or two.
-COLLECTED_AFTER: Final = 700
-# What torch calls to write a tensor as text, beside the reads of its values.
-FORMATS: Final = frozenset({"aten::masked_select", "aten::resolve_conj"})
-NO_TEXT: Final = 'Write tensors as text once in many steps, and in messages that are read: logger.debug("%s", tensor).'
-NO_LOOPS: Final = "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps."
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Python:
-    """Time outside operators in the forward of a module, or in the training step (an empty path).
-
-    ``reads`` is the number of values that it reads one by one; then ``ns`` has the operators that read them, and the GC
-    pauses of the objects that these make. ``formats``: torch reads them to write tensors as text.
-    """
-
-    module: str
-    ns: float
-    reads: float
-    formats: bool = False
-
-
-def python_time(facts: Facts) -> Finding | None:
-    """Find a forward, or the training step around it, that computes in Python and not in operators.
-
-    Recovers 50% to 90% of the time outside operators. Where values are read one by one, the time includes the reads and
-    the GC pauses of their objects, one collection for 700 of them: recovers 80% to 100%.
-    """
-    if (worst := facts.heaviest(lambda ledger: _python(ledger).ns)) is None:
-        return None
-    rank, ledger = worst
-    python = _python(ledger)
-    called = sum(line.called for line in ledger.of("forward"))
-    if python.ns < (NOTABLE if python.reads else NOTABLE_PYTHON) * ledger.running_ns or called < MIN_CALLED:
-        return None
-    ns, share = python.ns, ledger.share_text(python.ns)
-    where = f"the forward of {python.module}" if python.module else "training_step, outside of its submodules,"
-    outside = f"Python code in {where} takes {share}"
-    if python.reads:
-        where, count = where.partition(",")[0], f"{python.reads:,.0f}"
-        outside = f"Scalar loop: {where} reads {count} tensor values one by one (.item()): {share}"
-        if python.formats:
-            outside = f"Tensors as text: {where} formats tensors (print, f-string, repr), {count} values: {share}"
-    saved = SAVED_READS if python.reads else SAVED_PYTHON
-    worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
-    return Finding(
-        rule="python_time",
-        sentence=f"{outside}{facts.on_rank(rank)}.",
-        why=(
-            f"{format_ns(ns)} of {ledger.length_text}: each .item(), float() or bool() of a tensor "
-            "is an operator and an object, which the GC collects."
-            if python.reads
-            else f"{format_ns(ns)} of {ledger.length_text} are outside operators: self.log, metrics, "
-            "NumPy, or loops over values."
-        ),
-        next_steps=(
-            *((NO_TEXT,) if python.formats else ()),
-            *((NO_LOOPS,) if python.reads else ()),
-            "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
-            *(() if python.reads else (NO_LOOPS,)),
-            "See the functions: ExtendedPyTorchProfiler(with_stack=True).",
-        ),
-        evidence=facts.pulse_and_trace(rank),
-        numbers={
-            "rank": rank.rank,
-            "module": python.module or None,
-            "python_ns": ns,
-            "reads": python.reads,
-            "duration_ns": ledger.step_ns,
-        },
-        **worth.parts,
-    )
-
-
-def _python(ledger: TimeLedger) -> _Python:
-    """Return the module, or the training step, with the most time outside operators."""
-    lines: dict[str, list[TimeLine]] = defaultdict(list)
-    for line in grouped(ledger.of("forward")):
-        lines[line.module or ""].append(line)
-    return max((_in_python(ledger, *of) for of in lines.items()), key=lambda found: found.ns, default=NO_PYTHON)
-
-
-NO_PYTHON: Final = _Python(module="", ns=0.0, reads=0.0)
-
-
-def _in_python(ledger: TimeLedger, module: str, of_module: Sequence[TimeLine]) -> _Python:
-    lines = [line for line in of_module if line.operator in OF_VALUES]
-    reads = sum(line.called for line in lines if line.operator in READS)
-    if reads < MIN_READS:
-        return _Python(module=module, ns=total(line for line in lines if not line.operator), reads=0.0)
-    pauses = ledger.of("gc_pauses")
-    collections = sum(line.count for line in pauses)
-    collected = min(reads / (COLLECTED_AFTER * collections), 1.0) if collections else 0.0
-    ns = total(lines) + total(pauses) * collected
-    called = {line.operator for line in of_module if line.called}
-    return _Python(module=module, ns=ns, reads=reads, formats=called >= FORMATS)
 
 
 # A thread that takes less of a core delays the training by little; in a shorter time it may work for once.

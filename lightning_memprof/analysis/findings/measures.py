@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_memprof.analysis.findings.model import Facts
-from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.analysis.findings.program.lines import of_action, of_collate
+from lightning_memprof.analysis.ledger.model import TimeLedger, total
 from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import OWN_WORK
+from lightning_memprof.analysis.steps.lines import Spot
 from lightning_memprof.analysis.steps.statistics import PulseStatistics
 from lightning_memprof.analysis.steps.system import systems
 from lightning_memprof.analysis.steps.workers import Call, Loading, calls, loading, workers
@@ -233,87 +235,6 @@ VIEWS: Final = OF_VALUES | {
 }
 
 
-ADVICE: Final = {
-    "RichProgressBar": "Draw less often: RichProgressBar(refresh_rate=20).",
-    "TQDMProgressBar": "Draw less often: TQDMProgressBar(refresh_rate=20).",
-}
-# Hooks that look at gradients, which are as many tensors as the model has parameters.
-AT_ONCE: Final = (
-    "Handle all gradients in one call in {name}, or every N batches: Trainer(gradient_clip_val=1.0), "
-    "torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), torch._foreach_norm."
-)
-BUILD_ONCE: Final = (
-    "Build it once: read the data in setup(), and leave Trainer(reload_dataloaders_every_n_epochs=0) as it is."
-)
-OF_HOOKS: Final = {
-    **dict.fromkeys(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"), AT_ONCE),
-    **dict.fromkeys(("train_dataloader", "val_dataloader"), BUILD_ONCE),
-}
-TRANSFER: Final = ".batch_to_device"
-BEFORE_TRANSFER: Final = "on_before_batch_transfer"
-ON_GPU: Final = (
-    "Do the work of {name} on the GPU, in on_after_batch_transfer, or in workers: in collate_fn or the data set."
-)
-TENSORS: Final = "Return tensors from collate_fn, not lists of numbers: the transfer visits each object of a batch."
-PIN: Final = "Copy from pinned memory, which does not block: DataLoader(pin_memory=True)."
-# What a hook does, as its recorded operators show.
-WHOLE: Final = "Handle the whole batch at once in {name}: it calls {often}, for one sample or part each."
-REUSE: Final = (
-    "Use the outputs of the step in {name} instead of the forward of {module}: return them from training_step."
-)
-ONE_READ: Final = (
-    "Read one value in {name}: stack the tensors, reduce them on the GPU, then .item(). Every N batches is enough "
-    "where nothing depends on it."
-)
-SYNCED: Final = (
-    "Log without sync_dist=True in the steps, or average one stacked tensor over ranks: each of these values is a "
-    "collective of its own."
-)
-# Parts whose modules and operators are those of an action.
-LOOKS_INSIDE: Final = frozenset({"callback", "module_hook", "transfer"})
-# Fewer calls of an operator in a hook are not a loop over samples, parameters or values.
-OFTEN: Final = 32
-# Fewer collectives in a step are a few values.
-MANY_SYNCED: Final = 4
-
-
-def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str, ...]]:
-    """Return what an action does, to end a sentence, and the next steps that fit this.
-
-    Recorded operators show a loop over an operator, the forward of a module, and collectives of ``self.log``.
-    """
-    owner, _, hook = action.name.rpartition(".")
-    special = OF_HOOKS.get(hook) or ADVICE.get(owner)
-    steps = (special.format(name=action.name),) if special else ()
-    if hook == BEFORE_TRANSFER and not rank.facts.is_cpu:
-        steps = (ON_GPU.format(name=action.name), *steps)
-    if action.name.endswith(TRANSFER):
-        # Without a device there is nothing to copy.
-        return (": it visits each object of a batch", (TENSORS,)) if rank.facts.is_cpu else ("", (PIN, TENSORS))
-    recorded, calls = facts.host_ledger(rank), max(action.count, 1.0)
-    lines = [line for line in recorded.lines if line.name == action.name] if recorded and action.name else []
-    synced = sum(line.count for line in lines if line.part == "rank_wait")
-    if action.part == "self_log" and synced >= MANY_SYNCED:
-        return f", {synced:,.0f} collectives per step", (SYNCED,)
-    lines = [line for line in lines if line.part == action.part in LOOKS_INSIDE]
-    reads = max((line.called for line in lines if line.operator in READS), default=0.0) / calls
-    if reads >= OFTEN and not rank.facts.is_cpu:
-        return f": it reads {reads:,.0f} values from the GPU, one by one", (ONE_READ.format(name=action.name), *steps)
-    is_transfer = action.part == "transfer"
-    modules = Counter[str]()
-    for line in lines:
-        modules[(line.module or "").partition(".")[0]] += round(line.ns)
-    module, ns = modules.most_common(1)[0] if modules else ("", 0)
-    if module and ns >= MOST * total(lines) and not is_transfer:
-        return f": it runs {module}", (REUSE.format(name=action.name, module=module), *steps)
-    loops = [line for line in lines if line.operator and line.operator not in VIEWS and line.called >= OFTEN * calls]
-    if (loop := max(loops, key=lambda line: line.ns, default=None)) is None:
-        return "", steps
-    often = f"{loop.operator} {loop.called / calls:,.0f} times"
-    # Other hooks need not run for each batch.
-    return f": it calls {often}", (*([WHOLE.format(name=action.name, often=often)] if is_transfer else ()), *steps)
-
-
 # Python takes 10 to 20 µs to fetch a row of a tensor and to stack it with others; a busy machine takes longer.
 OF_A_ROW_NS: Final = 50_000
 # Smaller batches do not take long.
@@ -421,6 +342,14 @@ def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
     return f"Use DataLoader(num_workers={wanted}): {times}{blocked}; the quotient is {cost.fetch_ns / step_ns:.1f}."
 
 
+def line_of_samples(rank: Rank, part: tuple[str, str] | None) -> Spot | None:
+    """Return where the program makes samples, or batches of them, in the training process."""
+    if part is not None and part[1] == "collate":
+        return of_collate(rank)
+    loaders = rank.training.dataloaders if rank.training else ()
+    return of_action(rank, sample_method(loaders)) if part is not None and part[1] == "fetch" else None
+
+
 def more_workers(workers: int, cores: int | None, method: str) -> str:
     """Return what to do with workers that cannot keep up, where their times are not known."""
     slow = f"{workers} worker{'s' * (workers > 1)} cannot keep up: "
@@ -446,6 +375,14 @@ OTHERS: Final = "Find them with top: end them, let them wait (renice 19 -p PID),
 LIMIT: Final = "Use no more threads than the CPU limit of the container or job (cpu.max): torch.set_num_threads(...)."
 FEWER_WORKERS: Final = "Use fewer worker processes: DataLoader(num_workers={count}) for {cores} cores."
 FEWER_THREADS: Final = "Leave them a core: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
+
+
+CHEAPER_FETCH: Final = (
+    "Make {name} cheaper, which takes {share} of the fetches: do its work once, before training, or on the part of a "
+    "sample that is used (crop first). Workers compute on {cores:.1f} cores."
+)
+# Cores; less does not delay the training thread much.
+BUSY_WORKERS: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,7 +420,11 @@ def core_use(facts: Facts, rank: Rank) -> CoreUse:
     if others >= of_workers and not (count >= MANY_PER_CORE * each and compute):
         return CoreUse(next_steps=(OTHERS, LIMIT), owner="Other processes take", text=text, own=own, others=others)
     owner, fewer = "The training's own processes share", FEWER_THREADS.format(count=max(each - count, 1))
-    if count >= each > 1 and compute:
+    slow = slow_function(rank)
+    if slow is not None and of_workers >= BUSY_WORKERS * len(here):
+        owner = f"DataLoader workers, mostly in {slow.function}, take"
+        fewer = CHEAPER_FETCH.format(name=slow.function, share=percent(slow.share), cores=of_workers)
+    elif count >= each > 1 and compute:
         owner = f"{count} DataLoader workers take"
         fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
     return CoreUse(next_steps=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)

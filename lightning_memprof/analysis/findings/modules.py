@@ -44,13 +44,14 @@ FAMILIES: Final = (
 class Heaviest:
     """The innermost module that takes most of the time of forward and backward, and the operators most of its time.
 
-    ``ns`` is per step, ``family`` names the operators, ``family_ns`` is their part of it.
+    ``ns`` is per step, ``family`` names the operators, ``family_ns`` is their part; ``operators`` are all that run.
     """
 
     module: str
     ns: float
     family: str
     family_ns: float
+    operators: frozenset[str] = frozenset()
 
 
 def heaviest_module(owners: Iterable[TimeLine]) -> Heaviest | None:
@@ -76,8 +77,41 @@ def heaviest_module(owners: Iterable[TimeLine]) -> Heaviest | None:
     families = Counter[str]()
     for line in inside:
         families[operator_family(line.operator)] += line.ns  # type: ignore[assignment]  # counts may be floats
+    unfused = total(_unfused(inside))
+    if unfused >= UNFUSED_SHARE * total(inside):
+        families = Counter({UNFUSED: round(unfused)})
     family, family_ns = families.most_common(1)[0]
-    return Heaviest(module=".".join(path) or ROOT, ns=total(inside), family=family, family_ns=family_ns)
+    return Heaviest(
+        module=".".join(path) or ROOT,
+        ns=total(inside),
+        family=family,
+        family_ns=family_ns,
+        operators=frozenset(line.operator for line in inside if line.operator),
+    )
+
+
+# Attention that keeps its weights: batched products around a softmax. Projections are products of two matrices.
+UNFUSED: Final = "attention without the fused kernel"
+UNFUSED_SHARE: Final = 0.3
+BATCHED: Final = frozenset({"aten::bmm", "aten::baddbmm"})
+SOFTMAX: Final = "aten::_softmax"
+PROJECTION: Final = re.compile(r"aten::(?:mm|addmm|linear|mkldnn_linear\w*)\Z")
+
+
+def _unfused(lines: Iterable[TimeLine]) -> list[TimeLine]:
+    """Return the lines of modules that compute attention with operators of their own, without the projections."""
+    of_modules: dict[str | None, list[TimeLine]] = defaultdict(list)
+    for line in lines:
+        of_modules[line.module].append(line)
+    found = []
+    for own in of_modules.values():
+        calls = Counter[str]()
+        for line in own:
+            if line.part == "forward":
+                calls[line.operator or ""] += line.count  # type: ignore[assignment]  # a mean per step is a float
+        if 0 < calls[SOFTMAX] <= sum(calls[name] for name in BATCHED) / 2:
+            found += [line for line in own if line.operator and not PROJECTION.match(line.operator)]
+    return found
 
 
 def operator_family(operator: str | None) -> str:
@@ -106,6 +140,11 @@ def _places(module: str) -> list[str]:
     return ["" if part.replace("-", "").isdigit() else part for part in parts]
 
 
+# channels_last is a layout of images.
+SIGNALS: Final = "aten::conv1d"
+IMAGES: Final = frozenset({"aten::conv2d", "aten::conv3d"})
+
+
 def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
     """Return what makes the operators of a module faster on this run's device."""
     precision = (rank.training.precision if rank.training else None) or "32-true"
@@ -113,7 +152,7 @@ def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
     overlaps = any(all(a == b for a, b in zip(found, place, strict=False)) for place in _compiled(rank))
     compiled = () if overlaps else (f"Fuse its operators: compile {heaviest.module} with torch.compile(module).",)
     lower = ("Compute in bfloat16: Trainer(precision='bf16-mixed').",) if precision == "32-true" else ()
-    if heaviest.family == "convolution":
+    if heaviest.family == "convolution" and not (SIGNALS in heaviest.operators and not IMAGES & heaviest.operators):
         return ("Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too.", *lower)
     if heaviest.family in {"matrix multiplication", "attention"}:
         return (*lower, *compiled) if not rank.facts.is_cpu else (*compiled, *lower)
@@ -341,7 +380,7 @@ def _outliving(device: DeviceAllocations) -> int:
 
 
 # Batching the calls of a loop saves their dispatch, and lets an operator use all cores.
-BATCHED: Final = (0.2, 0.7)
+IN_BATCHES: Final = (0.2, 0.7)
 NOTABLE_LOOP: Final = 0.10
 PARAMETRIZATIONS: Final = ".parametrizations."
 CACHED: Final = "Compute the parameters of {module} once: with torch.nn.utils.parametrize.cached(): around the loop."
@@ -377,7 +416,7 @@ def python_loop(facts: Facts) -> Finding | None:
     anew = {path for path, count in calls.items() if PARAMETRIZATIONS in path and count >= calls[loop.repeated]}
     inside = [line for line in ledger.of("forward", "backward") if f"{line.module}.".startswith(f"{loop.repeated}.")]
     made = total(line for line in inside if line.module in anew)
-    worth = Recovery(unit="ns", min=loop.ns * BATCHED[0], max=loop.ns * BATCHED[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=loop.ns * IN_BATCHES[0], max=loop.ns * IN_BATCHES[1], whole=ledger.running_ns)
     return Finding(
         rule="python_loop",
         sentence=(

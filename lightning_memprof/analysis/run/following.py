@@ -19,8 +19,9 @@ from lightning_memprof.artifacts.naming import (
     parse_manifest_name,
     pulse_name,
 )
+from lightning_memprof.artifacts.pulse import parse_pulse_row
 from lightning_memprof.artifacts.rows import decode_rows
-from lightning_memprof.artifacts.series import PHASES, HangRow, parse_pulse_row
+from lightning_memprof.artifacts.series import PHASES, HangRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -39,7 +39,7 @@ from lightning_memprof.artifacts.naming import (
     series_path,
     temporary_name,
 )
-from lightning_memprof.artifacts.series import decode_pulse
+from lightning_memprof.artifacts.pulse import decode_pulse
 from lightning_memprof.errors import ArtifactError
 
 UNCHECKED_TYPES: Final = frozenset({"pulse"})

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch.compiler import is_compiling
 
-from lightning_memprof.artifacts.series import HookRow
+from lightning_memprof.artifacts.series import HookRow, LineRow
 from lightning_memprof.capture.base import Collector, OnMark, unix_offset_ns
 from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.threads import LineSampler
 from lightning_memprof.capture.torch_internals import (
     _BaseDataLoaderIter,
     _IterableDatasetFetcher,
@@ -54,7 +55,8 @@ class HookTimings(Collector):
     """Every action of the Trainer in the window's steps.
 
     These are the hooks of each callback and of the module, fetches and their parts, transfers, strategy, precision,
-    optimizers, loggers, checkpoints, a validation inside fit, and the collectors' work at the marks.
+    optimizers, loggers, checkpoints, a validation inside fit, and the collectors' work at the marks. A thread looks at
+    the program's line every millisecond, for the series ``lines``.
     """
 
     name: ClassVar[str] = "hooks"
@@ -64,16 +66,25 @@ class HookTimings(Collector):
     def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
         """Listen to the actions, and wrap the methods that are not actions."""
         log = ActionLog(run.unix_offset_ns)
+        sampler = LineSampler()
+
+        def on_mark(mark: Mark) -> None:
+            sampler.is_open = mark.point is not Point.STEP_END
+            log.mark(mark)
+
         try:
             with (
+                sampler,
                 timed_parts(run.parts(), log.start, log.stop),
                 timed_fetches(log.start, log.stop),
                 run.actions.listen(log.start, log.stop),
             ):
-                yield log.mark
+                yield on_mark
         finally:
             if rows := log.rows():
                 run.sink.write_rows(window, self.name, rows)
+            if lines := sampler.rows():
+                run.sink.write_rows(window, LineRow.series, lines)
 
 
 class ActionLog:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.naming import actions_name, pulse_name
+from lightning_memprof.artifacts.pulse import encode_pulse
 from lightning_memprof.artifacts.series import (
     PHASES,
     PULSE_COLUMNS,
@@ -17,7 +18,6 @@ from lightning_memprof.artifacts.series import (
     PulseRow,
     StallRow,
     columns_of,
-    encode_pulse,
     encode_rows,
 )
 from lightning_memprof.artifacts.sink import ArtifactSpec

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, PulseRow, decode_pulse, encode_pulse
+from lightning_memprof.artifacts.pulse import decode_pulse, encode_pulse
+from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, PulseRow
 from lightning_memprof.errors import ArtifactError
 from recorded_rows import read_pulse, read_series
 

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import copy
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
-from lightning_memprof.capture.threads import CoreWait, ThreadTimes
+from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
+from lightning_memprof.capture.threads import CoreWait, LineSampler, ThreadTimes
 
 
 @pytest.mark.skipif(CoreWait().read() is None, reason="the kernel does not count the times of threads")
@@ -66,3 +70,68 @@ def test_a_thread_that_a_library_started_has_its_own_name() -> None:
         rows = times.read()
         done.result()
     assert [row.thread for row in rows] == ["decoding_0"]
+
+
+class Sorter(torch.nn.Module):
+    """Sorts in Python until it is told to stop."""
+
+    def forward(self, seconds: float) -> None:
+        spin(seconds)
+
+
+def spin(seconds: float) -> None:
+    ends = time.perf_counter() + seconds
+    while time.perf_counter() < ends:
+        sorted(range(1000), key=lambda number: -number)
+
+
+def looked_at(work: Callable[[], object], *, is_open: bool = True) -> list[LineRow]:
+    sampler = LineSampler()
+    with sampler:
+        sampler.is_open = is_open
+        work()
+    return sampler.rows()
+
+
+def test_the_lines_of_the_program_have_the_time_of_the_thread_that_runs_them() -> None:
+    def work() -> None:
+        spin(0.1)
+        Sorter()(0.2)
+
+    rows = looked_at(work)
+    spinning = sum(row.ns or 0 for row in rows if row.functions[-1] == "spin")
+    assert 0.25e9 < spinning < 0.6e9
+    inside = [row for row in rows if MODULE_CALL in row.functions and row.functions[-1] == "spin"]
+    assert 0.15e9 < sum(row.ns or 0 for row in inside) < 0.5e9
+    called = {tuple(row.functions[row.functions.index(MODULE_CALL) :]) for row in inside}
+    assert called == {(MODULE_CALL, "Sorter.forward", "spin")}
+    assert "sorted(range(1000), key=lambda number: -number)" in {row.source for row in inside}
+    assert all((row.place or "").startswith("test_threads.py:") for row in inside)
+
+
+def test_between_steps_nothing_is_looked_at() -> None:
+    assert looked_at(lambda: spin(0.05), is_open=False) == []
+
+
+def test_a_call_that_keeps_the_lock_has_its_whole_time() -> None:
+    numbers = [*range(3_000_000)]
+    rows = looked_at(lambda: kept(numbers))
+    sorting = (row.ns or 0 for row in rows if (row.source or "").startswith("numbers.sort"))
+    assert sum(sorting) > 0.5 * sum(row.ns or 0 for row in rows)
+
+
+def kept(numbers: list[int]) -> None:
+    numbers.reverse()
+    for _ in range(20):
+        numbers.reverse()
+    numbers.sort(key=lambda number: number * 7919 % 1_000_003)
+
+
+def test_the_function_of_a_library_that_a_line_calls_is_named() -> None:
+    rows = looked_at(lambda: [copied() for _ in range(3)])
+    (row,) = {(row.functions[-1], row.called) for row in rows if row.called == "deepcopy"}
+    assert row == ("copied", "deepcopy")
+
+
+def copied() -> object:
+    return copy.deepcopy([[number] for number in range(30_000)])

@@ -124,6 +124,8 @@ class Text(LightningModule):
         super().__init__()
         self.embedding = torch.nn.Embedding(1000, 8)
         self.head = torch.nn.Linear(8, 4, dtype=torch.float64)
+        self.register_buffer("bank", torch.zeros(100))
+        self.register_buffer("place", torch.zeros(1))
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         return self.head(self.embedding(batch).double()).mean()
@@ -161,6 +163,7 @@ def test_the_training_row_has_dtypes_the_largest_parameters_and_anomaly_detectio
     assert facts.found["largest_parameters"][0] == {
         "name": "embedding.weight", "module": "Embedding", "bytes": 32000, "sparse": False,
     }  # fmt: skip
+    assert facts.found["largest_buffers"] == [{"name": "bank", "bytes": 400}, {"name": "place", "bytes": 4}]
     assert facts.found["detect_anomaly"] is True
     assert facts.found["threads"] == torch.get_num_threads()
 

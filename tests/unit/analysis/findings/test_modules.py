@@ -9,7 +9,6 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, examine
-from lightning_memprof.analysis.findings.kernels import _python
 from lightning_memprof.analysis.findings.modules import (
     Heaviest,
     faster,
@@ -17,6 +16,7 @@ from lightning_memprof.analysis.findings.modules import (
     in_compiled,
     operator_family,
 )
+from lightning_memprof.analysis.findings.program.python import _python
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
@@ -52,6 +52,33 @@ def test_without_a_module_with_half_of_the_time_it_is_the_model() -> None:
     found = heaviest_module(line(f"part{number}", "aten::mul", 1) for number in range(5))
     assert found is not None
     assert (found.module, found.family) == ("the model", "aten::mul")
+
+
+@pytest.mark.parametrize(
+    ("operators", "family"),
+    [
+        (("aten::bmm", "aten::_softmax", "aten::addmm"), "attention without the fused kernel"),
+        # Gates of experts multiply once, a classifier not at all.
+        (("aten::addmm", "aten::_softmax"), "matrix multiplication"),
+    ],
+)
+def test_products_around_a_softmax_are_attention_without_its_fused_kernel(
+    operators: tuple[str, ...], family: str
+) -> None:
+    each = {name: (3, 1) if "softmax" in name else (4, 1 + name.endswith("bmm")) for name in operators}
+    lines = [line("attention", name, ms, count=count) for name, (ms, count) in each.items()]
+    found = heaviest_module(lines)
+    assert found is not None
+    assert found.family == family
+    assert found.family_ns == (7 if "bmm" in operators[0] else 4) * MS
+
+
+@pytest.mark.parametrize(("operator", "is_layout"), [("aten::conv1d", False), ("aten::conv2d", True)])
+def test_channels_last_is_for_images(tmp_path: Path, operator: str, is_layout: bool) -> None:
+    heaviest = heaviest_module([line("net", "aten::mkldnn_convolution", 4), line("net", operator, 0.1)])
+    assert heaviest is not None
+    steps = faster(heaviest, load_run(make_run(tmp_path)).lead)
+    assert any("channels_last" in step for step in steps) == is_layout
 
 
 def test_lines_without_operators_have_no_heaviest_module() -> None:

@@ -1,0 +1,227 @@
+"""Lines of the program that take much of a step, and the next steps that fit what they call."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery
+from lightning_memprof.analysis.steps.events import FORWARD
+from lightning_memprof.analysis.steps.lines import MIN_LOOKS, lines, source_of, spots
+from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
+from lightning_memprof.units import format_ns, percent
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.analysis.steps.lines import Spot
+
+DECOMPOSE: Final = (
+    "Decompose matrices less often, as in every 10th step, or approximate: a power iteration (spectral_norm) for the "
+    "largest singular value, torch.svd_lowrank for a few; solve(A, b) instead of an inverse."
+)
+SORT: Final = (
+    "Sort less: torch.topk or kthvalue for a few values, torch.bincount or histc for counts, and once what stays the "
+    "same."
+)
+LOOK_UP: Final = (
+    "Look up rows instead of multiplying one-hot vectors with a table: torch.nn.functional.embedding(index, table), or "
+    "table[index]."
+)
+DRAW: Final = "Draw fewer random numbers: only where they are used, and once what may stay the same."
+MOVE: Final = (
+    "Copy less: write into one tensor that exists, keep one dtype and layout instead of .to(), .contiguous() and "
+    ".clone() in each step, and stack once instead of a cat for each part."
+)
+ACCUMULATE: Final = "Compute running sums once for all positions, or only for those that are used."
+FUSED_ATTENTION: Final = (
+    "Use the fused kernel: torch.nn.functional.scaled_dot_product_attention(query, key, value), or "
+    "MultiheadAttention(need_weights=False) where nobody reads the weights."
+)
+# Of operators, innermost as a ledger has them.
+OPERATORS: Final = (
+    (
+        DECOMPOSE,
+        re.compile(
+            r"aten::\w*(?:linalg|svd|eigh?\b|cholesky|inverse|geqrf|orgqr|qr\b|lu_|triangular_solve|matrix_exp)"
+        ),
+    ),
+    (SORT, re.compile(r"aten::_?(?:sort|argsort|msort|topk|kthvalue|median|nanmedian|mode|unique\w*|quantile)\b")),
+    (FUSED_ATTENTION, re.compile(r"attention without")),
+    (
+        DRAW,
+        re.compile(
+            r"aten::(?:normal|uniform|bernoulli|random|exponential|log_normal|geometric|multinomial|randperm)_?\Z"
+        ),
+    ),
+    (ACCUMULATE, re.compile(r"aten::_?(?:cumsum|cumprod|cummax|cummin|logcumsumexp)\w*\Z")),
+    (
+        MOVE,
+        re.compile(r"aten::(?:copy_|cat|_cat|stack|clone|_to_copy|index_select|repeat|repeat_interleave|roll|flip)\Z"),
+    ),
+)
+CHEAPER: Final = "Make {name} cheaper, or run it less often: compute what stays the same only once, and keep it."
+# Of a line's source, and of the functions of libraries that it calls.
+CALLS: Final = (
+    (
+        (
+            "Keep the iterator: make it once, as iterator = iter(loader) in on_train_start, and call next(iterator) in "
+            "the steps; or let the Trainer load both: CombinedLoader."
+        ),
+        re.compile(r"next\(iter\(|DataLoader\.__iter__|DataLoaderIter\.__init__|RandomSampler"),
+    ),
+    (
+        "Let the Trainer load both, with workers: return CombinedLoader([first, second]) from train_dataloader.",
+        re.compile(r"DataLoaderIter\.__next__"),
+    ),
+    (
+        (
+            "Copy less in {name}: refer to what does not change, copy tensors in place (torch._foreach_copy_), or copy "
+            "in every Nth batch."
+        ),
+        re.compile(r"deepcopy|\bcopy\.copy\(|\.state_dict\("),
+    ),
+    (
+        DECOMPOSE,
+        re.compile(
+            r"linalg\.(?:svd\w*|eig\w*|matrix_(?:norm|exp|rank|power)|p?inv|qr|cholesky\w*|s?l?o?g?det|lstsq|cond|solve)\("
+            r"|\.(?:svd|eigh?|inverse|pinverse|cholesky|matrix_exp|det|logdet)\("
+        ),
+    ),
+    (LOOK_UP, re.compile(r"one_hot\(.*@|one_hot\(.*matmul|(?:matmul|mm|linear|einsum)\(.*one_hot\(")),
+    (
+        (
+            "Draw only what is used in {name}, without permuting everything for a few values: "
+            "numpy.random.default_rng().choice or .integers, torch.randint."
+        ),
+        re.compile(r"random\.(?:choice|permutation|shuffle|sample)\("),
+    ),
+    (
+        "Write less often in {name}: every N batches, or in a thread.",
+        re.compile(
+            r"\b(?:json|pickle|torch|np|numpy)\.(?:dump|dumps|save|savez\w*|savetxt)\(|\.write\w*\(|\bprint\(|savefig|"
+            r"\.to_(?:csv|json|parquet)\(|\.add_(?:image|images|histogram|figure|embedding|graph)\(|\.flush\(|fsync"
+        ),
+    ),
+    (
+        "List the files once, when the data set is made, and keep the list.",
+        re.compile(r"\b(?:glob|rglob|listdir|scandir|iterdir|walk)\("),
+    ),
+    (
+        "Open and parse files once, when the data set or the model is made; map large arrays into memory.",
+        re.compile(
+            r"\bopen\(|read_(?:csv|json|parquet|excel|text|bytes)\(|\b(?:np|numpy|torch|json|yaml|pickle)\.loads?\("
+        ),
+    ),
+    ("Remove the sleep.", re.compile(r"\bsleep\(")),
+    (
+        "Do not wait for another program or the network in {name}: prepare its results, or call it in a thread.",
+        re.compile(r"\bsubprocess\.|\brequests\.|urlopen|\.communicate\(|nvidia-smi|check_output"),
+    ),
+    (
+        "Make the array first, then one tensor: torch.from_numpy(numpy.stack(parts)), not a tensor for each value.",
+        re.compile(r"torch\.(?:tensor|FloatTensor|LongTensor)\(|\.tolist\(\)"),
+    ),
+    (SORT, re.compile(r"\b(?:sorted|argsort|sort|unique|quantile|percentile|median)\(")),
+)
+
+
+# A line with less of the step is not worth a rewrite.
+NOTABLE_LINE: Final = 0.10
+# Functions that the Trainer and data loaders call by their names.
+NAMED: Final = re.compile(
+    r"(?:^|\.)(?:on_\w+|\w+_step|configure_\w+|optimizer_\w+|lr_\w+|transfer_\w+|\w*loader\w*|"
+    r"backward|forward|setup|__(?:getitem|getitems|iter|next|len)__|step|log\w*)$"
+)
+# What is done less often or in another way leaves some of its time.
+SAVED: Final = (0.5, 0.95)
+OF_TRAINING_STEP: Final = ("forward", "forward_hook", "self_log")
+
+
+def costly_line(facts: Facts) -> Finding | None:
+    """Find a function of the training step that takes much of the step for work that has a cheaper form.
+
+    Recovers 50% to 95% of the time of its lines that call this, in forward.
+    """
+    if (worst := facts.heaviest(lambda ledger: ledger.ns(*OF_TRAINING_STEP))) is None or not worst[0].facts.is_cpu:
+        return None
+    rank, ledger = worst
+    rows = lines(rank, FORWARD["fit"])
+    of_kind: dict[tuple[str, str], list[LineRow]] = {}
+    for row in rows:
+        if row.functions[-1] != MODULE_CALL and (step := _fitting(source_of(row), row.called, row.inside)) is not None:
+            of_kind.setdefault((row.functions[-1], step), []).append(row)
+    ns_of = {key: sum(row.ns or 0 for row in alike) for key, alike in of_kind.items()}
+    if not ns_of:
+        return None
+    function, step = max(ns_of, key=lambda key: ns_of[key])
+    share = ns_of[function, step] / sum(row.ns or 0 for row in rows)
+    line = max(of_kind[function, step], key=lambda row: row.ns or 0)
+    ns = share * ledger.ns(*OF_TRAINING_STEP)
+    if ns < NOTABLE_LINE * ledger.running_ns or sum(row.looks or 0 for row in of_kind[function, step]) < MIN_LOOKS:
+        return None
+    worth = Recovery(unit="ns", min=ns * SAVED[0], max=ns * SAVED[1], whole=ledger.running_ns)
+    return Finding(
+        rule="costly_line",
+        sentence=(
+            f"{function} ({line.place}) takes {ledger.share_text(ns)}{facts.on_rank(rank)}: `{source_of(line)}`."
+        ),
+        why=f"{format_ns(ns)} of {ledger.length_text}: such lines have {percent(share)} of training_step.",
+        next_steps=(step.format(name=function), CHEAPER.format(name=function)),
+        evidence=facts.pulse_and_trace(rank),
+        numbers={
+            "rank": rank.rank,
+            "function": function,
+            "place": line.place,
+            "line_ns": round(ns),
+            "duration_ns": round(ledger.step_ns),
+        },
+        **worth.parts,
+    )
+
+
+def fitting(operator: str, spot: Spot | None) -> tuple[str, ...]:
+    """Return the next steps that fit an operator, and the line of the program with most of the time."""
+    of_operator = [step for step, matches in OPERATORS if matches.match(operator)][:1]
+    found = dict.fromkeys((*(of_spot(spot) if spot else ()), *of_operator))
+    return (*found, *((CHEAPER.format(name=spot.function),) if spot and spot.is_helper and not found else ()))
+
+
+def of_spot(spot: Spot) -> tuple[str, ...]:
+    """Return the next step that fits what a line calls, if there is one."""
+    step = _fitting(spot.source, spot.called, spot.inside)
+    return () if step is None else (step.format(name=spot.function),)
+
+
+def _fitting(*texts: str | None) -> str | None:
+    text = " ".join(filter(None, texts))
+    return next((step for step, matches in CALLS if matches.search(text)), None)
+
+
+def of_action(rank: Rank, action: str) -> Spot | None:
+    """Return where an action has most of its time, ``Histograms.on_train_batch_end``, in recorded windows."""
+    found = lines(rank, action.rpartition(".")[2])
+    return next(iter(spots([row for row in found if row.functions[0] == action] or found)), None)
+
+
+def of_collate(rank: Rank) -> Spot | None:
+    """Return where the program makes batches of samples: a function that no hook and no method of a data set is."""
+    found = [row for window in rank.windows for row in window.read(LineRow).rows if row.functions]
+    return next(iter(spots([row for row in found if not NAMED.search(row.functions[0])])), None)
+
+
+def of_forward(rank: Rank) -> Spot | None:
+    """Return where the forward has most of its time, without the lines that only call modules."""
+    return of_action(rank, FORWARD.get(rank.facts.stage, ""))
+
+
+def has(spot: Spot, whole: str, around: str = "") -> str:
+    """Return the share of a function in a time, to end a sentence.
+
+    Args:
+        spot: the function.
+        whole: the time, for people: ``the forward``.
+        around: a function that the sentence names already.
+    """
+    if spot.function != around:
+        return f"; {spot.text} has {percent(spot.share)} of {whole}{spot.at}"
+    return f"; mostly {spot.place}{spot.at}" if spot.place else ""

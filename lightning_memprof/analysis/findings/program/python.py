@@ -1,0 +1,227 @@
+"""The program outside of its modules: Python in the training step, and what callbacks, hooks and transfers do."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from lightning_memprof.analysis.findings.measures import MOST, OF_VALUES, READS, VIEWS
+from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery
+from lightning_memprof.analysis.findings.program.lines import CHEAPER, has, of_action, of_spot
+from lightning_memprof.analysis.ledger.model import grouped, total
+from lightning_memprof.analysis.steps.events import FORWARD
+from lightning_memprof.analysis.steps.lines import Spot, lines, spots
+from lightning_memprof.artifacts.series import MODULE_CALL
+from lightning_memprof.units import format_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
+    from lightning_memprof.analysis.run.model import Rank
+
+
+# Calls of operators and modules take some Python everywhere.
+NOTABLE_PYTHON: Final = 0.10
+# In a forward of fewer operators, a recording does not explain the remaining time.
+MIN_CALLED: Final = 10
+SAVED_PYTHON: Final = (0.5, 0.9)
+SAVED_READS: Final = (0.8, 1.0)
+# A loop over values reads at least this many.
+MIN_READS: Final = 256
+# Python collects young objects after this many new ones; a value that is read makes one or two.
+COLLECTED_AFTER: Final = 700
+# What torch calls to write a tensor as text, beside the reads of its values.
+FORMATS: Final = frozenset({"aten::masked_select", "aten::resolve_conj"})
+NO_TEXT: Final = 'Write tensors as text once in many steps, and in messages that are read: logger.debug("%s", tensor).'
+NO_LOOPS: Final = "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps."
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Python:
+    """Time outside operators in the forward of a module, or in the training step (an empty path).
+
+    ``reads`` is the number of values that it reads one by one; then ``ns`` has the operators that read them, and the GC
+    pauses of the objects that these make. ``formats``: torch reads them to write tensors as text. ``is_most``:
+    operators have less of the forward.
+    """
+
+    module: str
+    ns: float
+    reads: float
+    formats: bool = False
+    is_most: bool = False
+
+
+def python_time(facts: Facts) -> Finding | None:
+    """Find a forward, or the training step around it, that computes in Python and not in operators.
+
+    Recovers 50% to 90% of the time outside operators. Where values are read one by one, the time includes the reads and
+    the GC pauses of their objects, one collection for 700 of them: recovers 80% to 100%.
+    """
+    if (worst := facts.heaviest(lambda ledger: _python(ledger).ns)) is None:
+        return None
+    rank, ledger = worst
+    python = _python(ledger)
+    called = sum(line.called for line in ledger.of("forward"))
+    if python.ns < (NOTABLE if python.reads else NOTABLE_PYTHON) * ledger.running_ns or called < MIN_CALLED:
+        return None
+    ns, share = python.ns, ledger.share_text(python.ns)
+    where = f"the forward of {python.module}" if python.module else "training_step, outside of its submodules,"
+    at = _own_line(rank) if python.is_most and not python.module else None
+    outside = f"Python code in {where} takes {share}"
+    if python.reads:
+        where, count = where.partition(",")[0], f"{python.reads:,.0f}"
+        outside = f"Scalar loop: {where} reads {count} tensor values one by one (.item()): {share}"
+        if python.formats:
+            outside = f"Tensors as text: {where} formats tensors (print, f-string, repr), {count} values: {share}"
+    saved = SAVED_READS if python.reads else SAVED_PYTHON
+    worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
+    return Finding(
+        rule="python_time",
+        sentence=f"{outside}{facts.on_rank(rank)}{has(at, 'its time') if at else ''}.",
+        why=(
+            f"{format_ns(ns)} of {ledger.length_text}: each .item(), float() or bool() of a tensor "
+            "is an operator and an object, which the GC collects."
+            if python.reads
+            else f"{format_ns(ns)} of {ledger.length_text} are outside operators: self.log, metrics, "
+            "NumPy, or loops over values."
+        ),
+        next_steps=(
+            *((NO_TEXT,) if python.formats else ()),
+            *((NO_LOOPS,) if python.reads else ()),
+            *((of_spot(at) or (CHEAPER.format(name=at.function),)) if at else ()),
+            "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
+            *(() if python.reads else (NO_LOOPS,)),
+            "See the functions: ExtendedPyTorchProfiler(with_stack=True).",
+        ),
+        evidence=facts.pulse_and_trace(rank),
+        numbers={
+            "rank": rank.rank,
+            "module": python.module or None,
+            "python_ns": ns,
+            "reads": python.reads,
+            "duration_ns": ledger.step_ns,
+        },
+        **worth.parts,
+    )
+
+
+def _own_line(rank: Rank) -> Spot | None:
+    """Return where the program has the time of the training step itself."""
+    own = [row for row in lines(rank, FORWARD["fit"]) if MODULE_CALL not in row.functions]
+    return next(iter(spots(own)), None)
+
+
+def _python(ledger: TimeLedger) -> _Python:
+    """Return the module, or the training step, with the most time outside operators."""
+    found: dict[str, list[TimeLine]] = defaultdict(list)
+    for line in grouped(ledger.of("forward")):
+        found[line.module or ""].append(line)
+    return max((_in_python(ledger, *of) for of in found.items()), key=lambda found: found.ns, default=NO_PYTHON)
+
+
+NO_PYTHON: Final = _Python(module="", ns=0.0, reads=0.0)
+
+
+def _in_python(ledger: TimeLedger, module: str, of_module: Sequence[TimeLine]) -> _Python:
+    of_values = [line for line in of_module if line.operator in OF_VALUES]
+    reads = sum(line.called for line in of_values if line.operator in READS)
+    if reads < MIN_READS:
+        # Collectives of the strategy around the forward of the model run outside operators, too.
+        waits = 0.0 if module else ledger.communicates("collective")
+        ns = max(total(line for line in of_values if not line.operator) - waits, 0.0)
+        return _Python(module=module, ns=ns, reads=0.0, is_most=2 * ns >= total(of_module))
+    pauses = ledger.of("gc_pauses")
+    collections = sum(line.count for line in pauses)
+    collected = min(reads / (COLLECTED_AFTER * collections), 1.0) if collections else 0.0
+    ns = total(of_values) + total(pauses) * collected
+    called = {line.operator for line in of_module if line.called}
+    return _Python(module=module, ns=ns, reads=reads, formats=called >= FORMATS)
+
+
+ADVICE: Final = {
+    "RichProgressBar": "Draw less often: RichProgressBar(refresh_rate=20).",
+    "TQDMProgressBar": "Draw less often: TQDMProgressBar(refresh_rate=20).",
+}
+# Hooks that look at gradients, which are as many tensors as the model has parameters.
+AT_ONCE: Final = (
+    "Handle all gradients in one call in {name}, or every N batches: Trainer(gradient_clip_val=1.0), "
+    "torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), torch._foreach_norm."
+)
+BUILD_ONCE: Final = (
+    "Build it once: read the data in setup(), and leave Trainer(reload_dataloaders_every_n_epochs=0) as it is."
+)
+# Of these hooks the remedy leaves the first call.
+ONCE: Final = frozenset({"train_dataloader", "val_dataloader"})
+OF_HOOKS: Final = {
+    **dict.fromkeys(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"), AT_ONCE),
+    **dict.fromkeys(ONCE, BUILD_ONCE),
+}
+TRANSFER: Final = ".batch_to_device"
+BEFORE_TRANSFER: Final = "on_before_batch_transfer"
+ON_GPU: Final = (
+    "Do the work of {name} on the GPU, in on_after_batch_transfer, or in workers: in collate_fn or the data set."
+)
+TENSORS: Final = "Return tensors from collate_fn, not lists of numbers: the transfer visits each object of a batch."
+PIN: Final = "Copy from pinned memory, which does not block: DataLoader(pin_memory=True)."
+# What a hook does, as its recorded operators show.
+WHOLE: Final = "Handle the whole batch at once in {name}: it calls {often}, for one sample or part each."
+REUSE: Final = (
+    "Use the outputs of the step in {name} instead of the forward of {module}: return them from training_step."
+)
+ONE_READ: Final = (
+    "Read one value in {name}: stack the tensors, reduce them on the GPU, then .item(). Every N batches is enough "
+    "where nothing depends on it."
+)
+SYNCED: Final = (
+    "Log without sync_dist=True in the steps, or average one stacked tensor over ranks: each of these values is a "
+    "collective of its own."
+)
+# Parts whose modules and operators are those of an action.
+LOOKS_INSIDE: Final = frozenset({"callback", "module_hook", "transfer"})
+# Fewer calls of an operator in a hook are not a loop over samples, parameters or values.
+OFTEN: Final = 32
+# Fewer collectives in a step are a few values.
+MANY_SYNCED: Final = 4
+
+
+def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str, ...]]:
+    """Return what an action does, to end a sentence, and the next steps that fit this.
+
+    Recorded operators show a loop over an operator, the forward of a module, and collectives of ``self.log``.
+    """
+    owner, _, hook = action.name.rpartition(".")
+    special = OF_HOOKS.get(hook) or ADVICE.get(owner)
+    steps = (special.format(name=action.name),) if special else ()
+    if hook == BEFORE_TRANSFER and not rank.facts.is_cpu:
+        steps = (ON_GPU.format(name=action.name), *steps)
+    if action.name.endswith(TRANSFER):
+        # Without a device there is nothing to copy.
+        return (": it visits each object of a batch", (TENSORS,)) if rank.facts.is_cpu else ("", (PIN, TENSORS))
+    recorded, calls = facts.host_ledger(rank), max(action.count, 1.0)
+    lines = [line for line in recorded.lines if line.name == action.name] if recorded and action.name else []
+    synced = sum(line.count for line in lines if line.part == "rank_wait")
+    if action.part == "self_log" and synced >= MANY_SYNCED:
+        return f", {synced:,.0f} collectives per step", (SYNCED,)
+    lines = [line for line in lines if line.part == action.part in LOOKS_INSIDE]
+    reads = max((line.called for line in lines if line.operator in READS), default=0.0) / calls
+    if reads >= OFTEN and not rank.facts.is_cpu:
+        return f": it reads {reads:,.0f} values from the GPU, one by one", (ONE_READ.format(name=action.name), *steps)
+    is_transfer = action.part == "transfer"
+    modules = Counter[str]()
+    for line in lines:
+        modules[(line.module or "").partition(".")[0]] += round(line.ns)
+    module, ns = modules.most_common(1)[0] if modules else ("", 0)
+    if module and ns >= MOST * total(lines) and not is_transfer:
+        return f": it runs {module}", (REUSE.format(name=action.name, module=module), *steps)
+    loops = [line for line in lines if line.operator and line.operator not in VIEWS and line.called >= OFTEN * calls]
+    at = of_action(rank, action.name)
+    steps = (*(of_spot(at) if at else ()), *steps)
+    loop = max(loops, key=lambda line: line.ns, default=None)
+    often = f"{loop.operator} {loop.called / calls:,.0f} times" if loop else ""
+    does = has(at, "it", action.name) if at is not None and at.place else ""
+    # Other hooks need not run for each batch.
+    whole = (WHOLE.format(name=action.name, often=often),) if loop and is_transfer else ()
+    return does or (f": it calls {often}" if loop else ""), (*whole, *steps)
