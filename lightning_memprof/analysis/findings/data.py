@@ -29,7 +29,7 @@ from lightning_memprof.analysis.findings.model import (
     Recovery,
     Severity,
 )
-from lightning_memprof.analysis.findings.program.lines import has, of_spot
+from lightning_memprof.analysis.findings.program.lines import has, of_samples
 from lightning_memprof.analysis.findings.traces import (
     MIN_TRACE_STEPS,
     NOTABLE_SHARE,
@@ -297,7 +297,7 @@ def _next_steps(
     epochs = at_epoch_starts >= EPOCH_STARTS_SHARE
     share = SHARE if loader.is_iterable else ""
     faster = f"ake {_named(loaders, *part)} faster: {FASTER[part[1]]}" if part is not None else ""
-    steps += of_spot(at) if (at := line_of_samples(rank, part)) is not None else ()
+    steps += of_samples(at) if (at := line_of_samples(rank, part)) is not None else ()
     if part is not None and part[1] == "sampler":
         return (f"M{faster}.",)
     if workers == 0:

@@ -27,7 +27,7 @@ LOOK_UP: Final = (
     "Look up rows instead of multiplying one-hot vectors with a table: torch.nn.functional.embedding(index, table), or "
     "table[index]."
 )
-DRAW: Final = "Draw fewer random numbers: only where they are used, and once what may stay the same."
+DRAW: Final = "Draw fewer random numbers: dropout in fewer places, noise only for what uses it."
 MOVE: Final = (
     "Copy less: write into one tensor that exists, keep one dtype and layout instead of .to(), .contiguous() and "
     ".clone() in each step, and stack once instead of a cat for each part."
@@ -37,6 +37,7 @@ FUSED_ATTENTION: Final = (
     "Use the fused kernel: torch.nn.functional.scaled_dot_product_attention(query, key, value), or "
     "MultiheadAttention(need_weights=False) where nobody reads the weights."
 )
+Choices = tuple[tuple[str, re.Pattern[str]], ...]
 # Of operators, innermost as a ledger has them.
 OPERATORS: Final = (
     (
@@ -60,8 +61,8 @@ OPERATORS: Final = (
     ),
 )
 CHEAPER: Final = "Make {name} cheaper, or run it less often: compute what stays the same only once, and keep it."
-# Of a line's source, and of the functions of libraries that it calls.
-CALLS: Final = (
+# Of a line's source, and of the functions of libraries that it calls: in steps, and anywhere.
+OF_LOADERS: Final = (
     (
         (
             "Keep the iterator: make it once, as iterator = iter(loader) in on_train_start, and call next(iterator) in "
@@ -73,6 +74,8 @@ CALLS: Final = (
         "Let the Trainer load both, with workers: return CombinedLoader([first, second]) from train_dataloader.",
         re.compile(r"DataLoaderIter\.__next__"),
     ),
+)
+CALLS: Final = (
     (
         (
             "Copy less in {name}: refer to what does not change, copy tensors in place (torch._foreach_copy_), or copy "
@@ -107,9 +110,9 @@ CALLS: Final = (
         re.compile(r"\b(?:glob|rglob|listdir|scandir|iterdir|walk)\("),
     ),
     (
-        "Open and parse files once, when the data set or the model is made; map large arrays into memory.",
+        "Open and parse a file of many samples once, when the data set is made; map large arrays into memory.",
         re.compile(
-            r"\bopen\(|read_(?:csv|json|parquet|excel|text|bytes)\(|\b(?:np|numpy|torch|json|yaml|pickle)\.loads?\("
+            r"(?<!Image\.)\bopen\(|read_(?:csv|json|parquet|excel|text|bytes)\(|\b(?:np|numpy|torch|json|yaml|pickle)\.loads?\("
         ),
     ),
     ("Remove the sleep.", re.compile(r"\bsleep\(")),
@@ -192,9 +195,15 @@ def of_spot(spot: Spot) -> tuple[str, ...]:
     return () if step is None else (step.format(name=spot.function),)
 
 
-def _fitting(*texts: str | None) -> str | None:
+def of_samples(spot: Spot) -> tuple[str, ...]:
+    """Return the next step that fits what a line calls that makes samples, if there is one."""
+    step = _fitting(spot.source, spot.called, spot.inside, choices=CALLS)
+    return () if step is None else (step.format(name=spot.function),)
+
+
+def _fitting(*texts: str | None, choices: Choices = (*OF_LOADERS, *CALLS)) -> str | None:
     text = " ".join(filter(None, texts))
-    return next((step for step, matches in CALLS if matches.search(text)), None)
+    return next((step for step, matches in choices if matches.search(text)), None)
 
 
 def of_action(rank: Rank, action: str) -> Spot | None:

@@ -80,7 +80,7 @@ def python_time(facts: Facts) -> Finding | None:
     worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
     return Finding(
         rule="python_time",
-        sentence=f"{outside}{facts.on_rank(rank)}{has(at, 'its time') if at else ''}.",
+        sentence=f"{outside}{facts.on_rank(rank)}{has(at, 'this time') if at else ''}.",
         why=(
             f"{format_ns(ns)} of {ledger.length_text}: each .item(), float() or bool() of a tensor "
             "is an operator and an object, which the GC collects."

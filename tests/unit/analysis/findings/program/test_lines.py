@@ -8,7 +8,7 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, examine
-from lightning_memprof.analysis.findings.program.lines import CALLS, OPERATORS, fitting
+from lightning_memprof.analysis.findings.program.lines import CALLS, OF_LOADERS, OPERATORS, fitting, of_samples
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.steps.lines import Spot
 from lightning_memprof.analysis.trace.report import trace_report
@@ -72,7 +72,8 @@ CALLED = {
     "label of a class": ("y = F.one_hot(labels, 10)", None, None),
     "draw": ("i = np.random.choice(n, 8, replace=False)", None, "Draw only"),
     "write": ("json.dump(row, self.file)", "dump", "Write less often in f"),
-    "read": ("row = pd.read_csv(path)", "read_csv", "Open and parse files once"),
+    "read": ("row = pd.read_csv(path)", "read_csv", "Open and parse a file"),
+    "image": ("return Image.open(path)", None, None),
     "sort": ("top = x.sort(descending=True)", None, "Sort less"),
     "sleep": ("time.sleep(0.1)", None, "Remove the sleep"),
     "arithmetic": ("y = (x - low) / (high - low)", None, None),
@@ -108,6 +109,12 @@ def test_the_next_step_fits_an_operator(operator: str, step: str | None) -> None
     assert step is None or steps[0].startswith(step)
 
 
+def test_a_data_set_that_reads_a_loader_gets_no_advice_about_the_step() -> None:
+    at = Spot(function="Joined.__iter__", share=0.9, depth=0, source="next(it)", called="_BaseDataLoaderIter.__next__")
+    assert of_samples(at) == ()
+    assert fitting("aten::mul", at)[0].startswith("Let the Trainer load both")
+
+
 def test_a_helper_of_unknown_work_is_to_run_less_often() -> None:
     helper = Spot(function="Net.table", share=0.5, depth=1)
     assert fitting("aten::mul", helper)[0].startswith("Make Net.table cheaper, or run it less often")
@@ -115,7 +122,7 @@ def test_a_helper_of_unknown_work_is_to_run_less_often() -> None:
 
 
 def test_all_next_steps_have_their_names() -> None:
-    assert all("{" not in step.format(name="f") for step, _ in (*CALLS, *OPERATORS))
+    assert all("{" not in step.format(name="f") for step, _ in (*OF_LOADERS, *CALLS, *OPERATORS))
 
 
 def test_the_page_of_a_healthy_run_has_the_function_with_much_of_the_forward(tmp_path: Path) -> None:
