@@ -221,12 +221,14 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     return Finding(
         rule=remedy.rule,
         severity=Severity.INFO if once else worth.severity,
-        sentence=f"{sentence.removesuffix('.')}{does}.".format(
+        sentence=sentence.removesuffix(".").format(
             name=name,
             kind=kind,
             share=ledger.share_text(ns),
             on_rank=facts.on_rank(rank),
-        ),
+        )
+        # The source of a line may have braces.
+        + f"{does}.",
         why=_why(ledger, lines, ns, count),
         next_steps=steps,
         evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),

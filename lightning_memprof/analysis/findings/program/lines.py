@@ -60,7 +60,10 @@ OPERATORS: Final = (
         re.compile(r"aten::(?:copy_|cat|_cat|stack|clone|_to_copy|index_select|repeat|repeat_interleave|roll|flip)\Z"),
     ),
 )
-CHEAPER: Final = "Make {name} cheaper, or run it less often: compute what stays the same only once, and keep it."
+CHEAPER: Final = (
+    "Make {name} cheaper, or run it less often: compute what stays the same only once, in __init__ or setup, and keep "
+    "it (register_buffer)."
+)
 # Of a line's source, and of the functions of libraries that it calls: in steps, and anywhere.
 OF_LOADERS: Final = (
     (
@@ -128,8 +131,9 @@ CALLS: Final = (
 )
 
 
-# A line with less of the step is not worth a rewrite.
+# Lines with less of the step are not worth a rewrite; a helper of which nothing else is known may be what it has to be.
 NOTABLE_LINE: Final = 0.10
+NOTABLE_HELPER: Final = 0.30
 # Functions that the Trainer and data loaders call by their names.
 NAMED: Final = re.compile(
     r"(?:^|\.)(?:on_\w+|\w+_step|configure_\w+|optimizer_\w+|lr_\w+|transfer_\w+|\w*loader\w*|"
@@ -137,39 +141,46 @@ NAMED: Final = re.compile(
 )
 # What is done less often or in another way leaves some of its time.
 SAVED: Final = (0.5, 0.95)
+OF_HELPER: Final = (0.0, 0.5)
 OF_TRAINING_STEP: Final = ("forward", "forward_hook", "self_log")
 
 
 def costly_line(facts: Facts) -> Finding | None:
-    """Find a function of the training step that takes much of the step for work that has a cheaper form.
+    """Find a function of the training step that takes much of the step for work that has a cheaper form, or a helper.
 
-    Recovers 50% to 95% of the time of its lines that call this, in forward.
+    Recovers 50% to 95% of the time of its lines that call this, in forward; up to half of a helper's.
     """
     if (worst := facts.heaviest(lambda ledger: ledger.ns(*OF_TRAINING_STEP))) is None or not worst[0].facts.is_cpu:
         return None
     rank, ledger = worst
     rows = lines(rank, FORWARD["fit"])
+    scale = ledger.ns(*OF_TRAINING_STEP) / max(sum(row.ns or 0 for row in rows), 1)
     of_kind: dict[tuple[str, str], list[LineRow]] = {}
     for row in rows:
-        if row.functions[-1] != MODULE_CALL and (step := _fitting(source_of(row), row.called, row.inside)) is not None:
+        step = _fitting(source_of(row), row.called, row.inside) or (CHEAPER if _is_helper(row) else None)
+        if step is not None and row.functions[-1] != MODULE_CALL:
             of_kind.setdefault((row.functions[-1], step), []).append(row)
-    ns_of = {key: sum(row.ns or 0 for row in alike) for key, alike in of_kind.items()}
-    if not ns_of:
+    found = []
+    for (function, step), alike in of_kind.items():
+        ns = scale * sum(row.ns or 0 for row in alike)
+        least, saved = (NOTABLE_HELPER, OF_HELPER) if step == CHEAPER else (NOTABLE_LINE, SAVED)
+        if ns >= least * ledger.running_ns and sum(row.looks or 0 for row in alike) >= MIN_LOOKS:
+            found.append((sum(saved) * ns, saved, ns, function, step))
+    if not found:
         return None
-    function, step = max(ns_of, key=lambda key: ns_of[key])
-    share = ns_of[function, step] / sum(row.ns or 0 for row in rows)
+    _, saved, ns, function, step = max(found)
     line = max(of_kind[function, step], key=lambda row: row.ns or 0)
-    ns = share * ledger.ns(*OF_TRAINING_STEP)
-    if ns < NOTABLE_LINE * ledger.running_ns or sum(row.looks or 0 for row in of_kind[function, step]) < MIN_LOOKS:
-        return None
-    worth = Recovery(unit="ns", min=ns * SAVED[0], max=ns * SAVED[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
     return Finding(
         rule="costly_line",
         sentence=(
             f"{function} ({line.place}) takes {ledger.share_text(ns)}{facts.on_rank(rank)}: `{source_of(line)}`."
         ),
-        why=f"{format_ns(ns)} of {ledger.length_text}: such lines have {percent(share)} of training_step.",
-        next_steps=(step.format(name=function), CHEAPER.format(name=function)),
+        why=(
+            f"{format_ns(ns)} of {ledger.length_text}: such lines have "
+            f"{percent(ns / ledger.ns(*OF_TRAINING_STEP))} of training_step."
+        ),
+        next_steps=tuple(dict.fromkeys(each.format(name=function) for each in (step, CHEAPER))),
         evidence=facts.pulse_and_trace(rank),
         numbers={
             "rank": rank.rank,
@@ -180,6 +191,10 @@ def costly_line(facts: Facts) -> Finding | None:
         },
         **worth.parts,
     )
+
+
+def _is_helper(row: LineRow) -> bool:
+    return len(row.functions) > 1 and MODULE_CALL not in row.functions
 
 
 def fitting(operator: str, spot: Spot | None) -> tuple[str, ...]:

@@ -57,6 +57,21 @@ def test_a_line_that_calls_a_module_is_not_blamed_for_it(tmp_path: Path) -> None
     assert "costly_line" not in findings_of(tmp_path, line(sorting, 90), line(SVD, 10))
 
 
+@pytest.mark.parametrize(("ms", "is_found"), [(99, True), (80, False)])
+@pytest.mark.parametrize("is_helper", [True, False])
+def test_a_helper_with_a_third_of_the_step_is_named_whatever_it_does(
+    tmp_path: Path, ms: int, is_found: bool, is_helper: bool
+) -> None:
+    functions = [STEP, "Net.table"] if is_helper else [STEP, MODULE, "Block.forward"]
+    table = {"functions": functions, "place": "net.py:4", "source": "return torch.sin(places)"}
+    forward = {**HEALTHY, "forward": 7 * MS}
+    found = findings_of(tmp_path, line(table, ms), line(OTHER, 100 - ms), phases=lambda *_: forward).get("costly_line")
+    assert (found is not None) == (is_found and is_helper)
+    if found is not None:
+        assert found.next_steps[0].startswith("Make Net.table cheaper, or run it less often")
+        assert len(found.next_steps) == 1
+
+
 def test_a_run_without_looks_has_no_such_finding(tmp_path: Path) -> None:
     assert "costly_line" not in findings_of(tmp_path)
 

@@ -30,6 +30,7 @@ def line(functions: list[str], place: str, source: str, **of: Any) -> dict[str, 
     ("source", "does", "step"),
     [
         ("best = copy.deepcopy(module)", "; mostly keep.py:7: `best = copy.deepcopy(module)`.", "Copy less in Keeper."),
+        ('print(f"{name}: {loss}")', '; mostly keep.py:7: `print(f"{name}: {loss}")`.', "Write less often in Keeper."),
         ("total = sum(values)", "; mostly keep.py:7: `total = sum(values)`.", "Do the work of Keeper."),
     ],
 )
