@@ -27,6 +27,11 @@ _NOTABLE: Final = 0.05
 _OURS: Final = "memprof"
 # A look takes 10 to 30 µs, for which the training waits at most.
 _PAUSE_S: Final = 0.001
+# Of the first looks: a window may be a few milliseconds.
+_FIRST_PAUSE_S: Final = 0.0003
+_FIRST_LOOKS: Final = 50
+# Python lets a thread that computes keep its lock for 5 ms, in which there is no look.
+_SWITCH_S: Final = 0.0002
 _PATIENCE_S: Final = 5.0
 _TRAINERS: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 # Calls of the Trainer by the program.
@@ -137,7 +142,7 @@ class _Line(NamedTuple):
 
 
 class LineSampler:
-    """A thread that looks every millisecond at the line of the program that the training thread runs.
+    """A thread that looks every millisecond, at first more often, at the line of the program that training is in.
 
     The time since the previous look belongs to the line: a call that keeps Python's lock delays the look to its end.
     Nothing is changed in the training thread.
@@ -150,10 +155,12 @@ class LineSampler:
         self._looks: Counter[_Line] = Counter()
         self._kinds: dict[CodeType, _Kind] = {}
         self._stop = threading.Event()
+        self._switch_s = sys.getswitchinterval()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"{_OURS}-lines", daemon=True)
 
     def __enter__(self) -> None:
+        sys.setswitchinterval(_SWITCH_S)
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
@@ -163,6 +170,9 @@ class LineSampler:
             Exception: a look raised it.
         """
         self._stop.set()
+        # What the program has set in the window stays.
+        if round(sys.getswitchinterval(), 6) == _SWITCH_S:
+            sys.setswitchinterval(self._switch_s)
         self._thread.join(_PATIENCE_S)
         if self._error is not None:
             raise self._error
@@ -186,7 +196,7 @@ class LineSampler:
     def _run(self) -> None:
         before: int | None = None
         try:
-            while not self._stop.wait(_PAUSE_S):
+            while not self._stop.wait(_FIRST_PAUSE_S if self._looks.total() < _FIRST_LOOKS else _PAUSE_S):
                 now = perf_counter_ns()
                 frame = sys._current_frames().get(self._training)  # noqa: SLF001 Python has no other way
                 if self.is_open and before is not None and (at := self._line(frame)) is not None:

@@ -299,7 +299,8 @@ def optimizer_bound(facts: Facts) -> Finding | None:
 def _part_of(ledger: TimeLedger, optimizer: OptimizerFacts) -> float:
     """Return the share of an optimizer, by its class, in the time of all; 1 where that was not recorded."""
     lines = [line for line in ledger.of("optimizer") if line.name]
-    return total(line for line in lines if line.name == optimizer.name) / total(lines) if lines else 1.0
+    whole = total(lines)
+    return total(line for line in lines if line.name == optimizer.name) / whole if whole else 1.0
 
 
 def _loops(optimizer: OptimizerFacts) -> bool:

@@ -52,7 +52,7 @@ from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 # The Trainer fetches a batch that is ready in less: no setting of the loader saves it.
-MIN_COST_NS: Final = 2_000_000
+MIN_COST_NS: Final = 1_000_000
 # In fewer turns of the workers, a few steps that wait show no pattern.
 MIN_TURNS: Final = 4
 # If the first fetch of each epoch holds this share of the wait, workers restart every epoch.

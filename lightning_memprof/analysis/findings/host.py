@@ -190,7 +190,8 @@ def _of_actions(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy) -
 
 def _matters(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
     ns = total(lines)
-    least = MIN_SHORT_NS if ledger.step_ns < SHORT_STEP_NS else MIN_NS
+    is_hook = all(line.part == "module_hook" for line in lines)
+    least = MIN_SHORT_NS if ledger.step_ns < SHORT_STEP_NS and not is_hook else MIN_NS
     return ledger.steps >= MIN_STEPS and ns >= max(least, LEAST_SHARE * ledger.running_ns)
 
 

@@ -346,6 +346,8 @@ def line_of_samples(rank: Rank, part: tuple[str, str] | None) -> Spot | None:
     """Return where the program makes samples, or batches of them, in the training process."""
     if part is not None and part[1] == "collate":
         return of_collate(rank)
+    if part is not None and part[1] == "sampler":
+        return of_action(rank, "__iter__")
     loaders = rank.training.dataloaders if rank.training else ()
     return of_action(rank, sample_method(loaders)) if part is not None and part[1] == "fetch" else None
 

@@ -46,6 +46,7 @@ _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
 # The parts in which ranks meet.
 _MEETING: Final = (*_STEADY, "untracked", "rank_wait")
 _CLIPPING: Final = ".configure_gradient_clipping"
+_SCHEDULER: Final = ".lr_scheduler_step"
 # Actions inside forward, backward and optimizer that are separate lines.
 _WITHIN: Final = ("gc_pauses", "compile", "metric", "module_hook", "callback", "self_log")
 _WITHOUT_NAME: Final[Mapping[str, HostPart]] = {GC_PAUSE: "gc_pauses", COMPILATION: "compile"}
@@ -395,7 +396,8 @@ def _owner(rank: Rank, action: str, part: str) -> tuple[HostPart, str] | None:
         return own, action_name(action)
     if action.rpartition(".")[2] == "on_save_checkpoint" or action_name(action).startswith("ModelCheckpoint."):
         return "checkpoint", action_name(action)
-    if action.startswith(MODULES) and action.endswith(_CLIPPING) and rank.training and rank.training.clips_itself:
+    clips_itself = rank.training is not None and rank.training.clips_itself
+    if action.startswith(MODULES) and action.endswith((_SCHEDULER, _CLIPPING) if clips_itself else _SCHEDULER):
         return "module_hook", action_name(action)
     if part in _NAMED_PARTS:
         return _NAMED_PARTS[part], action_name(action)

@@ -18,7 +18,7 @@ EXPLAINS: Final = 0.25
 # Of a function's time: then a line stands for the function.
 MOSTLY: Final = 0.5
 # Fewer looks show no usual place.
-MIN_LOOKS: Final = 8
+MIN_LOOKS: Final = 6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,9 +155,13 @@ BUILD_ONCE: Final = (
 )
 # Of these hooks the remedy leaves the first call.
 ONCE: Final = frozenset({"train_dataloader", "val_dataloader"})
+SCHEDULE: Final = (
+    'Compute the factors of the learning rate once, into a list, or update it once per epoch: {{"interval": "epoch"}}.'
+)
 OF_HOOKS: Final = {
     **dict.fromkeys(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"), AT_ONCE),
     **dict.fromkeys(ONCE, BUILD_ONCE),
+    "lr_scheduler_step": SCHEDULE,
 }
 TRANSFER: Final = ".batch_to_device"
 BEFORE_TRANSFER: Final = "on_before_batch_transfer"

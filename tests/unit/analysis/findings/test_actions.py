@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
 from lightning_memprof.analysis.findings import RULES, Facts, Finding, Severity, examine, verdict
+from lightning_memprof.analysis.ledger.model import TimeLine
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.run.locate import shown_path
 
@@ -93,6 +95,13 @@ def test_a_slow_hook_of_the_module_is_named(tmp_path: Path) -> None:
     findings = found(tmp_path, FakeRun(phases=phases(other=26_000_000)), row)
     assert "LitGPT.on_train_batch_end of the module takes 57%" in findings["hook_bound"].sentence
     assert "between_steps" not in findings
+
+
+def test_the_learning_rate_schedules_are_a_hook(tmp_path: Path) -> None:
+    row = action("[LightningModule]LitGPT.lr_scheduler_step", 1_500_000)
+    finding = found(tmp_path, FakeRun(phases=phases(other=1_600_000, forward=0, backward=2_000_000)), row)["hook_bound"]
+    assert finding.sentence.startswith("The hook LitGPT.lr_scheduler_step of the module takes ")
+    assert finding.next_steps[0].endswith('or update it once per epoch: {"interval": "epoch"}.')
 
 
 @pytest.mark.parametrize(
@@ -235,3 +244,14 @@ def test_other_processes_on_the_cores_do_not_hide_a_fault(tmp_path: Path, waits_
     worth = rules["callback_bound"].recovers
     assert worth is not None
     assert worth.share == pytest.approx(0.75 * callback_ns / (sum(HEALTHY.values()) + callback_ns), rel=0.1)
+
+
+def test_an_optimizer_whose_time_was_a_wait_for_a_core_breaks_no_rule(tmp_path: Path) -> None:
+    training = {"optimizers": [{"name": "AdamW", "foreach": False, "fused": False, "parameters": 120, "device": "cpu"}]}
+    run = load_run(make_run(tmp_path, FakeRun(phases=phases(optimizer=20_000_000), training=training)))
+    facts = Facts.of(run)
+    ledger = facts.ledgers[0]
+    others = [line for line in ledger.lines if line.part != "optimizer"]
+    nothing = TimeLine(part="optimizer", name="AdamW", ns=0.0)
+    vars(facts)["ledgers"] = {0: replace(ledger, lines=(*others, nothing))}
+    assert "rule_failed" not in {finding.rule for finding in examine(facts)}

@@ -154,7 +154,7 @@ TINY = {"forward": 300_000, "backward": 400_000, "callbacks": 100_000, "other": 
 
 
 @pytest.mark.parametrize(
-    ("costly", "rule"), [({"optimizer": 800_000}, "optimizer_bound"), ({"data_wait": 1_500_000}, "input_bound")]
+    ("costly", "rule"), [({"optimizer": 800_000}, "optimizer_bound"), ({"data_wait": 900_000}, "input_bound")]
 )
 def test_the_overhead_of_tiny_steps_is_no_finding(tmp_path: Path, costly: dict[str, int], rule: str) -> None:
     training = {**optimizer(), **loader()}

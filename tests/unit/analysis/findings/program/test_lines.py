@@ -29,7 +29,7 @@ def findings_of(tmp_path: Path, *lines: dict[str, Any], **changes: Any) -> dict[
     return {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
 
 
-@pytest.mark.parametrize(("svd", "looks", "is_found"), [(60, 40, True), (60, 7, False), (10, 40, False)])
+@pytest.mark.parametrize(("svd", "looks", "is_found"), [(60, 40, True), (60, 5, False), (10, 40, False)])
 def test_a_line_that_costs_much_for_what_can_be_had_for_less_is_named_with_its_source(
     tmp_path: Path, svd: int, looks: int, is_found: bool
 ) -> None:
