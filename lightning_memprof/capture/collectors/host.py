@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import psutil
@@ -59,7 +59,7 @@ _HEAP_NS: Final = 50_000
 # Workers that fill a cache do so in the first seconds; later a sample every 10 s shows a leak.
 _FIRST_S: Final = (1, 2, 4, 8)
 _EVERY_S: Final = 10
-# Reading walks the page tables, 40 to 70 ms per GiB: at most 1% of the time.
+# Reading walks the page tables, 40 to 70 ms per GiB: at most 1% of a core.
 _SHARE: Final = 0.01
 _SAMPLES: Final = 32
 _LATE_STEPS: Final = 64
@@ -406,7 +406,7 @@ class ProcessLog:
 
     def _read_next(self) -> None:
         """Read one worker; after the last one write the sums."""
-        start = perf_counter_ns()
+        start, cpu_start = perf_counter_ns(), thread_time_ns()
         pid = self._left.pop(0)
         size = worker_memory(pid)
         if size is not None and self._sampled is not None:
@@ -415,9 +415,9 @@ class ProcessLog:
             row = ProcessRow(kind="worker", pid=pid, **columns)
             self._last[pid] = row
             self._write(row, *self._sampled)
-        elapsed = perf_counter_ns() - start
-        self._spent_ns += elapsed
-        self._spent(elapsed)
+        # Without a wait for a core: where others compute, a run of seconds would have too few samples.
+        self._spent_ns += thread_time_ns() - cpu_start
+        self._spent(perf_counter_ns() - start)
         if not self._left:
             self._end_sample(start)
 

@@ -222,6 +222,23 @@ def test_a_step_reads_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (rows[3]["workers"], rows[3]["private_bytes"], rows[3]["step"]) == (3, 3 * MIB, 0)
 
 
+def test_a_wait_for_a_core_does_not_delay_the_next_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = sampling(monkeypatch, [Child(1)])
+
+    def read(_: int) -> WorkerMemory:
+        # Processor time is next to nothing.
+        now[0] += 200_000_000
+        return WorkerMemory(2 * MIB, MIB, 4 * MIB)
+
+    monkeypatch.setattr("lightning_memprof.capture.collectors.host.worker_memory", read)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    for step in range(45):
+        now[0] = max(now[0], step * 100_000_000)
+        log.on_step(record(step))
+    assert len([row for row in read_series(tmp_path / "processes.jsonl") if row["kind"] == "workers"]) == 3
+    assert log.close()
+
+
 def test_a_worker_that_died_has_its_exit_code_and_its_last_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
