@@ -74,8 +74,8 @@ def spots(rows: Sequence[LineRow], least: float = EXPLAINS) -> list[Spot]:
     large = [key for key, inside in within.items() if _ns(inside) >= least * whole and _looks(inside) >= MIN_LOOKS]
     large.sort(key=lambda key: (-key[0], -_ns(within[key])))
     found = [_spot(key, within[key], whole) for key in large]
-    # What the Trainer calls has all of the time anyway.
-    return [each for each in found if each.depth or each.place]
+    # The name alone of what the Trainer calls, or of a module's forward, explains nothing.
+    return [each for each in found if each.place or each.is_helper]
 
 
 def _spot(key: tuple[int, str], inside: Sequence[LineRow], whole: int) -> Spot:

@@ -31,6 +31,7 @@ def test_the_innermost_function_with_much_of_the_time_comes_first_with_its_line(
 def test_a_function_without_a_line_that_has_most_of_its_time_is_named_alone() -> None:
     (found,) = spots([row(STEP, HELPER, ns=10, place=f"net.py:{line}") for line in range(5)])
     assert (found.text, found.at) == (HELPER, "")
+    assert spots([row(STEP, MODULE_CALL, FORWARD, ns=10, place=f"net.py:{line}") for line in range(5)]) == []
 
 
 def test_a_line_that_calls_a_module_has_no_time_of_its_own() -> None:
