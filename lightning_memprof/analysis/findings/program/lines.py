@@ -118,7 +118,6 @@ CALLS: Final = (
             r"(?<!Image\.)\bopen\(|read_(?:csv|json|parquet|excel|text|bytes)\(|\b(?:np|numpy|torch|json|yaml|pickle)\.loads?\("
         ),
     ),
-    ("Remove the sleep.", re.compile(r"\bsleep\(")),
     (
         "Do not wait for another program or the network in {name}: prepare its results, or call it in a thread.",
         re.compile(r"\bsubprocess\.|\brequests\.|urlopen|\.communicate\(|nvidia-smi|check_output"),

@@ -90,7 +90,7 @@ CALLED = {
     "read": ("row = pd.read_csv(path)", "read_csv", "Open and parse a file"),
     "image": ("return Image.open(path)", None, None),
     "sort": ("top = x.sort(descending=True)", None, "Sort less"),
-    "sleep": ("time.sleep(0.1)", None, "Remove the sleep"),
+    "work of a test": ("time.sleep(0.1)", None, None),
     "arithmetic": ("y = (x - low) / (high - low)", None, None),
 }
 
