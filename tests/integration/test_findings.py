@@ -535,7 +535,7 @@ class Penalized(Wide):
         self.is_exact = is_exact
 
     def stretch(self) -> torch.Tensor:
-        matrix = torch.eye(400) + next(self.net.parameters()).sum()
+        matrix = torch.eye(700) + next(self.net.parameters()).sum()
         if self.is_exact:
             return torch.linalg.matrix_norm(matrix, ord=2)
         return (matrix @ matrix[0]).norm() / matrix[0].norm()
