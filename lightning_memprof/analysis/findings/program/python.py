@@ -222,10 +222,11 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
         return f": it runs {module}", (REUSE.format(name=action.name, module=module), *steps)
     loops = [line for line in lines if line.operator and line.operator not in VIEWS and line.called >= OFTEN * calls]
     at = of_action(rank, action.name)
-    steps = (*(of_spot(at) if at else ()), *steps)
+    fit = of_spot(at) if at is not None and hook not in ONCE else ()
+    steps = (*fit, *steps)
     loop = max(loops, key=lambda line: line.ns, default=None)
     often = f"{loop.operator} {loop.called / calls:,.0f} times" if loop else ""
     does = has(at, "it", action.name) if at is not None and at.place else ""
     # Other hooks need not run for each batch.
     whole = (WHOLE.format(name=action.name, often=often),) if loop and is_transfer else ()
-    return does or (f": it calls {often}" if loop else ""), (*whole, *steps)
+    return f"{f': it calls {often}' if loop else ''}{does}", (*whole, *steps)
