@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
@@ -15,18 +15,21 @@ from lightning_memprof.analysis.batches import Batches
 from lightning_memprof.analysis.compare.comparison import Outcome
 from lightning_memprof.analysis.compare.model import Comparison
 from lightning_memprof.analysis.estimate import Estimate
+from lightning_memprof.analysis.ledger.growth import who_holds
 from lightning_memprof.analysis.ledger.memory import ByteLedger, snapshot_bytes
 from lightning_memprof.analysis.ledger.model import TimeLedger, total
 from lightning_memprof.analysis.memory.functions import FunctionReport
 from lightning_memprof.analysis.memory.report import CATEGORIES, MemoryReport, RankMemory
 from lightning_memprof.analysis.run.locate import shown_place
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.analysis.steps.events import PARTS, StepEvents, event_totals
 from lightning_memprof.analysis.steps.statistics import mean
+from lightning_memprof.analysis.steps.workers import workers
 from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.analysis.trial import Trial
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.artifacts.series import PHASES, HangRow, HolderRow, columns_of
 from lightning_memprof.report.document import Cell, Document, Phrase, Words
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.printers.values import words_text
@@ -201,6 +204,9 @@ def _run(view: View) -> dict[str, Any]:
         "throughput": view.throughput,
         "system": view.system,
         "oom": view.ooms,
+        "holders": _of_ranks(view, lambda rank: map(columns_of, who_holds(rank.read(HolderRow).rows))),
+        "workers": _of_ranks(view, lambda rank: map(encode, workers(rank))),
+        "hangs": _of_ranks(view, lambda rank: map(columns_of, rank.read(HangRow).rows)),
         "traces": [{**_trace(trace), "file": _where(view, trace.file)} for trace in view.traces],
         "snapshots": [{**_snapshot(snapshot), "file": _where(view, snapshot.file)} for snapshot in view.snapshots],
         "named": view.named,
@@ -208,6 +214,11 @@ def _run(view: View) -> dict[str, Any]:
         "problems": view.problems,
         "commands": list(map(str, view.commands)),
     }
+
+
+def _of_ranks(view: View, rows_of: Callable[[Rank], Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return what each rank that is read in full has, with its number."""
+    return [{"rank": rank.rank, **row} for rank in view.run.ranks if rank.in_full for row in rows_of(rank)]
 
 
 def _where(view: View, path: Path) -> str:

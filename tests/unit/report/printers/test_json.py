@@ -37,6 +37,9 @@ def test_the_document_has_the_promised_keys(tmp_path: Path) -> None:
         "unavailable",
         "overhead",
         "memory",
+        "holders",
+        "workers",
+        "hangs",
     }
     assert promised <= shown.keys()
     assert shown["schema_version"] == 1
@@ -55,6 +58,24 @@ def test_the_document_has_the_promised_keys(tmp_path: Path) -> None:
     assert shown["overhead"]["pulse_ns"] == 9_000 * 30
     assert shown["unavailable"] == [{"rank": 0, "collector": "allocator", "reason": "no accelerator"}]
     assert shown["run"]["directory"] == str(tmp_path / "memprofiler")
+
+
+def test_holders_workers_and_hangs_have_the_rows_of_each_rank(tmp_path: Path) -> None:
+    directory = make_run(tmp_path)
+    rows: dict[str, list[dict[str, Any]]] = {
+        "holders": [
+            {"step": 9, "kind": "attribute", "place": "Net.old[...]", "added_bytes": MIB},
+            {"step": 20, "kind": "attribute", "place": "Net.history[...]", "added_bytes": 2 * MIB},
+        ],
+        "processes": [{"step": 3, "kind": "worker", "pid": 7, "worker": 0, "dataset": "Images", "private_bytes": MIB}],
+        "hangs": [{"step": 29, "kind": "hang", "phase": "forward", "place": "train.py:12 in forward"}],
+    }
+    for name, written in rows.items():
+        (directory / f"{name}.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    shown = to_json(run_view(load_run(directory)))
+    assert [(row["rank"], row["place"]) for row in shown["holders"]] == [(0, "Net.history[...]")]
+    assert [(row["rank"], row["dataset"], row["private_bytes"]) for row in shown["workers"]] == [(0, "Images", MIB)]
+    assert [(row["rank"], row["step"], row["place"]) for row in shown["hangs"]] == [(0, 29, "train.py:12 in forward")]
 
 
 def test_the_breakdown_of_the_pulse_sums_to_its_mean(tmp_path: Path) -> None:
