@@ -66,7 +66,10 @@ def end(task: Task, measured: Measured) -> NoReturn:
         partial.replace(path)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if measured.problem else 0)
+    while rank == 0 and not measured.problem:
+        # Who waits for the result ends all processes; a program that has started this one must not continue before.
+        signal.pause()
+    os._exit(1)
 
 
 def problem_of(error: Exception) -> str:
