@@ -53,7 +53,10 @@ def result_path(directory: str | Path, rank: int | str) -> Path:
 
 
 def end(task: Task, measured: Measured) -> NoReturn:
-    """Write the result, and end the process without the program's own code or Python's cleanup."""
+    """Write the result, and end the process without the program's own code or Python's cleanup.
+
+    With a measurement it waits to be ended: a program that has started it must not continue before.
+    """
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     while rank and not measured.problem:
         # Rank 0 may still receive from it, and its end ends all.
@@ -66,8 +69,7 @@ def end(task: Task, measured: Measured) -> NoReturn:
         partial.replace(path)
     sys.stdout.flush()
     sys.stderr.flush()
-    while rank == 0 and not measured.problem:
-        # Who waits for the result ends all processes; a program that has started this one must not continue before.
+    while not measured.problem:
         signal.pause()
     os._exit(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
@@ -27,15 +28,21 @@ def test_an_exception_is_one_line(message, problem):
     assert problem_of(ValueError(message)) == problem
 
 
-def test_a_program_that_ends_after_the_training_that_it_started_keeps_its_result(tmp_path):
-    def run(result: str) -> int:
+def test_the_measured_process_waits_to_be_ended_and_a_program_that_continues_keeps_its_result(tmp_path):
+    def started(result: str) -> subprocess.Popen[bytes]:
         program = (
             "from lightning_memprof.analysis.trial import Measured;"
             "from lightning_memprof.trial.task import Task, end;"
             f"end(Task(directory={str(tmp_path)!r}, steps=1), {result})"
         )
-        return subprocess.run([sys.executable, "-c", program], check=False).returncode
+        return subprocess.Popen([sys.executable, "-c", program])
 
-    assert (run("Measured(steps=3)"), run("Measured(problem='without fit')")) == (0, 1)
+    with started("Measured(steps=3)") as measured:
+        while not result_path(tmp_path, 0).exists():
+            time.sleep(0.01)
+        with pytest.raises(subprocess.TimeoutExpired):
+            measured.wait(1)
+        assert started("Measured(problem='without fit')").wait() == 1
+        measured.kill()
     found = msgspec.json.decode(result_path(tmp_path, 0).read_bytes(), type=Measured)
     assert (found.steps, found.problem) == (3, "")
