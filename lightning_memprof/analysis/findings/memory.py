@@ -193,16 +193,16 @@ def _severity(ledger: ByteLedger | None, recovers: Recovery | None) -> Severity:
 
 def _pressure(ledger: ByteLedger | None) -> str:
     """Return the sentence that the memory is nearly full, or how full a device is."""
-    if ledger is None or not ledger.limit_bytes or (ledger.place == "host" and not ledger.is_under_pressure):
+    if ledger is None or not ledger.limit_bytes:
         return ""
+    full, place = percent(ledger.filled or 0), "the machine" if ledger.place == "host" else ledger.place
     if not ledger.is_under_pressure:
-        return f" {ledger.place} is {percent(ledger.filled or 0)} full at its peak: a larger batch fits."
+        fits = ": a larger batch fits" if ledger.has_room else ""
+        return "" if ledger.place == "host" else f" {place} is {full} full at its peak{fits}."
     ranks = f" in each of {ledger.sharing} processes" if ledger.sharing > 1 else ""
     others = f" and {format_bytes(ledger.outside_bytes)} outside the allocator" if ledger.outside_bytes else ""
-    return (
-        f" The peak of {format_bytes(ledger.peak_bytes)}{ranks}{others} is {percent(ledger.filled or 0)} of the "
-        f"{format_bytes(ledger.limit_bytes)} that {'the machine' if ledger.place == 'host' else ledger.place} can hold."
-    )
+    peak, limit = format_bytes(ledger.peak_bytes), format_bytes(ledger.limit_bytes)
+    return f" The peak of {peak}{ranks}{others} is {full} of the {limit} that {place} can hold."
 
 
 # Below half of the peak, parameters, gradients and optimizer state come first.

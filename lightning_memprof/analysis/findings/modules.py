@@ -105,10 +105,10 @@ def _unfused(lines: Iterable[TimeLine]) -> list[TimeLine]:
         of_modules[line.module].append(line)
     found = []
     for own in of_modules.values():
-        calls = Counter[str]()
+        calls: dict[str, float] = defaultdict(float)
         for line in own:
             if line.part == "forward":
-                calls[line.operator or ""] += line.count  # type: ignore[assignment]  # a mean per step is a float
+                calls[line.operator or ""] += line.count
         if 0 < calls[SOFTMAX] <= sum(calls[name] for name in BATCHED) / 2:
             found += [line for line in own if line.operator and not PROJECTION.match(line.operator)]
     return found

@@ -22,6 +22,8 @@ from lightning_memprof.artifacts.series import AllocatorRow, HostRow, ProcessRow
 UNATTRIBUTED: Final = "unattributed"
 # Of a peak this close to what the machine can hold, a few percent decide whether the next batch fits.
 PRESSURE: Final = 0.7
+# Twice the batch needs at most twice the memory.
+ROOM: Final = 0.5
 _NO_TENSORS: Final = frozenset({UNATTRIBUTED, "cached", "before_run", "workers", "growth", "validation"})
 _HOLDERS: Final = ("parameter", "gradient")
 
@@ -100,6 +102,11 @@ class ByteLedger:
     def is_under_pressure(self) -> bool:
         """Whether the peak is close to what the machine can hold."""
         return (self.filled or 0.0) >= PRESSURE
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a larger batch fits."""
+        return (self.filled or 1.0) <= ROOM
 
 
 def grouped_bytes(lines: Iterable[ByteLine]) -> list[ByteLine]:
