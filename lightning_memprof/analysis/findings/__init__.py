@@ -49,8 +49,8 @@ from lightning_memprof.analysis.findings.memory import (
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
 from lightning_memprof.analysis.findings.modules import (
+    buffer_broadcast,
     double_backward,
-    python_loop,
     recomputation,
     retained_graph,
     unused_gradients,
@@ -62,8 +62,8 @@ from lightning_memprof.analysis.findings.profiler import (
     recording_overhead,
     worker_died,
 )
-from lightning_memprof.analysis.findings.program.buffers import buffer_broadcast
 from lightning_memprof.analysis.findings.program.lines import costly_line
+from lightning_memprof.analysis.findings.program.loops import python_loop
 from lightning_memprof.analysis.findings.program.python import python_time
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,

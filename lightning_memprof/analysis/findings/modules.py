@@ -1,4 +1,4 @@
-"""The heaviest module, loops over modules and operators, and autograd graphs: unused gradients, graphs that outlive."""
+"""The heaviest module, buffers that DDP broadcasts, and autograd graphs: unused gradients, graphs that outlive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.growth import RETAINED
-from lightning_memprof.analysis.findings.measures import LOOP, VIEWS
 from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery, Severity, recovered
 from lightning_memprof.analysis.ledger.growth import steady_growth
 from lightning_memprof.analysis.ledger.model import grouped, total
@@ -16,7 +15,7 @@ from lightning_memprof.analysis.steps.events import rank_events
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.memory.model import DeviceAllocations
@@ -379,111 +378,57 @@ def _outliving(device: DeviceAllocations) -> int:
     return sum(site.bytes for site in device.sites if site.phase == "forward" and (site.step or peak) < peak)
 
 
-# Batching the calls of a loop saves their dispatch, and lets an operator use all cores.
-IN_BATCHES: Final = (0.2, 0.7)
-NOTABLE_LOOP: Final = 0.10
-PARAMETRIZATIONS: Final = ".parametrizations."
-CACHED: Final = "Compute the parameters of {module} once: with torch.nn.utils.parametrize.cached(): around the loop."
+BROADCAST: Final = "broadcast"
+IN_FORWARD: Final = "c10d::broadcast_"
+WRAPPER: Final = "DDP"
+# Another collective of the step may wait for the same rank instead.
+OF_BROADCAST: Final = (0.5, 1.0)
+OWN_BUFFERS: Final = (
+    "Do not send them: DDPStrategy(broadcast_buffers=False). Each rank then keeps its own, those of BatchNorm too, "
+    "which SyncBatchNorm averages."
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Loop:
-    """A module whose forward calls the same operator, or submodule, many times."""
+def buffer_broadcast(facts: Facts) -> Finding | None:
+    """Find the broadcast of buffers in each step, on the host.
 
-    module: str
-    repeated: str
-    repeated_ns: float
-    times: float
-    ns: float
-
-
-def python_loop(facts: Facts) -> Finding | None:
-    """Find a forward that runs an operator or a submodule many times in a Python loop.
-
-    Recovers 20% to 70% of the time of the module's own operators, forward and backward: one batched call has the same
-    arithmetic without the dispatch of each.
+    Recovers half to all of the time in which nothing hides it. Lost: the ranks' buffers may differ.
     """
-    if (worst := facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))) is None:
+    if (worst := facts.heaviest(lambda ledger: ledger.communicates("collective"))) is None:
         return None
     rank, ledger = worst
-    recorded = facts.host_ledger(rank) or ledger
-    loops = _loops(ledger, recorded)
-    eager = [loop for loop in loops if not in_compiled(loop.module, rank)]
-    loop = max(eager, key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
-    if loop is None or loop.ns < NOTABLE_LOOP * ledger.running_ns:
+    recorded = facts.host_ledger(rank)
+    calls = sum(line.count for line in recorded.of("forward") if line.operator == IN_FORWARD) if recorded else 0.0
+    ns = total(line for line in ledger.communication if line.part == "collective" and line.name == BROADCAST)
+    worth = Recovery(unit="ns", min=ns * OF_BROADCAST[0], max=ns * OF_BROADCAST[1], whole=ledger.running_ns)
+    buffers = rank.training.largest_buffers if rank.training else []
+    if not calls or worth.share < NOTABLE or not buffers or not _is_wrapped(rank):
         return None
-    calls = _calls(recorded.of("forward"))
-    anew = {path for path, count in calls.items() if PARAMETRIZATIONS in path and count >= calls[loop.repeated]}
-    inside = [line for line in ledger.of("forward", "backward") if f"{line.module}.".startswith(f"{loop.repeated}.")]
-    made = total(line for line in inside if line.module in anew)
-    worth = Recovery(unit="ns", min=loop.ns * IN_BATCHES[0], max=loop.ns * IN_BATCHES[1], whole=ledger.running_ns)
+    largest = f"{buffers[0].name} ({format_bytes(buffers[0].bytes)})"
     return Finding(
-        rule="python_loop",
+        rule="buffer_broadcast",
         sentence=(
-            f"Python loop: {loop.module} runs {loop.repeated} {loop.times:,.0f} times in each forward and takes "
-            f"{ledger.share_text(loop.ns)}{facts.on_rank(rank)}."
+            f"Buffers are broadcast to all ranks in each step, mostly {largest}: "
+            f"{ledger.share_text(ns)}{facts.on_rank(rank)}."
         ),
         why=(
-            f"Forward and backward of its operators take {format_ns(loop.ns)} of {ledger.length_text}"
-            f"{f', {format_ns(made)} of it to compute parameters' if made else ''}; each small call is dispatched "
-            "from Python and uses few cores."
+            f"{format_ns(ns)} of {ledger.length_text}: DistributedDataParallel sends the buffers of rank 0 before each "
+            "forward."
         ),
         next_steps=(
-            *((CACHED.format(module=loop.repeated),) if made >= MOSTLY * loop.ns else ()),
-            (
-                f"Vectorize the loop in the forward of {loop.module}: one batched operator (bmm, einsum, "
-                "scaled_dot_product_attention) on all slices."
-            ),
-            "Compile it, so that the loop becomes a few fused kernels: torch.compile(module).",
+            OWN_BUFFERS,
+            f"Or keep {buffers[0].name} as a plain attribute, not as a registered buffer.",
         ),
         evidence=facts.pulse_and_trace(rank),
         numbers={
             "rank": rank.rank,
-            "module": loop.module,
-            "repeated": loop.repeated,
-            "times": loop.times,
-            "loop_ns": loop.ns,
-            "duration_ns": ledger.step_ns,
+            "broadcast_ns": round(ns),
+            "buffers": {buffer.name: buffer.bytes for buffer in buffers},
+            "duration_ns": round(ledger.step_ns),
         },
         **worth.parts,
     )
 
 
-def _loops(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
-    """Yield the modules whose forward calls one operator, or one submodule, at least ``LOOP`` times.
-
-    Args:
-        ledger: the time of operators.
-        recorded: the ledger of the trace, which has the calls also of modules without self time.
-    """
-    together = grouped(ledger.of("forward", "backward"))
-    calls = _calls(grouped(recorded.of("forward")))
-    for line in together:
-        if line.part == "forward" and line.module is not None and line.operator and line.operator not in VIEWS:
-            times = line.called / max(calls[line.module], 1.0)
-            if times >= LOOP:
-                spent = total(other for other in together if other.module == line.module)
-                yield _Loop(
-                    module=line.module or ROOT, repeated=line.operator, repeated_ns=line.ns, times=times, ns=spent
-                )
-    lines = ledger.of("forward", "backward")
-    calls = _calls(recorded.of("forward"))
-    for module, count in calls.items():
-        parent = module.rpartition(".")[0]
-        while parent and not calls[parent]:
-            parent = parent.rpartition(".")[0]
-        times = count / max(calls[parent], 1.0)
-        if module and times >= LOOP:
-            # A parametrization that is evaluated once is not in the loop.
-            within = (line for line in lines if f"{line.module}.".startswith(f"{module}."))
-            inside = total(line for line in within if calls[line.module or ""] >= count)
-            yield _Loop(module=parent or ROOT, repeated=module, repeated_ns=inside, times=times, ns=inside)
-
-
-def _calls(lines: Iterable[TimeLine]) -> Counter[str]:
-    """Return the calls of each module's forward."""
-    found = Counter[str]()
-    for line in lines:
-        if line.part == "forward" and line.module is not None and not line.operator:
-            found[line.module] += line.count  # type: ignore[assignment]  # a mean per step is a float
-    return found
+def _is_wrapped(rank: Rank) -> bool:
+    return (rank.facts.strategy or "").startswith(WRAPPER)

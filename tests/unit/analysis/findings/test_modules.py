@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
-from lightning_memprof.analysis.findings import Facts, Finding, examine
+from lightning_memprof.analysis.findings import Facts, examine
 from lightning_memprof.analysis.findings.modules import (
     Heaviest,
     faster,
@@ -20,6 +21,8 @@ from lightning_memprof.analysis.findings.program.python import _python
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
+from lightning_memprof.units import MIB
+from passes import calls, event, found
 
 MS = 1_000_000
 
@@ -122,70 +125,6 @@ def test_a_compiled_module_is_named_as_compiled_and_not_to_be_compiled(
     heaviest = Heaviest(module=module, ns=9.0, family="aten::mul", family_ns=9.0)
     assert in_compiled(module, run.lead) == is_compiled
     assert any("torch.compile" in step for step in faster(heaviest, run.lead)) == is_advised
-
-
-FORWARD = "[pl][profile][Strategy]SingleDeviceStrategy.training_step"
-BACKWARD = "[pl][profile][Strategy]SingleDeviceStrategy.backward"
-BUSY = 90.0
-
-
-def event(name: str, start: float, end: float) -> dict[str, Any]:
-    cat = "user_annotation" if name.startswith("ProfilerStep") else "cpu_op"
-    return {"ph": "X", "cat": cat, "name": name, "pid": 9, "tid": 9, "ts": start, "dur": end - start, "args": {}}
-
-
-def found(tmp_path: Path, *inside: dict[str, Any], fake: FakeRun | None = None) -> dict[str, Finding]:
-    """The findings of a run whose trace has a step of 4 ms: 2 ms of forward with these events, then backward."""
-    around = [
-        event("ProfilerStep#2", 0, 4000),
-        event(FORWARD, 0, 2000),
-        event(BACKWARD, 2000, 3000),
-        event("aten::mm", 2000, 2900),
-    ]
-    tmp_path.mkdir(exist_ok=True)
-    trace = trace_report(write_trace(tmp_path / "made.json", [*around, *inside]))
-    run = load_run(make_run(tmp_path / "log", fake or FakeRun()))
-    return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
-
-
-def calls(module: str, operator: str, times: int, each: float = BUSY) -> list[dict[str, Any]]:
-    """A forward of a module that calls an operator some times, 10 us apart."""
-    made = [event(operator, 10 + (each + 10) * at, 10 + each + (each + 10) * at) for at in range(times)]
-    return [event(f"[pl][module]Net: {module}", 0, 20 + (each + 10) * times), *made]
-
-
-@pytest.mark.parametrize(("times", "is_found"), [(4, False), (18, True)])
-def test_a_forward_that_calls_an_operator_many_times_is_a_python_loop(
-    tmp_path: Path, times: int, is_found: bool
-) -> None:
-    findings = found(tmp_path, *calls("attention", "aten::bmm", times))
-    assert ("python_loop" in findings) == is_found
-    if is_found:
-        assert "attention runs aten::bmm 18 times in each forward" in findings["python_loop"].sentence
-        assert "Vectorize the loop in the forward of attention" in findings["python_loop"].next_steps[0]
-
-
-def test_operators_that_an_operator_calls_are_no_loop(tmp_path: Path) -> None:
-    module, *inside = calls("rnn", "aten::addmm", 18)
-    findings = found(tmp_path, module, event("aten::lstm", 5, 1900), *inside)
-    assert "python_loop" not in findings
-
-
-def test_views_are_no_loop(tmp_path: Path) -> None:
-    assert "python_loop" not in found(tmp_path, *calls("split", "aten::slice", 18))
-
-
-def test_a_submodule_that_runs_many_times_in_each_forward_is_a_loop(tmp_path: Path) -> None:
-    cells = [
-        made
-        for at in range(18)
-        for made in (
-            event("[pl][module]Cell: net.cell", 10 + 100 * at, 100 + 100 * at),
-            event("aten::addmm", 11 + 100 * at, 99 + 100 * at),
-        )
-    ]
-    sentence = found(tmp_path, event("[pl][module]Net: net", 0, 1900), *cells)["python_loop"].sentence
-    assert "net runs net.cell 18 times" in sentence
 
 
 def test_python_outside_operators_is_found_with_its_module(tmp_path: Path) -> None:
@@ -301,3 +240,56 @@ def test_modules_whose_own_time_is_below_the_cost_of_recording_are_no_loop(tmp_p
     ]
     fake = FakeRun(phases=lambda _rank, _step: {**dict.fromkeys(HEALTHY, 0), "forward": 1_000_000})
     assert "python_loop" not in found(tmp_path, *layers, fake=fake)
+
+
+BUFFERS = [{"name": "bank", "bytes": 32 * MIB}, {"name": "places", "bytes": 8}]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "buffers", "place", "is_found"),
+    [
+        ("DDPStrategy", BUFFERS, 100, True),
+        ("DDPStrategy", [], 100, False),
+        # A broadcast of the program, and one in backward.
+        ("SingleDeviceStrategy", BUFFERS, 100, False),
+        ("DDPStrategy", BUFFERS, 2100, False),
+    ],
+)
+def test_buffers_that_are_broadcast_before_each_forward_are_named(
+    tmp_path: Path, strategy: str, buffers: list[dict[str, object]], place: float, is_found: bool
+) -> None:
+    events = [
+        ("user_annotation", "ProfilerStep#2", 0, 4000, 9),
+        ("cpu_op", "[pl][profile][Strategy]DDPStrategy.training_step", 0, 2000, 9),
+        ("cpu_op", "[pl][profile][Strategy]DDPStrategy.backward", 2000, 4000, 9),
+        ("cpu_op", "c10d::broadcast_", place, place + 10, 9),
+        ("user_annotation", "gloo:broadcast", place, place + 800, 10),
+        ("cpu_op", "aten::mm", 1000, 1990, 9),
+        ("cpu_op", "aten::mm", 3000, 3990, 9),
+    ]
+    rows = [
+        {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "pid": 9,
+            "tid": tid,
+            "ts": 5 * start,
+            "dur": 5 * (end - start),
+            "args": {},
+        }
+        for cat, name, start, end, tid in events
+    ]
+    trace = trace_report(write_trace(tmp_path / "made.json", rows))
+    directory = make_run(tmp_path / "log", FakeRun(training={"largest_buffers": buffers}))
+    manifest = directory / "manifest.rank00000.jsonl"
+    run_row, *others = manifest.read_text().splitlines()
+    manifest.write_text("\n".join([json.dumps({**json.loads(run_row), "strategy": strategy}), *others]) + "\n")
+    findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory), (trace,)))}
+    assert ("buffer_broadcast" in findings) == is_found
+    if is_found:
+        found = findings["buffer_broadcast"]
+        assert "mostly bank (32.0 MiB)" in found.sentence
+        assert "broadcast_buffers=False" in found.next_steps[0]
+        # The wait is the strategy's, not Python of the program.
+        assert "python_time" not in findings
