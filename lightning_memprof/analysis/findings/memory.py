@@ -12,7 +12,7 @@ from lightning_memprof.analysis.findings.traces import times
 from lightning_memprof.analysis.ledger.growth import copied_on_write, validation_growth, worker_growth
 from lightning_memprof.analysis.oom.autopsy import autopsies
 from lightning_memprof.analysis.oom.causes import CAUSES
-from lightning_memprof.analysis.steps.events import action_name
+from lightning_memprof.analysis.steps.events import VALIDATION, action_name
 from lightning_memprof.artifacts.naming import processes_name, series_path
 from lightning_memprof.artifacts.series import UNTRACKED, AllocatorRow, ProcessRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, format_ns, percent
@@ -36,8 +36,7 @@ LESS_MEMORY: Final = (
 # From this share of the memory at the start on, growth ends the run soon.
 SEVERE_GROWTH: Final = 0.5
 
-# The page itself shows the contribution of the allocator's snapshot.
-NO_SNAPSHOT: Final = 0
+NO_SNAPSHOT: Final = 0  # the page itself shows what the allocator's snapshot says
 
 
 def out_of_memory(facts: Facts) -> Finding | None:
@@ -259,6 +258,10 @@ def activation_peak(facts: Facts) -> Finding | None:
 
 # A step that needs a quarter more than the recorded ones does something that these do not.
 MORE: Final = 1.25
+VALIDATE_LESS: Final = "Validate in smaller batches: batch_size of the DataLoader that val_dataloader returns."
+NO_GRAD: Final = (
+    "Call models in {name} under torch.no_grad() if nothing trains on their outputs, or in smaller batches."
+)
 FROM_START: Final = "Record the memory from the start: lightning_memprof.start_memory_history() before the Trainer."
 
 
@@ -280,11 +283,12 @@ def _beyond(facts: Facts, rank: Rank, memory: RankMemory) -> Finding | None:
     if not recorded or most < max(MORE * recorded, recorded + 4 * MIN_BYTES):
         return None
     step = next(step for step, peak in rows if peak == most)
-    action = next((row.action for row in rank.stalls if row.step == step), None)
-    doing = f", in which {action_name(action)} took longer than usual" if action and action != UNTRACKED else ""
+    action = action_name(next((row.action for row in rank.stalls if row.step == step), None) or UNTRACKED)
+    doing, remedies = f", in which {action} took longer than usual", [NO_GRAD.format(name=action)]
+    if action in {UNTRACKED, VALIDATION}:
+        doing, remedies = (", in a validation", [VALIDATE_LESS]) if action == VALIDATION else ("", [])
     ledger = facts.byte_ledgers.get(rank.rank)
     recovers = recovered(ledger, most - recorded, "unattributed")
-    is_first = step == rows[0][0]
     record = f"Record that step: MemProfilerCallback(schedule=Schedule(steps=({step},), active=1))."
     return Finding(
         rule="peak_elsewhere",
@@ -293,12 +297,8 @@ def _beyond(facts: Facts, rank: Rank, memory: RankMemory) -> Finding | None:
             f"The device peak of {format_bytes(most)}{facts.on_rank(rank)} is not that of the recorded steps, which "
             f"need {format_bytes(recorded)}: step {step} reached it{doing}."
         ),
-        why=(
-            "It may be that of the start, or of a validation before the first step."
-            if is_first
-            else "A hook, a callback or a validation of that step may need it: recorded steps do not have it."
-        ),
-        next_steps=(FROM_START,) if is_first else (record, FROM_START),
+        why="A hook, a callback or a validation may need it: recorded steps do not have it.",
+        next_steps=(FROM_START,) if step == rows[0][0] else (*remedies, record, FROM_START),
         evidence=(facts.pulse(rank, [step]),),
         numbers={"rank": rank.rank, "peak_bytes": most, "recorded_bytes": recorded, "step": step},
         weight=(most - recorded) / most,

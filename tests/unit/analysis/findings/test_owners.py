@@ -156,21 +156,32 @@ def test_activations_that_outlive_their_step_are_a_retained_graph(
         assert "retain_graph=True" in finding.next_steps[0]
 
 
+NAME = "Net.on_train_batch_end"
+SAMPLING = f"[LightningModule]{NAME}"
+
+
 @pytest.mark.parametrize(
-    ("at", "bytes_then", "end"),
+    ("at", "action", "bytes_then", "said"),
     [
-        (21, 4 * GIB, "step 21 reached it, in which Net.on_train_batch_end took longer than usual."),
-        (0, 4 * GIB, "step 0 reached it."),
-        (21, 2 * GIB + 8 * MIB, None),
+        (
+            21,
+            SAMPLING,
+            4 * GIB,
+            ("step 21 reached it, in which Net.on_train_batch_end took longer than usual.", "no_grad()"),
+        ),
+        (21, "run_validation", 4 * GIB, ("step 21 reached it, in a validation.", "val_dataloader")),
+        (21, "untracked", 4 * GIB, ("step 21 reached it.", "Schedule(steps=(21,), active=1)")),
+        (0, SAMPLING, 4 * GIB, ("step 0 reached it.", "start_memory_history()")),
+        (21, SAMPLING, 2 * GIB + 8 * MIB, None),
     ],
-    ids=["a later step", "the first step", "as much as recorded steps"],
+    ids=["a hook", "a validation", "neither", "the first step", "as much as recorded steps"],
 )
 def test_a_device_peak_that_recorded_steps_do_not_reach_is_that_of_a_step(
-    tmp_path: Path, at: int, bytes_then: int, end: str | None
+    tmp_path: Path, at: int, action: str, bytes_then: int, said: tuple[str, str] | None
 ) -> None:
     fake = FakeRun(device_bytes=lambda step: bytes_then if step == at else 2 * GIB)
     directory = make_run(tmp_path, fake)
-    stall = {"kind": "stall", "step": 21, "action": "[LightningModule]Net.on_train_batch_end", "action_ns": 9}
+    stall = {"kind": "stall", "step": 21, "action": action, "action_ns": 9}
     (directory / "actions.rank00000.jsonl").write_text(json.dumps(stall) + "\n")
     run = load_run(directory)
     device = DeviceAllocations(
@@ -180,13 +191,14 @@ def test_a_device_peak_that_recorded_steps_do_not_reach_is_that_of_a_step(
     allocations = [WindowAllocations(rank=0, window=0, devices=(device,))]
     found = examine(Facts.of(run, memory=memory_report(run, allocations)))
     finding = next((finding for finding in found if finding.rule == "peak_elsewhere"), None)
-    assert (finding is not None) == (end is not None)
-    if finding is not None and end is not None:
+    assert (finding is not None) == (said is not None)
+    if finding is not None and said is not None:
+        end, first = said
         assert (
             finding.sentence
             == f"The device peak of 4.00 GiB is not that of the recorded steps, which need 2.00 GiB: {end}"
         )
-        assert ("Schedule(steps=(21,), active=1)" in finding.next_steps[0]) == (at == 21)
+        assert first in finding.next_steps[0]
 
 
 def test_workers_that_grow_are_found(tmp_path: Path) -> None:
