@@ -9,32 +9,34 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.batches import Batches
-from lightning_memprof.analysis.compare.comparison import Outcome
-from lightning_memprof.analysis.compare.model import Comparison
-from lightning_memprof.analysis.estimate import Estimate
 from lightning_memprof.analysis.ledger.growth import who_holds
 from lightning_memprof.analysis.ledger.memory import ByteLedger, snapshot_bytes
 from lightning_memprof.analysis.ledger.model import TimeLedger, total
-from lightning_memprof.analysis.memory.functions import FunctionReport
 from lightning_memprof.analysis.memory.report import CATEGORIES, MemoryReport, RankMemory
 from lightning_memprof.analysis.run.locate import shown_place
-from lightning_memprof.analysis.run.model import Rank
-from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.analysis.steps.events import PARTS, StepEvents, event_totals
 from lightning_memprof.analysis.steps.statistics import mean
 from lightning_memprof.analysis.steps.workers import workers
-from lightning_memprof.analysis.trace.model import TraceReport
-from lightning_memprof.analysis.trial import Trial
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.artifacts.series import PHASES, HangRow, HolderRow, columns_of
 from lightning_memprof.report.document import Cell, Document, Phrase, Words
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections.memory import peak_allocations
-from lightning_memprof.report.view import RankView, View
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.batches import Batches
+    from lightning_memprof.analysis.compare.comparison import Outcome
+    from lightning_memprof.analysis.compare.model import Comparison
+    from lightning_memprof.analysis.estimate import Estimate
+    from lightning_memprof.analysis.memory.functions import FunctionReport
+    from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
+    from lightning_memprof.analysis.trace.model import TraceReport
+    from lightning_memprof.analysis.trial import Trial
+    from lightning_memprof.report.view import RankView, View
 
 # A window has thousands of allocation sites, nearly all of a few bytes; a trace thousands of kernels, a snapshot
 # thousands of stacks: the rest is one sum.
@@ -63,13 +65,12 @@ FUNCTION_CHANGES: Final = (
 
 def to_json(view: View | FilesView) -> dict[str, Any]:
     """Return a view as values that any JSON encoder takes."""
-    found: dict[str, Any] = encode(_files(view) if isinstance(view, FilesView) else _run(view))
-    return found
+    return _encoded(_files(view) if isinstance(view, FilesView) else _run(view))
 
 
 def comparison_to_json(comparison: Comparison, verdict: Words, outcomes: Sequence[Outcome] = ()) -> dict[str, Any]:
     """Return a comparison: bytes, nanoseconds, shares of 1."""
-    found: dict[str, Any] = encode(
+    return _encoded(
         {
             "verdict": words_text(verdict),
             "is_same": comparison.is_same,
@@ -89,25 +90,21 @@ def comparison_to_json(comparison: Comparison, verdict: Words, outcomes: Sequenc
             "limits": [{"limit": outcome.limit.text, **_fields(outcome, "status", "sentence")} for outcome in outcomes],
         }
     )
-    return found
 
 
 def estimate_to_json(estimate: Estimate) -> dict[str, Any]:
     """Return an estimate: bytes, seconds."""
-    found: dict[str, Any] = encode(_without(estimate))
-    return found
+    return _encoded(_without(estimate))
 
 
 def trial_to_json(trial: Trial) -> dict[str, Any]:
     """Return a trial: bytes, nanoseconds, shares of 1; ``best`` is the remedy to choose."""
-    found: dict[str, Any] = {**_without(trial), "best": None if trial.best is None else trial.best.remedy}
-    return found
+    return _encoded({**_without(trial), "best": None if trial.best is None else trial.best.remedy})
 
 
 def batches_to_json(batches: Batches) -> dict[str, Any]:
     """Return a search for the largest batch: bytes and nanoseconds; ``best`` is its number of samples."""
-    found: dict[str, Any] = {**_without(batches), "best": None if batches.best is None else batches.best.samples}
-    return found
+    return _encoded({**_without(batches), "best": None if batches.best is None else batches.best.samples})
 
 
 def document_to_json(document: Document) -> dict[str, Any]:
@@ -120,21 +117,31 @@ def document_to_json(document: Document) -> dict[str, Any]:
         }
         for section in document.sections
     ]
-    found: dict[str, Any] = encode(
+    return _encoded(
         {
             **{field.name: getattr(document, field.name) for field in dataclasses.fields(document)},
             "sections": sections,
             "commands": list(map(str, document.commands)),
         }
     )
+
+
+def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = encode(values)
     return found
+
+
+# Of thousands of values nearly all are these.
+_AS_IS: Final = frozenset({str, int, bool, type(None)})
 
 
 def encode(value: Any) -> Any:
     """Return a value of an analysis or of a document as JSON has it; NaN, which a manifest may hold, is null."""
+    if type(value) in _AS_IS:
+        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    plain = value if isinstance(value, str | int) and not isinstance(value, IntEnum) else _plain(value)
+    plain = _plain(value)
     if isinstance(plain, Mapping):
         return {str(key): encode(item) for key, item in plain.items()}
     if isinstance(plain, list | tuple):
@@ -149,7 +156,7 @@ def _plain(value: Any) -> Any:
             return words_text(value)
         if isinstance(value, Cell):
             return {"value": value.value, "unit": value.unit}
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return _without(value)
     if isinstance(value, IntEnum):
         return value.name.lower()
     if isinstance(value, Path):
@@ -163,9 +170,7 @@ def _fields(value: Any, *names: str) -> dict[str, Any]:
 
 
 def _without(value: Any, *names: str) -> dict[str, Any]:
-    return {
-        field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value) if field.name not in names
-    }
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name not in names}
 
 
 def _files(view: FilesView) -> dict[str, Any]:
