@@ -142,6 +142,11 @@ def _places(module: str) -> list[str]:
 # channels_last is a layout of images.
 SIGNALS: Final = "aten::conv1d"
 IMAGES: Final = frozenset({"aten::conv2d", "aten::conv3d"})
+# Fusing leaves its arithmetic as it is, and its kernels are those of a library.
+ARITHMETIC: Final = frozenset({"matrix multiplication", "convolution", "attention", "recurrent layers"})
+LESS: Final = (
+    "Give {module} less work (fewer or smaller layers, shorter inputs), or use a GPU: {family} leaves little to fuse."
+)
 
 
 def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
@@ -153,8 +158,9 @@ def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
     lower = ("Compute in bfloat16: Trainer(precision='bf16-mixed').",) if precision == "32-true" else ()
     if heaviest.family == "convolution" and not (SIGNALS in heaviest.operators and not IMAGES & heaviest.operators):
         return ("Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too.", *lower)
-    if heaviest.family in {"matrix multiplication", "attention"}:
-        return (*lower, *compiled) if not rank.facts.is_cpu else (*compiled, *lower)
+    if heaviest.family in ARITHMETIC and heaviest.family_ns >= EXPLAINS * heaviest.ns:
+        less = (LESS.format(module=heaviest.module, family=heaviest.family),) if rank.facts.is_cpu else ()
+        return (*less, *lower, *compiled)
     return (*compiled, *lower)
 
 

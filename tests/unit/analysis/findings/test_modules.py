@@ -84,6 +84,20 @@ def test_channels_last_is_for_images(tmp_path: Path, operator: str, is_layout: b
     assert any("channels_last" in step for step in steps) == is_layout
 
 
+@pytest.mark.parametrize(
+    ("family", "share", "first"),
+    [
+        ("matrix multiplication", 0.9, "Give net less work"),
+        ("recurrent layers", 0.9, "Give net less work"),
+        ("matrix multiplication", 0.3, "Fuse its operators"),
+        ("aten::mul", 0.9, "Fuse its operators"),
+    ],
+)
+def test_on_a_cpu_arithmetic_is_not_to_be_fused(tmp_path: Path, family: str, share: float, first: str) -> None:
+    heaviest = Heaviest(module="net", ns=100.0, family=family, family_ns=100 * share)
+    assert faster(heaviest, load_run(make_run(tmp_path)).lead)[0].startswith(first)
+
+
 def test_lines_without_operators_have_no_heaviest_module() -> None:
     assert heaviest_module([TimeLine(part="forward", ns=MS)]) is None
 
