@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from lightning_memprof.analysis.run import load, model
 from lightning_memprof.units import format_count
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Run", "load_run"]
 
 
-@dataclass(frozen=True)
-class Run(model.Run):
+class Run(model.Run, frozen=True, dict=True):
     """A run directory: the rows of every rank, and the findings and the report of ``lightning-memprof show``.
 
     In a notebook it is displayed as the HTML report.
@@ -74,4 +74,4 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
         ArtifactError: there is no run, there are several, or no manifest is readable.
     """
     loaded = load.load_run(path, max_pulse_bytes=max_pulse_bytes, rank=rank)
-    return Run(**{field.name: getattr(loaded, field.name) for field in fields(loaded)})
+    return Run(**msgspec.structs.asdict(loaded))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, kw_only=True)
-class TriedBatch:
+class TriedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch size that ran.
 
     Attributes:
@@ -30,8 +30,7 @@ class TriedBatch:
         return None if not self.step_ns else self.samples / self.step_ns * 1e9
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batches:
+class Batches(msgspec.Struct, frozen=True, kw_only=True):
     """The batch sizes that were tried for a program.
 
     Attributes:

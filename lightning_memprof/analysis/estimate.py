@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
+
+import msgspec
 
 from lightning_memprof.artifacts.files import read_object
 from lightning_memprof.artifacts.naming import ESTIMATE
@@ -93,8 +94,7 @@ _BATCHLESS: Final = ("parameter", "gradient", "optimizer_state")
 Conclusion = Literal["fits", "does not fit", "too close to call", "no limit"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Device:
+class Device(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of a kind of device.
 
     Attributes:
@@ -122,8 +122,7 @@ class Device:
         return self.usable_bytes, max(self.usable_bytes, self.total_bytes - _MIN_CONTEXT_BYTES)
 
 
-@dataclass(frozen=True)
-class Reserved:
+class Reserved(msgspec.Struct, frozen=True):
     """The peak of the memory that the allocator reserves, in bytes: its likely value and a band."""
 
     low_bytes: int
@@ -131,8 +130,7 @@ class Reserved:
     high_bytes: int
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(msgspec.Struct, frozen=True):
     """What a training run on a GPU keeps in host memory for its tensors.
 
     Attributes:
@@ -141,7 +139,7 @@ class Host:
         to_host_bytes: copied back in a step.
     """
 
-    categories: Mapping[str, int] = field(default_factory=dict)
+    categories: Mapping[str, int] = msgspec.field(default_factory=dict)
     to_device_bytes: int = 0
     to_host_bytes: int = 0
 
@@ -156,8 +154,7 @@ class Host:
         return f"{format_bytes(self.total_bytes)} of host memory, {moved} per step"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     """The same training with one change.
 
     Attributes:
@@ -179,8 +176,7 @@ class Alternative:
     is_rank: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of a training run on one device.
 
     Attributes:
@@ -234,7 +230,7 @@ class Estimate:
     is_program: bool = False
     called_at: str = ""
     is_largest: bool = False
-    host: Host = field(default_factory=Host)
+    host: Host = msgspec.field(default_factory=Host)
     assumptions: Sequence[str] = ()
     alternatives: Sequence[Alternative] = ()
     seconds: float = 0.0
@@ -245,8 +241,7 @@ class Estimate:
         return sum(max(self.live.get(name, ()), default=0) for name in _BATCHLESS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The estimate that a run's page compares with its measured peak.
 
     Attributes:

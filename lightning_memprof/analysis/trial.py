@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS, PairedChange, paired_change
 from lightning_memprof.units import percent
@@ -60,8 +60,7 @@ class Measured(msgspec.Struct, kw_only=True):
 EqualityName = Literal["bit-equal", "within tolerance", "changes the training", "not comparable"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Equality:
+class Equality(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a training run is the same with a remedy.
 
     Attributes:
@@ -82,8 +81,7 @@ class Equality:
         return self.name != "changes the training"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """A remedy that was tried.
 
     Attributes:
@@ -170,8 +168,7 @@ class Outcome:
         return self.is_kept and self.is_smaller and -(self.peak or 0.0) > longer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trial:
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """The remedies that were tried on one program.
 
     Attributes:

@@ -14,11 +14,12 @@ import warnings
 import webbrowser
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
+from msgspec.structs import replace
 
 from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_name
 from lightning_memprof.errors import ConfigError, ReportError

@@ -7,12 +7,12 @@ import shlex
 import sys
 from argparse import ArgumentError
 from contextlib import redirect_stdout
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
+from msgspec.structs import replace
 
 from lightning_memprof.artifacts.naming import ESTIMATE
 from lightning_memprof.cli.command import Command, add_format, counting, quiet_lightning, write_document

@@ -81,12 +81,12 @@ def show(
         ArtifactError: the target is missing or unreadable, or there are several runs.
         ConfigError: the protocol of the URL is unknown, or there is no such section.
     """
-    from lightning_memprof.report.opened import OpenOptions, opened
+    from lightning_memprof.report.opened import opened
     from lightning_memprof.report.printers.json import document_to_json, to_json
     from lightning_memprof.report.sections import document_of
 
     names = [targets] if isinstance(targets, str) else list(targets)
-    with reading() as progress, infrequent_gc(), opened(names, options or OpenOptions(), progress.update) as view:
+    with reading() as progress, infrequent_gc(), opened(names, options, progress.update) as view:
         progress.end()
         if format == "json" and not is_full and not sections:
             write_json(to_json(view))

@@ -16,8 +16,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.units import MIB, format_bytes
@@ -36,8 +37,7 @@ _FREE: Final = 1
 _UNMAPPED: Final = 2  # a range of an expandable segment without memory
 
 
-@dataclass(frozen=True)
-class AllocatorSettings:
+class AllocatorSettings(msgspec.Struct, frozen=True):
     """Settings of the native allocator, sizes in bytes.
 
     `roundup_power2_divisions` has one number per power of two from 1 MiB to 64 GiB; 0 and 1 disable it.

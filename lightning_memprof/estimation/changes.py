@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -56,8 +56,7 @@ _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _OPTIMIZERS: Final = ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "adafactor", "adamw8bit")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A change.
 
     Attributes:
@@ -73,7 +72,7 @@ class Change:
 
     name: str
     costs: str
-    trainer: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = msgspec.field(default_factory=dict)
     optimizer: str | None = None
     is_checkpointed: bool = False
     offloaded: frozenset[str] = frozenset()

@@ -10,11 +10,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from msgspec.structs import replace
 
 from lightning_memprof.analysis import estimate as model
 from lightning_memprof.analysis.batches import largest_fitting
@@ -54,8 +55,7 @@ _HARMLESS: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate(model.Estimate):
+class Estimate(model.Estimate, frozen=True, kw_only=True):
     """The memory of a training run on one device, and its document.
 
     In a notebook it is displayed as the HTML page.
@@ -176,7 +176,7 @@ def _estimate(fit: Fit, wanted: Wanted) -> Estimate:
         change = replace(combined(working), name="all of these")
         wanted.progress(change.name, count, count + 1)
         alternatives.append(_alternative(fit, change, replace(variation, change=change), found))
-    values = {field.name: getattr(found, field.name) for field in fields(found)}
+    values = msgspec.structs.asdict(found)
     return Estimate(**{**values, "alternatives": alternatives, "is_largest": wanted.batch_size == "max"})
 
 

@@ -10,10 +10,10 @@ import inspect
 import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import msgspec
 import torch
 from lightning.fabric.strategies.fsdp import _setup_activation_checkpointing
 from lightning.pytorch.strategies import (
@@ -65,8 +65,7 @@ _WHOLE: Final = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
+class Ranks(msgspec.Struct, frozen=True, kw_only=True):
     """The devices that train together.
 
     Attributes:

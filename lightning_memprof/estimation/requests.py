@@ -7,9 +7,11 @@ import statistics
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.estimation.allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemoryError
 from lightning_memprof.units import MIB
@@ -118,8 +120,7 @@ class _Names:
         return len(self._names)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StorageLog:
+class StorageLog(msgspec.Struct, frozen=True, kw_only=True):
     """The storages of a fit: when each is made and ends, and what it is.
 
     Attributes:
@@ -131,13 +132,13 @@ class StorageLog:
     """
 
     granule: int
-    requests: Requests = field(default_factory=Requests)
-    sizes: array[int] = field(default_factory=lambda: array("q"))
-    parts: list[Part] = field(default_factory=list)
-    optional: set[int] = field(default_factory=set)
-    _labels: dict[str, array[int]] = field(default_factory=lambda: {name: array("l") for name in LABELS})
-    _names: _Names = field(default_factory=_Names)
-    _changed: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    requests: Requests = msgspec.field(default_factory=Requests)
+    sizes: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    parts: list[Part] = msgspec.field(default_factory=list)
+    optional: set[int] = msgspec.field(default_factory=set)
+    _labels: dict[str, array[int]] = msgspec.field(default_factory=lambda: {name: array("l") for name in LABELS})
+    _names: _Names = msgspec.field(default_factory=_Names)
+    _changed: dict[int, list[tuple[int, int]]] = msgspec.field(default_factory=dict)
 
     def add(self, size: int, stream: int = 0, **labels: str) -> int:
         """Add a storage with all of :data:`LABELS`; return its number."""
@@ -266,8 +267,7 @@ class StorageLog:
         return found
 
 
-@dataclass(frozen=True)
-class Peaks:
+class Peaks(msgspec.Struct, frozen=True):
     """What a replay reached, in bytes; after `out_of_memory` nothing was replayed."""
 
     allocated_bytes: int
@@ -276,8 +276,7 @@ class Peaks:
     out_of_memory: OutOfMemoryError | None = None
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(msgspec.Struct, frozen=True):
     """Peaks of the reserved bytes over replays."""
 
     low_bytes: int
@@ -327,8 +326,7 @@ def perturbed(requests: Requests, settings: AllocatorSettings | None = None) -> 
     return Band(low_bytes=min(reached), likely_bytes=likely, high_bytes=max(reached))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """The reserved bytes that requests need at their peak.
 
     Attributes:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -152,8 +152,7 @@ def _register() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=module)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The kind of device to imitate.
 
     Attributes:
@@ -372,8 +371,7 @@ def _cuda_attention() -> Iterator[None]:
         rules._destroy()  # noqa: SLF001 no public one
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(msgspec.Struct, frozen=True):
     """The rest of the operator's arguments, in its order."""
 
     attn_mask: Tensor | None = None

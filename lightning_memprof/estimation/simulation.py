@@ -13,13 +13,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from msgspec.structs import replace
 from torch import nn
 
 from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Host, Reserved
@@ -64,8 +65,7 @@ _CONSTANT_READS: Final = 100
 _MOST_READS: Final = 50_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
+class _Found(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a simulation in a child process.
 
     Attributes:
@@ -79,8 +79,7 @@ class _Found:
     requests: tuple[int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Failure:
+class _Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is no estimate.
 
     Attributes:
@@ -96,8 +95,7 @@ class _ChildError(Exception):
     """Carries the traceback of a child process."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variation:
+class Variation(msgspec.Struct, frozen=True, kw_only=True):
     """What is changed about the fit.
 
     Attributes:
@@ -114,7 +112,7 @@ class Variation:
     batch_size: int | None = None
     sequence_length: int | None = None
     shapes: Sequence[Sequence[int]] = ()
-    values: Values = field(default_factory=Values)
+    values: Values = msgspec.field(default_factory=Values)
     validates: bool = True
     rank: int = 0
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.estimate import Device, device_named, device_of, parse_bytes
 from lightning_memprof.errors import ConfigError
@@ -19,8 +21,7 @@ _USUAL: Final = ("precision=bf16-mixed", "checkpointing", "accumulate=2", "optim
 _FULL: Final = (None, "32", "32-true")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked, in the words of the command line.
 
     Attributes:

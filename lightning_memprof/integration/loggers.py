@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import ArtifactSpec, Sink

@@ -7,8 +7,10 @@ are :class:`Phrase`, text around values. Only ``report.sections`` builds documen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 Badge = Literal["none", "info", "warning", "critical"]
 Style = Literal["", "dim", "good", "warn", "bad"]
@@ -18,8 +20,7 @@ NUMBERS: frozenset[str] = frozenset({"bytes", "bytes/s", "ns", "share", "count",
 WORDS: frozenset[str] = frozenset({"text", "code", "path", "command"})
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(msgspec.Struct, frozen=True):
     """A value and its unit; None is a value that is not available.
 
     Args:
@@ -94,8 +95,7 @@ def rate(value: float | None, unit: str) -> Cell:
     return Cell(value, unit)
 
 
-@dataclass(frozen=True)
-class Phrase:
+class Phrase(msgspec.Struct, frozen=True):
     """A sentence with values in it."""
 
     parts: tuple[str | Cell, ...]
@@ -115,8 +115,7 @@ def phrase(template: str, *values: Cell | float) -> Phrase:
     return Phrase(tuple(part for part in parts if part != ""))
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(msgspec.Struct, frozen=True):
     """A column of a table.
 
     Args:
@@ -142,8 +141,7 @@ class Column:
 Row = Sequence[Cell]
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(msgspec.Struct, frozen=True):
     """Rows of cells.
 
     Args:
@@ -186,8 +184,7 @@ class Table:
         ]
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(msgspec.Struct, frozen=True):
     """Names and values; ``is_wide`` where they need the whole width."""
 
     part: ClassVar[str] = "facts"
@@ -197,8 +194,7 @@ class Facts:
     is_wide: bool = False
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(msgspec.Struct, frozen=True):
     """A headline number; ``href`` links to its section, ``is_short`` keeps it on the short page."""
 
     name: str
@@ -208,16 +204,14 @@ class Figure:
     is_short: bool = True
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(msgspec.Struct, frozen=True):
     """Numbers beside each other."""
 
     part: ClassVar[str] = "figures"
     items: Sequence[Figure]
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(msgspec.Struct, frozen=True):
     """A part of a whole; ``key`` names its colour."""
 
     name: str
@@ -225,8 +219,7 @@ class Bar:
     value: Cell
 
 
-@dataclass(frozen=True)
-class Stack:
+class Stack(msgspec.Struct, frozen=True):
     """A whole and its parts; ``unknown`` are parts without a value, each with the reason."""
 
     part: ClassVar[str] = "stack"
@@ -237,16 +230,14 @@ class Stack:
     notes: Sequence[Words] = ()
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """Where the evidence of a finding is: the id of a section or of a cell."""
 
     words: Words
     href: str
 
 
-@dataclass(frozen=True)
-class RuleHelp:
+class RuleHelp(msgspec.Struct, frozen=True):
     """The documentation of a rule, on ``page``; a string per paragraph."""
 
     page: str
@@ -254,8 +245,7 @@ class RuleHelp:
     when: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(msgspec.Struct, frozen=True):
     """A finding; a rule of the user's own has no ``help``."""
 
     id: str
@@ -268,16 +258,14 @@ class Card:
     help: RuleHelp | None = None
 
 
-@dataclass(frozen=True)
-class Findings:
+class Findings(msgspec.Struct, frozen=True):
     """All findings, the most severe first; the first one made the verdict if the document has a badge."""
 
     part: ClassVar[str] = "findings"
     cards: Sequence[Card]
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(msgspec.Struct, frozen=True):
     """A labelled line; a path is never broken, so that it can be copied."""
 
     label: str
@@ -285,8 +273,7 @@ class Line:
     style: Style = ""
 
 
-@dataclass(frozen=True)
-class Lines:
+class Lines(msgspec.Struct, frozen=True):
     """Labelled lines; those that are not ``is_short`` are not on the short page."""
 
     part: ClassVar[str] = "lines"
@@ -295,16 +282,14 @@ class Lines:
     is_short: bool = True
 
 
-@dataclass(frozen=True)
-class Paragraph:
+class Paragraph(msgspec.Struct, frozen=True):
     """A paragraph below a table or a chart."""
 
     part: ClassVar[str] = "paragraph"
     words: Words
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(msgspec.Struct, frozen=True):
     """The place of a chart of ``report.charts``; text pages draw ``values`` as one line, from 0 to the largest."""
 
     part: ClassVar[str] = "chart"
@@ -317,8 +302,7 @@ class Chart:
 Part = Table | Facts | Figures | Stack | Findings | Lines | Paragraph | Chart
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(msgspec.Struct, frozen=True):
     """A section; ``lead`` is its one sentence, ``summary`` whether the short page has it."""
 
     id: str
@@ -328,8 +312,7 @@ class Section:
     summary: bool = False
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(msgspec.Struct, frozen=True):
     """A command to run next, in two parts between which a line may be broken."""
 
     program: str
@@ -340,8 +323,7 @@ class Command:
         return f"{self.program} {self.arguments}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
+class Document(msgspec.Struct, frozen=True, kw_only=True):
     """A report.
 
     Args:

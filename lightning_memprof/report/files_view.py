@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from lightning_memprof.analysis.findings import Finding, Verdict, conclude, examine_files
 from lightning_memprof.analysis.findings.bound import nothing_in_files
@@ -22,8 +23,7 @@ from lightning_memprof.report.document import Command
 MAX_NAMED: Final = 2
 
 
-@dataclass(frozen=True)
-class FileReports:
+class FileReports(msgspec.Struct, frozen=True):
     """The reports of traces and snapshots; a file that cannot be read is a problem and hides no other."""
 
     traces: tuple[TraceReport, ...] = ()
@@ -31,8 +31,7 @@ class FileReports:
     problems: tuple[Problem, ...] = ()
 
 
-@dataclass(frozen=True)
-class FilesView:
+class FilesView(msgspec.Struct, frozen=True):
     """Traces and snapshots as they are shown.
 
     ``findings`` has at least one, which makes the verdict. ``sizes`` are the files' bytes on disk. ``problems`` are the

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.artifacts.series import RegionRow
@@ -11,8 +12,7 @@ from lightning_memprof.artifacts.series import RegionRow
 START, END = "start", "end"
 
 
-@dataclass(frozen=True)
-class NamedMoment:
+class NamedMoment(msgspec.Struct, frozen=True):
     """One row: memory in bytes at a named point; ``point`` is ``snapshot``, or ``start`` or ``end`` of a region."""
 
     rank: int
@@ -25,8 +25,7 @@ class NamedMoment:
     peak_rss_bytes: int | None
 
 
-@dataclass(frozen=True)
-class NamedSummary:
+class NamedSummary(msgspec.Struct, frozen=True):
     """All moments of one name on one rank.
 
     ``rss_bytes`` are those of its snapshots in order; ``changes_bytes`` those from the start to the end of each time

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ledger.peaks import machine_peaks
 from lightning_memprof.analysis.memory.allocations import run_allocations
@@ -29,8 +31,7 @@ MAX_LISTED: Final = 8
 MAX_NAMED: Final = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenOptions:
+class OpenOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a target to analyse.
 
     ``rank`` leads the page instead of the lowest one, and of files only its traces are read; ``window`` leaves out the
@@ -47,7 +48,7 @@ class OpenOptions:
 @contextmanager
 def opened(
     names: Sequence[str],
-    options: OpenOptions = OpenOptions(),
+    options: OpenOptions | None = None,
     progress: Callable[[Path, int, int], None] | None = None,
 ) -> Iterator[View | FilesView]:
     """Yield the view of the named targets; the copy of a URL exists until the context is left.
@@ -61,6 +62,7 @@ def opened(
         ArtifactError: there is none of these, or several runs, or no such rank or window, or nothing can be read.
         ConfigError: the protocol of a URL is not known here.
     """
+    options = options or OpenOptions()
     if len(names) == 1 and is_url(names[0]):
         with local_run(names[0]) as found:
             yield _run(found, options, progress)

@@ -14,12 +14,13 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
+
+import msgspec
 
 from lightning_memprof.errors import ConfigError, ReportError
 
@@ -50,8 +51,7 @@ _POLICY: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(msgspec.Struct, frozen=True):
     """A served page: ``url`` opens it with its trace; ``port`` is its TCP port."""
 
     url: str

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
+
+from msgspec.structs import replace
 
 from lightning_memprof.errors import MemprofError, ReportError
 from lightning_memprof.units import MIB, format_list

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.findings import Facts, Finding, Verdict, conclude, examine
 from lightning_memprof.analysis.ledger.growth import left_by_windows
@@ -57,8 +59,7 @@ if TYPE_CHECKING:
 ShownStatus = Literal["finished", "exception", "running or killed", "did not start"]
 
 
-@dataclass(frozen=True)
-class WindowView:
+class WindowView(msgspec.Struct, frozen=True):
     """A window of a rank and its recorded steps."""
 
     rank: int
@@ -70,8 +71,7 @@ class WindowView:
     steps: tuple[StepReport, ...]
 
 
-@dataclass(frozen=True)
-class Overhead:
+class Overhead(msgspec.Struct, frozen=True):
     """The profiler overhead of a rank in nanoseconds; None where it was not counted.
 
     ``run_ns`` is the time of all steps, which does not include opening and closing windows; ``windows_rss_bytes`` the
@@ -92,8 +92,7 @@ class Overhead:
         return None if self.run_ns is None else self.run_ns + (self.windows_ns or 0)
 
 
-@dataclass(frozen=True)
-class RankView:
+class RankView(msgspec.Struct, frozen=True):
     """One rank. ``host`` and ``device`` hold its memory: sizes as last seen, maxima and peaks over the whole run.
 
     ``device`` is None without a figure.
@@ -111,8 +110,7 @@ class RankView:
     overhead: Overhead | None
 
 
-@dataclass(frozen=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """The results of the analysis of a run; ``run`` is their source.
 
     ``device_note`` is the reason for missing figures of a device, None where there are figures. ``commands`` are the

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lightning_memprof.analysis.memory.report import TRACKERS, RankMemory, memory_report
@@ -53,8 +54,7 @@ _ACTION: Final = "[pl][profile]"
 _OWN: Final = tuple(f"{_ACTION}[Callback]{name}." for name in ("AttachedCallback", "MemProfilerCallback"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one training run: the largest of its ranks.
 
     Attributes:
@@ -65,8 +65,8 @@ class Figures:
     """
 
     values: Mapping[str, int]
-    parts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    missing: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, int]] = msgspec.field(default_factory=dict)
+    missing: Mapping[str, str] = msgspec.field(default_factory=dict)
     made_with: str = ""
 
     def with_count(self, quantity: str, parts: Counter[str]) -> Figures:

@@ -7,12 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
 import psutil
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS
 from lightning_memprof.analysis.findings import Finding

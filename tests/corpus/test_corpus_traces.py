@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
 import os
@@ -9,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from lightning_memprof.analysis.ledger.model import DevicePart
@@ -156,7 +156,7 @@ def test_a_file_that_is_rewritten_for_the_profiler_tab_gives_the_same_report(pat
     with gzip.open(path) as source, written.open("wb") as target:
         tensorboard_categories(source, target)  # type: ignore[arg-type]  # GzipFile is a binary file in all but its type
     found = trace_report(written)
-    assert dataclasses.replace(found, file=report(path).file) == report(path)
+    assert msgspec.structs.replace(found, file=report(path).file) == report(path)
 
 
 def test_the_device_ledger_owns_every_ns_of_the_steps(path):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.utils.data import DataLoader
 

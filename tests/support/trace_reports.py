@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from lightning_memprof.analysis.trace.model import (
     Cause,
@@ -80,7 +81,7 @@ def trace(steps: int = 5, *, loading_ns: int = 0, causes: tuple[IdleCause, ...] 
         "events": 5_000,
         "gpu_window": times,
         "step_window": times
-        and StepTimes(**dataclasses.asdict(times), data_loading_ns=loading_ns, mean_step_ns=STEP_NS),
+        and StepTimes(**msgspec.structs.asdict(times), data_loading_ns=loading_ns, mean_step_ns=STEP_NS),
         "steps": tuple(
             TraceStep(
                 number=3 + i,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from lightning_memprof.analysis.compare.model import (
     GROUPS,
@@ -159,8 +160,7 @@ def _needed(group: str, value: float, scale: Mapping[str, float]) -> float:
     return _NAMED_BYTES_SHARE * value if unit == "bytes" else 0.0
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True):
     """The largest allowed increase (``>``), or decrease (``<``, a negative amount), from A to B.
 
     ``amount`` is a fraction if ``is_relative``, else in the unit of the quantity.
@@ -173,8 +173,7 @@ class Limit:
     is_relative: bool
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """The outcome of a limit; ``sentence`` has the reason.
 
     ``fail`` also if it could not be checked, ``inconclusive`` if the change exceeds the limit but is within noise.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Literal
+
+import msgspec
 
 from lightning_memprof.analysis.compare.significance import RankTest
 
@@ -58,8 +59,7 @@ GROUPS: Final[Mapping[str, tuple[Unit, str]]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measure:
+class Measure(msgspec.Struct, frozen=True, kw_only=True):
     """One quantity of one side.
 
     ``noise`` is its spread over the ``samples`` (usually steps) as a standard deviation; for a single sample, the usual
@@ -76,8 +76,7 @@ class Measure:
     steps: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side:
+class Side(msgspec.Struct, frozen=True, kw_only=True):
     """One side of a comparison.
 
     ``named`` has figures by group (a key of ``GROUPS``) and name; groups that were not recorded are missing.
@@ -88,14 +87,13 @@ class Side:
     label: str
     kind: SideKind
     measures: Mapping[str, Measure]
-    named: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    spreads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    sentences: Mapping[str, str] = field(default_factory=dict)
+    named: Mapping[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
+    spreads: Mapping[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
+    sentences: Mapping[str, str] = msgspec.field(default_factory=dict)
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One quantity of both sides; None where a side lacks it.
 
     ``needed`` is the smallest change above noise. If both sides have steps it is the resolution, or the drift within a
@@ -137,8 +135,7 @@ class Difference:
         return self.rank_test is not None and self.rank_test.confidence is None and abs(self.change or 0) > self.needed
 
 
-@dataclass(frozen=True, kw_only=True)
-class NamedChange:
+class NamedChange(msgspec.Struct, frozen=True, kw_only=True):
     """A named entry that only one side has, or whose figure changed above noise."""
 
     group: str
@@ -150,8 +147,7 @@ class NamedChange:
     sentence: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of two sides. ``changes`` are by group, largest first.
 
     ``left_out`` maps each group that was not compared to the reason.

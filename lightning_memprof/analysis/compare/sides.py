@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.compare.model import QUANTITIES, Measure, Side, SideKind
 from lightning_memprof.analysis.compare.significance import drift
@@ -49,15 +51,14 @@ _SIZES: Final = ("allocated_bytes", "requested_bytes", "reserved_bytes", "inacti
 _GPU_TIMES: Final = ("window", "busy", "idle", "compute", "communication", "communication_exposed", "memory_copy")
 
 
-@dataclass
-class _Gathered:
+class _Gathered(msgspec.Struct):
     """The figures of one side, while they are collected; the first measure of a name is used."""
 
-    measures: dict[str, Measure] = field(default_factory=dict)
-    named: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    spreads: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    sentences: Mapping[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    measures: dict[str, Measure] = msgspec.field(default_factory=dict)
+    named: dict[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
+    spreads: dict[str, Mapping[str, float]] = msgspec.field(default_factory=dict)
+    sentences: Mapping[str, str] = msgspec.field(default_factory=dict)
+    notes: list[str] = msgspec.field(default_factory=list)
 
     def add(self, *measures: Measure | None) -> None:
         for measure in measures:
@@ -91,7 +92,7 @@ class _Gathered:
             self.named["stacks"] = site_bytes(max(peaks, key=itemgetter(0))[1].sites)
 
     def side(self, label: str, kind: SideKind) -> Side:
-        return Side(label=label, kind=kind, **vars(self))
+        return Side(label=label, kind=kind, **msgspec.structs.asdict(self))
 
 
 def run_side(run: Run, label: str) -> Side:

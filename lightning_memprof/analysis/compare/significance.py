@@ -6,10 +6,10 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,8 +31,7 @@ _STUDENT: Final = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 _RESAMPLES: Final = 4000
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankTest:
+class RankTest(msgspec.Struct, frozen=True, kw_only=True):
     """Two-sided Mann-Whitney test of the steps of A and B.
 
     ``confidence`` is 1 - p, None where no steps of these numbers could reach ``CONFIDENCE``. ``higher_share`` is the
@@ -73,8 +72,7 @@ def drift(samples: Sequence[float]) -> float:
     return abs(statistics.median(samples[:half]) - statistics.median(samples[half:])) if half >= _LEAST_HALF else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairedChange:
+class PairedChange(msgspec.Struct, frozen=True, kw_only=True):
     """Relative change from A to B of paired measurements, with its 95% interval; 0.05 is 5% more."""
 
     change: float

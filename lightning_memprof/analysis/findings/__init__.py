@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files
 from lightning_memprof.analysis.findings.communication import (

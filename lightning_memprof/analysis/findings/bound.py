@@ -5,10 +5,11 @@ from __future__ import annotations
 import platform
 import shlex
 from collections import Counter
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
@@ -196,8 +197,7 @@ PAIRS: Final = "Make no tensor of all pairs: use torch.cdist, a matrix product, 
 SHAPE: Final = "Give each operator more work: a larger batch, and sizes that are multiples of 8."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Achieved:
+class Achieved(msgspec.Struct, frozen=True, kw_only=True):
     """What operators reach, against what their device reaches at most.
 
     Attributes:

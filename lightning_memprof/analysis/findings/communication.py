@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
+
+import msgspec
 
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import (
@@ -237,7 +238,7 @@ def straggler(facts: Facts) -> Finding | None:
         why=_why(found, at_stake, facts.ledgers.get(found.rank)) + (SHARED if by_chance else ""),
         next_steps=(next_step.format(rank=found.rank, host=host, callback=found.callback or "its callbacks"),),
         evidence=_evidence(facts, found),
-        numbers={**dataclasses.asdict(found), "share": share},
+        numbers={**msgspec.structs.asdict(found), "share": share},
         # Its slow phase is found too, as if all ranks had it: fixing the straggler comes first.
         weight=1.0 + share,
         recovers=_recovery(at_stake, [ledger for rank, ledger in facts.ledgers.items() if rank != found.rank]),

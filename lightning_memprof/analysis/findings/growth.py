@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
 from msgspec import structs
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.findings.measures import sample_method, steps_until_full
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity, recovered
@@ -69,8 +70,7 @@ OUTSIDE: Final = {
 APPENDS: Final = "Find callbacks and metrics that append to a list in each batch."
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Survivor:
+class _Survivor(msgspec.Struct, frozen=True, kw_only=True):
     """Allocations of a step that are live ``age`` steps later, at the peak of a window."""
 
     site: Site
@@ -363,8 +363,7 @@ MIN_OF_MEAN: Final = 0.25
 MAX_LINES: Final = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Level:
+class Level(msgspec.Struct, frozen=True, kw_only=True):
     """Live bytes of a window in one of its files: a snapshot has them at its end, a trace at its start."""
 
     window: int

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.findings.compute import is_oversubscribed
 from lightning_memprof.analysis.findings.measures import core_use, few_steps, one_by_one
@@ -51,8 +53,7 @@ SAVE_LESS: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Remedy:
+class _Remedy(msgspec.Struct, frozen=True, kw_only=True):
     """The finding of a part of the ledger.
 
     Attributes:

@@ -6,8 +6,9 @@ import itertools
 import statistics as stats
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from lightning_memprof.analysis.findings.model import Facts
 from lightning_memprof.analysis.findings.program.lines import of_action, of_collate
@@ -54,8 +55,7 @@ MOST_OF_FETCH: Final = 0.5
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rhythm:
+class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
     """The few of ``seen`` steps that hold most of a phase's time, and the phase's mean in them.
 
     ``period`` is the regular distance between them in steps, None if there is none. ``ends_epochs``: each of them is
@@ -387,8 +387,7 @@ CHEAPER_FETCH: Final = (
 BUSY_WORKERS: Final = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class CoreUse:
+class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
     """Who uses the cores in the recorded steps: ``own`` cores by the training, ``others``; None where unknown."""
 
     next_steps: tuple[str, ...]

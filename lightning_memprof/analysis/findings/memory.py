@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from lightning_memprof.analysis.findings.growth import dataset_name
 from lightning_memprof.analysis.findings.measures import sample_method
@@ -422,8 +423,7 @@ RETRIES_NEXT: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Retries:
+class _Retries(msgspec.Struct, frozen=True, kw_only=True):
     """Counts in a window's rows: ``grown`` within the window, ``total`` since the process started."""
 
     rank: int

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, Final, Literal
+
+import msgspec
 
 from lightning_memprof.analysis.ledger.memory import ByteLedger, run_bytes
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
@@ -59,8 +60,7 @@ def severity_of(share: float) -> Severity:
     return Severity.CRITICAL if share >= SEVERE else Severity.WARNING
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """A file of the run or of the user, and the part of it that shows a finding.
 
     ``artifact`` is the path in the manifest, or the path that the user gave. ``steps`` are the first and the last step;
@@ -75,8 +75,7 @@ class Evidence:
     end_ns: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """What a remedy would recover: nanoseconds per step or bytes of the peak, and its share of the whole, 0 to 1.
 
     ``min`` and ``max`` are equal where the formula gives one figure. The whole of a fault of the training is the step
@@ -110,8 +109,7 @@ def recovered(ledger: ByteLedger | None, size: float, category: str) -> Recovery
     return Recovery(unit="bytes", min=size, max=size, whole=ledger.peak_bytes) if ledger and size > 0 else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The conclusion of a rule.
 
     ``sentence`` has cause, size and place, ``why`` the measured evidence, ``next_steps`` what to do, the best first.
@@ -125,7 +123,7 @@ class Finding:
     sentence: str
     why: str
     next_steps: tuple[str, ...]
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = msgspec.field(default_factory=dict)
     weight: float = 0.0
     evidence: tuple[Evidence, ...] = ()
     recovers: Recovery | None = None
@@ -134,8 +132,7 @@ class Finding:
         return f"Finding({self.rule}, {self.severity.name.lower()}: {self.sentence!r})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Three lines: the problem, its evidence, and the next step."""
 
     sentence: str
@@ -145,8 +142,7 @@ class Verdict:
     severity: Severity
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(msgspec.Struct, frozen=True, dict=True):
     """A run, the pulse statistics of its ranks that have a pulse, and the comparison of its ranks.
 
     ``traces`` and ``snapshots`` are the analyzed ones, which takes time in proportion to their size; ``memory`` is

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from lightning_memprof.analysis.findings.growth import RETAINED
 from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery, Severity, recovered
@@ -39,8 +40,7 @@ FAMILIES: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heaviest:
+class Heaviest(msgspec.Struct, frozen=True, kw_only=True):
     """The innermost module that takes most of the time of forward and backward, and the operators most of its time.
 
     ``ns`` is per step, ``family`` names the operators, ``family_ns`` is their part; ``operators`` are all that run.
@@ -171,8 +171,7 @@ ALL_GRADIENTS: Final = 0.95
 FROZEN: Final = (0.4, 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Unused:
+class _Unused(msgspec.Struct, frozen=True, kw_only=True):
     """Gradients that no optimizer uses: the texts of the finding, and the nanoseconds per step that they cost."""
 
     sentence: str

@@ -7,10 +7,11 @@ the thread that launches the next work, up to the launch; then to the launch, an
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ledger.model import DevicePart, HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
@@ -115,8 +116,7 @@ def device_ledger(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
+class _Work(msgspec.Struct, frozen=True, kw_only=True):
     """A device's events, the rows of the calls that launched them (-1 for none), and the steps that they are in."""
 
     columns: TraceColumns

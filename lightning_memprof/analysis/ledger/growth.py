@@ -6,8 +6,9 @@ import ast
 import itertools
 import re
 import statistics
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from lightning_memprof.units import GIB, MIB
 
@@ -67,8 +68,7 @@ BUFFER_FACTOR: Final = 16
 MIN_LEFT_BYTES: Final = 8 * MIB
 
 
-@dataclass(frozen=True, kw_only=True)
-class Growth:
+class Growth(msgspec.Struct, frozen=True, kw_only=True):
     """A steady slope: bytes per step, and the bytes that it added to ``start_bytes`` in ``steps`` steps."""
 
     bytes_per_step: float
@@ -120,8 +120,7 @@ def who_holds(rows: Sequence[HolderRow]) -> list[HolderRow]:
     return [row for row in searches[-1] if row.kind != "nothing"] if searches else []
 
 
-@dataclass(frozen=True)
-class Holders:
+class Holders(msgspec.Struct, frozen=True):
     """The searches for holders of a rank, the last one compared with a slope."""
 
     searches: Sequence[HolderRow]

@@ -6,10 +6,11 @@ backward, it belongs to what these run. Operators of backward belong to the modu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, get_args
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
@@ -166,8 +167,7 @@ def _training_lane(columns: TraceColumns, operators: Column) -> int:
     return int(np.argmax(np.bincount(columns.lanes[chosen])))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Thread:
+class _Thread(msgspec.Struct, frozen=True, kw_only=True):
     """Events of a thread that have an owner: rows of the trace, and by position the innermost named event around each.
 
     Attributes:

@@ -7,8 +7,10 @@ there. Tensors are owned by category, module and dtype; what nothing recorded ow
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.estimate import default_workspace
 from lightning_memprof.analysis.ledger.growth import steady_growth, validation_growth
@@ -28,8 +30,7 @@ _NO_TENSORS: Final = frozenset({UNATTRIBUTED, "cached", "before_run", "workers",
 _HOLDERS: Final = ("parameter", "gradient")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ByteLine:
+class ByteLine(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one owner.
 
     Attributes:
@@ -50,8 +51,7 @@ class ByteLine:
     name: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ByteLedger:
+class ByteLedger(msgspec.Struct, frozen=True, kw_only=True):
     """The owners of a peak; ``lines`` are sorted, largest first, and sum to ``peak_bytes``.
 
     Attributes:

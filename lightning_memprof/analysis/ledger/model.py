@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.memory.activations import patterns
 from lightning_memprof.units import format_ns, percent
@@ -61,8 +63,7 @@ DevicePart = Literal[
 TimePart = HostPart | DevicePart
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeLine:
+class TimeLine(msgspec.Struct, frozen=True, kw_only=True):
     """One owner of time in the mean step.
 
     Attributes:
@@ -89,8 +90,7 @@ class TimeLine:
     longest_ns: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorWork:
+class OperatorWork(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of one operator in one module with inputs of the same dimensions and types, per step.
 
     Attributes:
@@ -116,8 +116,7 @@ class OperatorWork:
     bytes: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stall:
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a multiple of the median duration.
 
     ``owner`` is the part or action that took the excess, if known. ``core_wait_ns`` of the duration the training thread
@@ -131,8 +130,7 @@ class Stall:
     core_wait_ns: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeLedger:
+class TimeLedger(msgspec.Struct, frozen=True, kw_only=True):
     """The owners of a step's wall time; ``lines`` are sorted, longest first, and sum to ``step_ns``.
 
     Attributes:

@@ -7,12 +7,13 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from lightning_memprof.units import format_bytes
 
@@ -25,8 +26,7 @@ _COPIED: Final = 64 << 20
 _REPEATS: Final = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peaks:
+class Peaks(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a device reaches: floating-point operations per second by dtype, and bytes per second.
 
     ``source`` says where the figures come from. The type ``tf32`` is float32 in tensor cores.
@@ -34,7 +34,7 @@ class Peaks:
 
     source: str
     bytes_per_s: float
-    flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    flops_per_s: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
 class _Gpu(NamedTuple):

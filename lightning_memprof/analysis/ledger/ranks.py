@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ranks.arrivals import RankTrack, WindowWaits, window_waits
 from lightning_memprof.analysis.ranks.lateness import meeting_ns

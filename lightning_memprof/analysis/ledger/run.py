@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ledger.host import corrected
 from lightning_memprof.analysis.ledger.model import HostPart, Stall, TimeLedger, TimeLine, total

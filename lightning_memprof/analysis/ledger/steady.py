@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ledger.model import TimeLine, total
 from lightning_memprof.analysis.trace.model import IdleCause, Steady

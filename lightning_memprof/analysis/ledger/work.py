@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
@@ -45,8 +44,7 @@ _MOST: Final = 200
 Dims = tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What one call computes: floating-point operations, and bytes that it reads and writes at least once each.
 
     ``shapes`` and ``dtype`` are those of its operands, for people. ``flops`` is 0 for operators that are not products

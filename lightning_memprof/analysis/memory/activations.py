@@ -6,8 +6,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.run.model import Rank, RecordedWindow
 from lightning_memprof.artifacts.series import SavedTensorsRow
@@ -17,8 +19,7 @@ HELD: Final = ("parameter", "buffer", "gradient", "optimizer_state", "input")
 Structure = tuple[tuple[str, int | None], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModuleBytes:
+class ModuleBytes(msgspec.Struct, frozen=True, kw_only=True):
     """One module; fields are None where they were not recorded.
 
     Attributes:
@@ -40,8 +41,7 @@ class ModuleBytes:
     forward_ns: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activations:
+class Activations(msgspec.Struct, frozen=True, kw_only=True):
     """Saved activations at the start of one backward.
 
     Attributes:
@@ -59,11 +59,11 @@ class Activations:
     window: int
     step: int
     total_bytes: int
-    dtypes: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, int] = msgspec.field(default_factory=dict)
     attribution: str | None = None
     modules: tuple[ModuleBytes, ...]
-    inputs: Mapping[str, int] = field(default_factory=dict)
-    parameters: Mapping[str, int] = field(default_factory=dict)
+    inputs: Mapping[str, int] = msgspec.field(default_factory=dict)
+    parameters: Mapping[str, int] = msgspec.field(default_factory=dict)
     uncounted: int = 0
 
     @property
@@ -72,8 +72,7 @@ class Activations:
         return self.total_bytes - sum(module.own_activation_bytes for module in self.modules)
 
 
-@dataclass(frozen=True)
-class StepEnd:
+class StepEnd(msgspec.Struct, frozen=True):
     """The end of one step: live bytes by category of :data:`HELD`, and ``(parameter, gradient)`` bytes by module.
 
     ``note`` is the reason why the step has no backward.
@@ -86,8 +85,7 @@ class StepEnd:
     note: str | None
 
 
-@dataclass(frozen=True)
-class SavedSteps:
+class SavedSteps(msgspec.Struct, frozen=True):
     """The recorded steps of one rank; ``ends`` by window and step."""
 
     backwards: tuple[Activations, ...]
@@ -158,8 +156,7 @@ def _end(window: RecordedWindow, row: SavedTensorsRow) -> StepEnd | None:
     return StepEnd(window=window.index, step=row.step, held=held, modules=modules, note=row.note)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointedBlock:
+class CheckpointedBlock(msgspec.Struct, frozen=True, kw_only=True):
     """One block, if it was checkpointed.
 
     Attributes:
@@ -175,8 +172,7 @@ class CheckpointedBlock:
     recompute_ns: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointedGroup:
+class CheckpointedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one structure, each with its own checkpoint.
 
     Attributes:

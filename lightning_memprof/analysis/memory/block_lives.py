@@ -19,11 +19,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.memory.columns import (
     DeviceMemory,
@@ -62,8 +64,7 @@ _FETCHING: Final = frozenset({"batch_to_device", "transfer_batch_to_device", "mo
 _FRAMES: Final = 6
 
 
-@dataclass(slots=True)
-class BlockLives:
+class BlockLives(msgspec.Struct):
     """The blocks of one device in columns. Times are Unix ns if `is_timed`, otherwise event numbers.
 
     Attributes:
@@ -89,16 +90,16 @@ class BlockLives:
     start: int = 0
     end: int = 0
     before_bytes: int = 0
-    freed_before: list[tuple[int, int]] = field(default_factory=list)
-    held_before: Mapping[str, int] = field(default_factory=dict)
+    freed_before: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    held_before: Mapping[str, int] = msgspec.field(default_factory=dict)
     knows_before: bool = True
-    born: array[int] = field(default_factory=lambda: array("q"))
-    died: array[int] = field(default_factory=lambda: array("q"))
-    address: array[int] = field(default_factory=lambda: array("Q"))
-    size: array[int] = field(default_factory=lambda: array("q"))
-    kind: array[int] = field(default_factory=lambda: array("b"))
-    stack: array[int] = field(default_factory=lambda: array("i"))
-    stacks: list[str] = field(default_factory=list)
+    born: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    died: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    address: array[int] = msgspec.field(default_factory=lambda: array("Q"))
+    size: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    kind: array[int] = msgspec.field(default_factory=lambda: array("b"))
+    stack: array[int] = msgspec.field(default_factory=lambda: array("i"))
+    stacks: list[str] = msgspec.field(default_factory=list)
 
     def __len__(self) -> int:
         """Return the count of blocks."""

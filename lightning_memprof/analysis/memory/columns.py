@@ -12,10 +12,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import msgspec
 
 from lightning_memprof.analysis.stacks import Frame
 from lightning_memprof.analysis.trace.events import OperatorEvent, read_trace
@@ -63,8 +64,7 @@ class DeviceMemory(NamedTuple):
         return name if self.number < 0 else f"{name}:{self.number}"
 
 
-@dataclass(slots=True)
-class MemoryColumns:
+class MemoryColumns(msgspec.Struct):
     """Allocations and frees (negative bytes) of one device, by time.
 
     Attributes:
@@ -76,12 +76,12 @@ class MemoryColumns:
         inner: index of the innermost range of the thread at the event, -1 for none.
     """
 
-    time: array[int] = field(default_factory=lambda: array("q"))
-    bytes: array[int] = field(default_factory=lambda: array("q"))
-    address: array[int] = field(default_factory=lambda: array("q"))
-    total: array[int] = field(default_factory=lambda: array("q"))
-    thread: array[int] = field(default_factory=lambda: array("i"))
-    inner: array[int] = field(default_factory=lambda: array("i"))
+    time: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    bytes: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    address: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    total: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    thread: array[int] = msgspec.field(default_factory=lambda: array("i"))
+    inner: array[int] = msgspec.field(default_factory=lambda: array("i"))
 
     @property
     def start_bytes(self) -> int | None:
@@ -103,8 +103,7 @@ class MemoryColumns:
         return MemoryColumns(*(array(column.typecode, [column[i] for i in positions]) for column in columns))
 
 
-@dataclass(slots=True)
-class MemoryTrace:
+class MemoryTrace(msgspec.Struct):
     """The memory events of one trace by device, with its host ranges, steps and marks.
 
     Attributes:
@@ -116,13 +115,13 @@ class MemoryTrace:
     """
 
     ranges: HostRanges
-    devices: dict[DeviceMemory, MemoryColumns] = field(default_factory=dict)
-    steps: list[tuple[int, int, int]] = field(default_factory=list)
-    points: list[tuple[int, str]] = field(default_factory=list)
+    devices: dict[DeviceMemory, MemoryColumns] = msgspec.field(default_factory=dict)
+    steps: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
+    points: list[tuple[int, str]] = msgspec.field(default_factory=list)
     origin_ns: int = 0
-    _memory: MemoryColumns = field(default_factory=MemoryColumns)
-    _device: array[int] = field(default_factory=lambda: array("i"))
-    _numbers: dict[DeviceMemory, int] = field(default_factory=dict)
+    _memory: MemoryColumns = msgspec.field(default_factory=MemoryColumns)
+    _device: array[int] = msgspec.field(default_factory=lambda: array("i"))
+    _numbers: dict[DeviceMemory, int] = msgspec.field(default_factory=dict)
 
     def step_at(self, time_ns: int) -> int | None:
         """Return the step at a time (Unix ns), or None outside steps."""

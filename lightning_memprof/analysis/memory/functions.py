@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.artifacts.series import FunctionRow
@@ -22,8 +23,7 @@ PEAKS: Final[Mapping[str, str]] = {"peak_allocated_bytes": "peak_allocated_bytes
 AMOUNTS: Final[Mapping[str, str]] = {"forward_rss_bytes": "rss_diff", "saved_bytes": "npp_diff"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class FunctionCall:
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a function.
 
     Attributes:
@@ -47,8 +47,7 @@ class FunctionCall:
     amounts: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class FunctionReport:
+class FunctionReport(msgspec.Struct, frozen=True):
     """One function and its calls, by start."""
 
     name: str

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 CURVE_POINTS: Final = 400
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(msgspec.Struct, frozen=True):
     """Blocks live at the peak with the same allocation site.
 
     Attributes:
@@ -35,8 +35,7 @@ class Site:
     blocks: int
 
 
-@dataclass(frozen=True)
-class MarkBytes:
+class MarkBytes(msgspec.Struct, frozen=True):
     """Live bytes relative to the start of the window, at one point of a step (`schedule.Point`); time in Unix ns."""
 
     step: int | None
@@ -45,8 +44,7 @@ class MarkBytes:
     live_bytes: int
 
 
-@dataclass(frozen=True)
-class StepBytes:
+class StepBytes(msgspec.Struct, frozen=True):
     """Live bytes relative to the start of the window, at the start, peak and end of a step; time in Unix ns."""
 
     step: int
@@ -56,8 +54,7 @@ class StepBytes:
     end_bytes: int
 
 
-@dataclass(frozen=True)
-class DeviceAllocations:
+class DeviceAllocations(msgspec.Struct, frozen=True):
     """Allocations of one device in one window.
 
     Attributes:
@@ -90,8 +87,7 @@ class DeviceAllocations:
     allocations: int
 
 
-@dataclass(frozen=True)
-class WindowAllocations:
+class WindowAllocations(msgspec.Struct, frozen=True):
     """Allocations of one window by device; `problem` is the reason why there are none.
 
     `trace` is the file they were read from: an operator trace or an allocator snapshot.

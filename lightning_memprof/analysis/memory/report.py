@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.estimate import Forecast, read_forecast
 from lightning_memprof.analysis.memory.activations import (
@@ -37,8 +39,7 @@ NO_BACKWARD: Final = "no backward was recorded"
 MOMENT_SAVED: Final = "saved activations at the start of backward, other categories at the end of the step"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CategoryPeak:
+class CategoryPeak(msgspec.Struct, frozen=True, kw_only=True):
     """The peak of the live bytes of one device, by category.
 
     Attributes:
@@ -64,8 +65,7 @@ class CategoryPeak:
     others: tuple[CategoryPeak, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepMemory:
+class StepMemory(msgspec.Struct, frozen=True, kw_only=True):
     """One recorded step: largest saved activations of its backwards, and live bytes at its end; None if unknown."""
 
     window: int
@@ -74,8 +74,7 @@ class StepMemory:
     held_bytes: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one rank.
 
     Attributes:
@@ -98,11 +97,10 @@ class RankMemory:
     functions: tuple[FunctionReport, ...]
     allocations: tuple[WindowAllocations, ...]
     reasons: Mapping[str, str]
-    held: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    held: Mapping[int, Mapping[str, int]] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryReport:
+class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a run by rank; ``lead`` is the lead rank's, ``notes`` name the files that were not read.
 
     ``forecast`` is the estimate that was made for the run.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from heapq import nlargest
 from math import inf
 from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ledger.memory import UNATTRIBUTED, ByteLedger, ByteLine
 from lightning_memprof.analysis.memory.activations import checkpointing, read_saved_steps
@@ -66,8 +68,7 @@ HELD: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """Live bytes at the failed allocation, by the line or module that allocated them."""
 
     name: str
@@ -76,8 +77,7 @@ class Holder:
     blocks: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Autopsy:
+class Autopsy(msgspec.Struct, frozen=True, kw_only=True):
     """One out-of-memory error with its cause, holders and remedies.
 
     ``place`` has step, global_step, epoch, phase, point, function, stage, window, thread, module and module_class

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot
 from lightning_memprof.artifacts.manifest import DataLoaderFacts, OomRow, OptimizerFacts, TrainingFacts
@@ -63,8 +64,7 @@ UNHELD: Final = f"{REST}saved activations and temporaries"
 HOST_REST: Final = f"{REST}Python objects, libraries and saved activations"
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(msgspec.Struct, frozen=True):
     """Memory at the failed allocation, in bytes; None where unknown.
 
     Attributes:
@@ -281,8 +281,7 @@ def _bytes(value: int | None) -> str:
     return "an unknown number of bytes" if value is None else format_bytes(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Situation:
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that select the remedies.
 
     Attributes:

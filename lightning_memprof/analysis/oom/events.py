@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.manifest import Manifest, OomRow
@@ -13,8 +14,7 @@ from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.artifacts.rows import salvaged
 
 
-@dataclass(frozen=True)
-class OomEvent:
+class OomEvent(msgspec.Struct, frozen=True):
     """One event. ``facts`` come from the OOM file, or from the manifest row where the file lacks the event.
 
     ``snapshot`` is the allocator snapshot of that moment, or None.

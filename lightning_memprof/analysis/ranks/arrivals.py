@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,8 +35,7 @@ Keys = tuple[Key, ...]
 Signature = tuple[tuple[Kind, ...], tuple[int, ...], tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class RankTrack:
+class RankTrack(msgspec.Struct, frozen=True):
     """One rank's collectives of a window as columns: starts in ns after ``base_ns`` of its own clock."""
 
     rank: int
@@ -50,8 +50,7 @@ class RankTrack:
         return self.base_ns + self.start_ns[at] + self.duration_ns[at]
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(msgspec.Struct, frozen=True):
     """One collective of several ranks: arrival of the median and the last rank, and which rank was last."""
 
     kind: Kind
@@ -61,8 +60,7 @@ class Meeting:
     last_rank: int
 
 
-@dataclass(frozen=True)
-class CollectiveWait:
+class CollectiveWait(msgspec.Struct, frozen=True):
     """All collectives of one kind. ``wait_ns`` is the mean wait of the median rank for the last one.
 
     ``last_rank`` was last in ``last_count`` of ``count``.
@@ -78,8 +76,7 @@ class CollectiveWait:
     last_count: int
 
 
-@dataclass
-class WindowWaits:
+class WindowWaits(msgspec.Struct):
     """The waiting of one window, in nanoseconds.
 
     ``waited_ns`` is the total wait of the median rank, ``caused_ns`` its part by the rank that arrived last, and
@@ -88,15 +85,15 @@ class WindowWaits:
     each collective, on the clock of the first track, and ``shifts`` by how many collectives tracks begin later.
     """
 
-    meetings: list[Meeting] = field(default_factory=list)
+    meetings: list[Meeting] = msgspec.field(default_factory=list)
     waited_ns: int = 0
-    caused_ns: Counter[int] = field(default_factory=Counter)
-    largest_ns: dict[int, int] = field(default_factory=dict)
-    own_wait_ns: Counter[int] = field(default_factory=Counter)
-    clock_offsets_ns: dict[str, int] = field(default_factory=dict)
+    caused_ns: Counter[int] = msgspec.field(default_factory=Counter)
+    largest_ns: dict[int, int] = msgspec.field(default_factory=dict)
+    own_wait_ns: Counter[int] = msgspec.field(default_factory=Counter)
+    clock_offsets_ns: dict[str, int] = msgspec.field(default_factory=dict)
     clock_error_ns: int = 0
-    last_ns: dict[Key, int] = field(default_factory=dict)
-    shifts: dict[int, int] = field(default_factory=dict)
+    last_ns: dict[Key, int] = msgspec.field(default_factory=dict)
+    shifts: dict[int, int] = msgspec.field(default_factory=dict)
 
     def of(self, track: RankTrack) -> dict[int, int]:
         """Return a rank's wait in each collective that another rank has too, by its start on the rank's own clock.
@@ -242,8 +239,7 @@ def _differences(track: RankTrack, ends: Mapping[Key, int], shift: int) -> _Agre
     return _Agreement(shift, middle, sorted(abs(ns - middle) for ns in found)[half], len(found))
 
 
-@dataclass
-class _Group:
+class _Group(msgspec.Struct):
     """Ranks that have the same collectives.
 
     ``came_ns`` has a row for each rank and a column for each collective; ``waited_ns`` is by rank, ``until_ns`` the end

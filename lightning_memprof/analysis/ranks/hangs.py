@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from lightning_memprof.artifacts.series import CollectiveRow, HangRow
 
@@ -22,8 +23,7 @@ SAME_TENSORS: Final = ("all_reduce", "broadcast", "reduce", "all_gather_base", "
 Call = tuple[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank is, or was when it ended; ``row`` is its last report, or None if it has none.
 
     ``state`` is ``hang``, ``raised``, ``finished``, ``ended`` by an exception elsewhere, ``running``, and of processes
@@ -91,8 +91,7 @@ def _place(rank: Rank, rows: Sequence[HangRow], beat: HangRow | None) -> Place:
     return Place(rank=rank.rank, state=state, row=row, beat=beat)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """A collective that the ranks of a group call differently; ``odd`` is the rank that differs, None if unknown."""
 
     number: int

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Literal
+
+import msgspec
 
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import action_name, meeting
@@ -33,8 +34,7 @@ _MEETING: Final = ("forward", "backward", "other")
 _CAUSE: Final[Mapping[str, Cause]] = {"forward": "compute", "other": "other"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lateness:
+class Lateness(msgspec.Struct, frozen=True, kw_only=True):
     """How late a rank is in the mean step: later than every other rank by ``caused_ns``.
 
     ``share`` is its part of the lateness of all ranks. ``own_ns`` is the time of the cause on this rank, ``others_ns``
@@ -50,8 +50,7 @@ class Lateness:
     callback: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PulseLateness:
+class PulseLateness(msgspec.Struct, frozen=True, kw_only=True):
     """What the pulses of all ranks tell: ``steps`` that all of them have, and the late rank, None where none is.
 
     ``waits_ns`` is how long each other rank waits for it in the mean step: by phase, and of ``other`` that in
@@ -60,7 +59,7 @@ class PulseLateness:
 
     steps: int
     late: Lateness | None
-    waits_ns: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    waits_ns: Mapping[int, Mapping[str, int]] = msgspec.field(default_factory=dict)
 
 
 def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:

@@ -6,11 +6,11 @@ import heapq
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ranks.arrivals import (
     CollectiveWait,
@@ -49,8 +49,7 @@ OWN_PHASES: Final[tuple[Cause, ...]] = ("data_wait", "callbacks", "optimizer", "
 _ALONE: Final[tuple[Cause, ...]] = ("data_wait", "callbacks")
 
 
-@dataclass(frozen=True)
-class RankTimes:
+class RankTimes(msgspec.Struct, frozen=True):
     """One rank's mean step in ns, on the host's clock, and its peaks of memory in bytes; None where not measured.
 
     ``steps`` is its largest known count. ``source`` names the steps of the times: those of the whole run (``pulse``),
@@ -64,15 +63,14 @@ class RankTimes:
     step_ns: int
     phases_ns: Mapping[str, int]
     source: Literal["pulse", "summary", "window"]
-    callbacks_ns: Mapping[str, int] = field(default_factory=dict)
+    callbacks_ns: Mapping[str, int] = msgspec.field(default_factory=dict)
     wait_ns: int | None = None
     compute_ns: int | None = None
     rss_peak_bytes: int | None = None
     device_peak_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(msgspec.Struct, frozen=True):
     """One quantity over the ranks: minimum and maximum with their ranks, and the median."""
 
     lowest: int
@@ -82,8 +80,7 @@ class Spread:
     highest_rank: int
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(msgspec.Struct, frozen=True):
     """Waiting in collectives, in ns per recorded step: the wait of the median rank, and its part by each last rank.
 
     ``collectives`` were matched over the ranks, ``steps`` recorded. ``largest_ns`` is the maximum within one step.
@@ -101,8 +98,7 @@ class Waiting:
     clock_error_ns: int
 
 
-@dataclass(frozen=True)
-class Straggler:
+class Straggler(msgspec.Struct, frozen=True):
     """The rank for which the others wait, and the cause.
 
     ``caused_ns`` is the maximum by which a step would be shorter without the wait, ``caused_share`` its share of all
@@ -124,8 +120,7 @@ class Straggler:
     pulse_steps: int | None = None
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(msgspec.Struct, frozen=True):
     """All ranks of a run. ``spreads`` is by quantity: each phase, ``step_ns``, ``rss_peak_bytes``, ...
 
     ``waits_ns`` is the wait for the late rank in the mean step of the pulse, by phase. ``lead_waits_ns`` is
@@ -139,8 +134,8 @@ class RankReport:
     waiting: Waiting | None
     straggler: Straggler | None
     problems: tuple[Problem, ...] = ()
-    waits_ns: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    lead_waits_ns: Mapping[int, int] = field(default_factory=dict)
+    waits_ns: Mapping[int, Mapping[str, int]] = msgspec.field(default_factory=dict)
+    lead_waits_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
 
 
 def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport | None:
@@ -174,20 +169,19 @@ def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport |
     )
 
 
-@dataclass
-class _Gathered:
+class _Gathered(msgspec.Struct):
     """The summaries, window after window; the waits in single collectives are of the rank that leads."""
 
     lead: int
-    lead_waits_ns: dict[int, int] = field(default_factory=dict)
-    latest: dict[int, RankSummary] = field(default_factory=dict)
-    peaks: dict[int, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
-    windows: list[WindowWaits] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
+    lead_waits_ns: dict[int, int] = msgspec.field(default_factory=dict)
+    latest: dict[int, RankSummary] = msgspec.field(default_factory=dict)
+    peaks: dict[int, dict[str, int]] = msgspec.field(default_factory=lambda: defaultdict(dict))
+    windows: list[WindowWaits] = msgspec.field(default_factory=list)
+    steps: list[float] = msgspec.field(default_factory=list)
     """Of each of the windows the steps that its collectives are of."""
     count: int = 0
-    problems: list[Problem] = field(default_factory=list)
-    shared: dict[Signature, Keys] = field(default_factory=dict)
+    problems: list[Problem] = msgspec.field(default_factory=list)
+    shared: dict[Signature, Keys] = msgspec.field(default_factory=dict)
 
     def add(self, files: list[tuple[int, str]]) -> None:
         """Read the summaries of one window."""
@@ -379,8 +373,7 @@ def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]
     return None if second and second[0] > excess * MAIN_SHARE else _found(rank, cause, None, None)
 
 
-@dataclass(frozen=True)
-class _Excess:
+class _Excess(msgspec.Struct, frozen=True):
     cause: Cause
     own_ns: int
     others_ns: int

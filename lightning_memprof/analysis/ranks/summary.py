@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple, TypeVar
 
@@ -89,8 +88,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: Arrivals = Arrivals()
 
 
-@dataclass(frozen=True)
-class WindowFiles:
+class WindowFiles(msgspec.Struct, frozen=True):
     """The files of a rank in a window: its series by collector, and its operator trace if it has one."""
 
     series: Mapping[str, Path]

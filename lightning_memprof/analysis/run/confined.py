@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.run.load import Layout, artifact_file, load_run
 from lightning_memprof.analysis.run.locate import find_run

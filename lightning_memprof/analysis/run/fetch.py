@@ -6,9 +6,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
+
+import msgspec
 
 from lightning_memprof.analysis.run.locate import MAX_DEPTH, find_run
 from lightning_memprof.artifacts.manifest import ArtifactRow, read_manifest
@@ -20,8 +21,7 @@ from lightning_memprof.errors import ArtifactError, MemprofError
 _CONNECTIONS: Final = 8
 
 
-@dataclass(frozen=True)
-class LocalRun:
+class LocalRun(msgspec.Struct, frozen=True):
     """A path that can be read here; ``url`` is that of the run's root where the path is a copy."""
 
     path: Path

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
 
 from lightning_memprof.analysis.run.load import in_full
 from lightning_memprof.artifacts.files import open_plain
@@ -68,8 +69,7 @@ class Tail:
         return lines
 
 
-@dataclass
-class WindowProgress:
+class WindowProgress(msgspec.Struct):
     """One window so far; ``steps`` are the planned ones until it is closed."""
 
     index: int
@@ -77,11 +77,10 @@ class WindowProgress:
     closed: bool = False
 
 
-@dataclass
-class Curve:
+class Curve(msgspec.Struct):
     """The largest value of each stretch of a run; the stretches are equal and grow with the run."""
 
-    values: list[int] = field(default_factory=list)
+    values: list[int] = msgspec.field(default_factory=list)
     every: int = 1
     count: int = 0
 
@@ -97,8 +96,7 @@ class Curve:
         self.count += 1
 
 
-@dataclass
-class RankProgress:
+class RankProgress(msgspec.Struct):
     """One rank so far. ``facts``, ``training`` and ``end`` are rows of its manifest, None before they are written.
 
     ``recent`` are the last of its ``counted`` steps; ``durations_ns`` and ``rss_bytes`` cover the whole run, and
@@ -111,12 +109,12 @@ class RankProgress:
     training: TrainingFacts | None = None
     end: EndRow | None = None
     counted: int = 0
-    recent: deque[PulseRow] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    durations_ns: Curve = field(default_factory=Curve)
-    rss_bytes: Curve = field(default_factory=Curve)
+    recent: deque[PulseRow] = msgspec.field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    durations_ns: Curve = msgspec.field(default_factory=Curve)
+    rss_bytes: Curve = msgspec.field(default_factory=Curve)
     device_peak_bytes: int | None = None
-    windows: dict[int, WindowProgress] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
+    windows: dict[int, WindowProgress] = msgspec.field(default_factory=dict)
+    errors: list[str] = msgspec.field(default_factory=list)
     beat: HangRow | None = None
     reports: int = 0
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.oom.events import OomEvent, oom_events
 from lightning_memprof.analysis.run.locate import Place, find_run
@@ -58,8 +60,7 @@ _RAW: Final = "is torch's uncompressed trace: its process is still compressing i
 _LESS: Final = MappingProxyType({"no_stack": "no Python stacks", "no_shapes": "no input shapes"})
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """Where the files of a run are now, wherever they were written; ``directory`` is the run directory."""
 
     directory: Path
@@ -164,14 +165,13 @@ def _within(directory: Path, ranks: list[int], max_pulse_bytes: int | None) -> l
     return ranks
 
 
-@dataclass(frozen=True)
-class _RankReport:
+class _RankReport(msgspec.Struct, frozen=True):
     rank: Rank | None
     problems: list[Problem]
-    artifacts: list[ArtifactFile] = field(default_factory=list)
-    errors: list[CollectorError] = field(default_factory=list)
-    unavailable: list[Unavailable] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
+    artifacts: list[ArtifactFile] = msgspec.field(default_factory=list)
+    errors: list[CollectorError] = msgspec.field(default_factory=list)
+    unavailable: list[Unavailable] = msgspec.field(default_factory=list)
+    notes: list[Note] = msgspec.field(default_factory=list)
     ooms: tuple[OomEvent, ...] = ()
 
 

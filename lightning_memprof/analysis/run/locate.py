@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_name, parse_numbered
 from lightning_memprof.errors import ArtifactError
@@ -22,8 +23,7 @@ MAX_DIRECTORIES: Final = 5_000
 MAX_LISTED: Final = 10
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """A run directory, and the other runs in the same directory."""
 
     directory: Path

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.oom.events import OomEvent
 from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
@@ -25,8 +27,7 @@ R = TypeVar("R", bound=SeriesRow)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ArtifactFile:
+class ArtifactFile(msgspec.Struct, frozen=True):
     """A file that the run wrote.
 
     ``path`` is as in the manifest, ``file`` where it is now. ``size_bytes`` is its size on disk, None where the file is
@@ -44,8 +45,7 @@ class ArtifactFile:
     state: Literal["present", "missing", "torn"] = "present"
 
 
-@dataclass(frozen=True)
-class Series(Generic[R]):
+class Series(msgspec.Struct, Generic[R], frozen=True, dict=True):
     """The readable rows of a series; ``problems`` names its first damaged line."""
 
     rows: Sequence[R] = ()
@@ -66,13 +66,12 @@ class Series(Generic[R]):
         return dict(steps)
 
 
-@dataclass(frozen=True)
-class _Reader:
+class _Reader(msgspec.Struct, frozen=True, dict=True):
     """Reads each series once."""
 
-    _series: dict[tuple[type[SeriesRow], Path | None], Series[Any]] = field(
-        default_factory=dict, kw_only=True, repr=False, compare=False
-    )
+    @cached_property
+    def _series(self) -> dict[tuple[type[SeriesRow], Path | None], Series[Any]]:
+        return {}
 
     @property
     def problems(self) -> list[Problem]:
@@ -107,8 +106,7 @@ def read_lines(
     return rows, tuple(Problem(path.name, message, rank) for message in messages)
 
 
-@dataclass(frozen=True)
-class RecordedWindow(_Reader):
+class RecordedWindow(_Reader, frozen=True):
     """One window of one rank; ``series`` maps a collector to its file; not ``closed`` where the rank died in it."""
 
     rank: int
@@ -131,8 +129,7 @@ class RecordedWindow(_Reader):
         return self._read(kind, self.series.get(name or kind.series), self.rank)
 
 
-@dataclass(frozen=True)
-class Rank(_Reader):
+class Rank(_Reader, frozen=True, dict=True):
     """The files of one rank. ``facts`` is the manifest's ``run`` row, ``training`` its ``training`` row.
 
     Of thousands of ranks most are not read ``in_full``: they have no pulse and no artifacts here.
@@ -186,8 +183,7 @@ class Rank(_Reader):
         return [row for window in self.windows for row in window.read(kind).recorded]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):
     """Everything in a run directory. Damaged pieces are ``problems``; they hide nothing else."""
 
     directory: Path

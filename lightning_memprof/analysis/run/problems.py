@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 CUT: Final = "its last line is truncated: its process died while it wrote"
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True):
     """A piece of the run that is missing or damaged, and the consequence for the reader."""
 
     piece: str
@@ -17,8 +17,7 @@ class Problem:
     rank: int | None = None
 
 
-@dataclass(frozen=True)
-class CollectorError:
+class CollectorError(msgspec.Struct, frozen=True):
     """A collector that failed and was disabled; training continued without it."""
 
     rank: int
@@ -29,8 +28,7 @@ class CollectorError:
     traceback: str
 
 
-@dataclass(frozen=True)
-class Unavailable:
+class Unavailable(msgspec.Struct, frozen=True):
     """A collector that could not record, and why."""
 
     rank: int
@@ -38,8 +36,7 @@ class Unavailable:
     reason: str
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """A warning of the run for its reader."""
 
     rank: int

@@ -10,9 +10,10 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
+
+import msgspec
 
 from lightning_memprof.analysis.run.locate import Walk, has_run
 from lightning_memprof.errors import ArtifactError
@@ -34,8 +35,7 @@ _SNAPSHOT_WORDS: Final = (b"segments", b"device_traces", b"total_size")
 _SUFFIXES: Final = frozenset({".json", ".gz", ".pickle", ".pkl", ".snapshot", ".trace"})
 
 
-@dataclass(frozen=True)
-class Targets:
+class Targets(msgspec.Struct, frozen=True):
     """What paths mean: either one run's path, or files of these two kinds, each once, in the order of their names.
 
     ``named`` are the paths as they were given. ``left_out`` says how many files of a directory were not looked at.

@@ -10,10 +10,10 @@ Format: `torch/csrc/cuda/memory_snapshot.cpp` and `torch/cuda/_memory_viz.py` of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, Literal, NamedTuple
 
+import msgspec
 from isal import igzip, isal_zlib
 
 from lightning_memprof.analysis.snapshot.restricted_pickle import Limits, read_pickle
@@ -67,8 +67,7 @@ class Event(NamedTuple):
     device_free: int | None = None
 
 
-@dataclass(frozen=True)
-class DeviceSnapshot:
+class DeviceSnapshot(msgspec.Struct, frozen=True):
     """One device: segments, events (oldest first), and the stacks that both index (0: without a stack)."""
 
     device: int
@@ -132,8 +131,7 @@ class DeviceSnapshot:
         return [block for segment in self.segments for block in segment.blocks if block.state == state]
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """A snapshot: `devices` by index, those with segments or events.
 
     `settings` are the allocator settings, as recorded in the file.
@@ -142,7 +140,7 @@ class Snapshot:
     source: str
     form: Literal["dict", "list"]
     devices: Mapping[int, DeviceSnapshot]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 def read_snapshot(path: Path, limits: Limits | None = None) -> Snapshot:

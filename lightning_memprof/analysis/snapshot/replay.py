@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple
+
+import msgspec
 
 from lightning_memprof.analysis.snapshot.reader import ALLOCATED, INACTIVE, DeviceSnapshot, Snapshot
 from lightning_memprof.analysis.stacks import Frame, native_site, user_frame
@@ -54,8 +55,7 @@ class Live(NamedTuple):
     reserved_bytes: int
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True):
     """Blocks of one stack: its Python frames, innermost first, as `file.py(12): function`, and its allocation site.
 
     `site` is the user's innermost frame. Without Python frames (autograd threads) the stack has C++ frames and `site`
@@ -76,8 +76,7 @@ class FreeRange(NamedTuple):
     is_segment: bool
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(msgspec.Struct, frozen=True, dict=True):
     """The replayed history of one device.
 
     Events are counted from 0; moment `n` is after event `n`, and -1 before the first.
@@ -169,8 +168,7 @@ def replay(snapshot: Snapshot, device: int = 0) -> Replay:
     return Replay(found)
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(msgspec.Struct):
     """A block whose allocation is not reached yet."""
 
     requested_size: int

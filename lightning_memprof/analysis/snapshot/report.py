@@ -6,10 +6,11 @@ import heapq
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
 
 from lightning_memprof.analysis.snapshot.reader import ALLOCATED, INACTIVE, DeviceSnapshot, Snapshot, read_snapshot
 from lightning_memprof.analysis.snapshot.replay import (
@@ -33,8 +34,7 @@ _LEAST_IMBALANCE: Final = 1.2
 _LEAST_IMBALANCE_BYTES: Final = 64 * MIB
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailedRequest:
+class FailedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The last failed allocation (``oom`` event) of the recorded history.
 
     ``site`` is the user's line that asked, empty where it is unknown. ``live`` is the state at that event.
@@ -51,8 +51,7 @@ class FailedRequest:
     site: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldLine:
+class HeldLine(msgspec.Struct, frozen=True, kw_only=True):
     """Live bytes of one allocation site; ``stacks`` counts its different stacks.
 
     ``site`` is the user's innermost line, ``file.py(12): function``, or all lines of a function, ``file.py: function``;
@@ -66,8 +65,7 @@ class HeldLine:
     stacks: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class LargeBlock:
+class LargeBlock(msgspec.Struct, frozen=True, kw_only=True):
     """One block live at the peak; ``born_us`` is None if it predates the recorded history or has no time."""
 
     address: int
@@ -76,8 +74,7 @@ class LargeBlock:
     born_us: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgedHolder:
+class AgedHolder(msgspec.Struct, frozen=True, kw_only=True):
     """Live bytes of one stack at the end of the recorded history, with the age of its oldest block.
 
     ``before_ring_bytes`` predate the recorded history, so their age is unknown. ``age_us`` is the age of the oldest
@@ -89,8 +86,7 @@ class AgedHolder:
     age_us: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryPool:
+class MemoryPool(msgspec.Struct, frozen=True, kw_only=True):
     """The segments of one pool and stream, which serve no other; ``(0, 0)`` is the default pool (no CUDA graph)."""
 
     pool: tuple[int, int]
@@ -101,8 +97,7 @@ class MemoryPool:
     inactive_bytes: int
 
 
-@dataclass(frozen=True)
-class DeviceReport(Replay):
+class DeviceReport(Replay, frozen=True, dict=True):
     """One device: its history, and the sums over its blocks, each computed when it is first used."""
 
     @property
@@ -173,8 +168,7 @@ class Imbalance(NamedTuple):
     others_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class SnapshotReport:
+class SnapshotReport(msgspec.Struct, frozen=True, kw_only=True):
     """One snapshot; ``missing`` lists its gaps, one sentence each.
 
     ``form`` is the form of the file: a dictionary, or a bare list of segments. ``settings`` are the allocator settings
@@ -186,7 +180,7 @@ class SnapshotReport:
     oom: FailedRequest | None
     missing: tuple[str, ...]
     form: Literal["dict", "list"] = "dict"
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
     @property
     def imbalance(self) -> Imbalance | None:

@@ -11,9 +11,10 @@ Format: `pickletools` of the standard library, protocols 0 to 5.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
+
+import msgspec
 
 from lightning_memprof.errors import ArtifactError
 
@@ -47,8 +48,7 @@ _TUPLES: Final = MappingProxyType({0x85: 1, 0x86: 2, 0x87: 3})
 _SKIPPED: Final = MappingProxyType({0x80: 1, 0x95: 8})  # PROTO, FRAME
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a pickle may take.
 
     Args:

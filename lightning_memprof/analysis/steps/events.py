@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
 
 from lightning_memprof.artifacts.series import PHASES, HookRow
 
@@ -61,8 +62,7 @@ CHECKPOINT: Final = frozenset({"save_checkpoint", "remove_checkpoint"})
 _PARTS_ONLY: Final = TRANSFER | {"pre_backward", "post_backward", "lr_scheduler_step"}
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """One event of a step. ``offset_ns`` counts from the step's start; events come in order of start.
 
     ``self_ns`` is its self time; over the step's events, with the time outside all events, it sums to the step.
@@ -76,8 +76,7 @@ class Event:
     depth: int
 
 
-@dataclass(frozen=True)
-class StepEvents:
+class StepEvents(msgspec.Struct, frozen=True):
     """One recorded step of one rank.
 
     ``parts_ns`` has all of :data:`PARTS` and sums to ``duration_ns``; ``callbacks_ns`` has the self time of each
@@ -95,8 +94,7 @@ class StepEvents:
     events: tuple[Event, ...]
 
 
-@dataclass(frozen=True)
-class EventTotals:
+class EventTotals(msgspec.Struct, frozen=True):
     """One action over several steps: count, and nanoseconds of total and self time, summed and at most."""
 
     action: str
@@ -193,8 +191,7 @@ def _phase(action: str, hook: str, stage: str) -> str | None:
     return "optimizer" if hook in OPTIMIZER or action.startswith("[Optimizer]") or hook == "lr_scheduler_step" else None
 
 
-@dataclass(slots=True)
-class Span:
+class Span(msgspec.Struct):
     """An action inside a step, or the step itself, whose ``around`` is None. ``label`` is its phase or part."""
 
     action: str

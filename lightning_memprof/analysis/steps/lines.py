@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
 
@@ -21,8 +23,7 @@ MOSTLY: Final = 0.5
 MIN_LOOKS: Final = 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spot:
+class Spot(msgspec.Struct, frozen=True, kw_only=True):
     """A function of the program with much of some time, and its line with the most.
 
     ``depth`` is the number of functions around it, ``share`` its share of the time, 0 to 1. The line, its source, the

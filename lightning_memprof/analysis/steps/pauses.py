@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.artifacts.series import GarbageRow
 
 
-@dataclass(frozen=True)
-class DeadTensors:
+class DeadTensors(msgspec.Struct, frozen=True):
     """Tensors of one kind that garbage collection freed: count and bytes; shared storages count each time."""
 
     type: str
@@ -21,8 +21,7 @@ class DeadTensors:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Pauses:
+class Pauses(msgspec.Struct, frozen=True):
     """The collections in recorded steps: nanoseconds and freed objects.
 
     ``generations`` maps each generation to its ``(count, nanoseconds)``. ``tensor_bytes`` are the bytes of freed

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
 
 from lightning_memprof.analysis.steps.events import exclusive_times, step_span
 from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, HostRow, PulseRow
@@ -29,8 +30,7 @@ OTHERS_TO_DROP_FIRST: Final = 3
 MOST_ON_DEVICE: Final = 0.75
 
 
-@dataclass(frozen=True)
-class TypicalSteps:
+class TypicalSteps(msgspec.Struct, frozen=True):
     """The steps that a rank's figures rest on, in order: ``(step, duration_ns, breakdown_ns)``, all on one clock."""
 
     steps: tuple[tuple[int, int, Breakdown], ...]
@@ -38,8 +38,7 @@ class TypicalSteps:
     clock: Clock
 
 
-@dataclass(frozen=True)
-class HostMemory:
+class HostMemory(msgspec.Struct, frozen=True):
     """Bytes of the process over the marks of one step; None where it was not sampled.
 
     ``rss_bytes``, ``uss_bytes`` and ``vms_bytes`` are the step's last sample, ``max_rss_bytes`` its largest and
@@ -53,8 +52,7 @@ class HostMemory:
     vms_bytes: int | None
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
+class DeviceMemory(msgspec.Struct, frozen=True):
     """Bytes of the accelerator's allocator over the marks of one step; None where it was not sampled.
 
     ``allocated_bytes`` and ``reserved_bytes`` are the step's last sample, ``max_allocated_bytes`` its largest and
@@ -68,8 +66,7 @@ class DeviceMemory:
     peak_allocated_bytes: int | None
 
 
-@dataclass(frozen=True)
-class StepReport:
+class StepReport(msgspec.Struct, frozen=True):
     """One step. ``breakdown_ns`` sums to ``duration_ns``; both are None where nothing timed the step.
 
     A phase that the clock cannot separate is None; its time is in the enclosing phase.
@@ -85,8 +82,7 @@ class StepReport:
     device: DeviceMemory | None
 
 
-@dataclass(frozen=True)
-class PulseStatistics:
+class PulseStatistics(msgspec.Struct, frozen=True):
     """The steps of one rank's pulse. Durations are nanoseconds.
 
     ``steps`` counts all rows; ``used`` those that the figures rest on, and ``basis`` says which. ``breakdown_ns`` is

@@ -7,10 +7,11 @@ import math
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from lightning_memprof.analysis.run.problems import CUT, Problem
 from lightning_memprof.artifacts.files import open_plain
@@ -28,8 +29,7 @@ MAX_RANKS: Final = 64
 MAX_BYTES: Final = 128 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(msgspec.Struct, frozen=True):
     """One figure over all samples, in its own unit."""
 
     mean: float
@@ -37,8 +37,7 @@ class Figure:
     max: float
 
 
-@dataclass(frozen=True)
-class RankSystem:
+class RankSystem(msgspec.Struct, frozen=True):
     """The samples of one rank's machine; a figure that no sample has is not there."""
 
     rank: int
@@ -46,8 +45,7 @@ class RankSystem:
     figures: Mapping[str, Figure]
 
 
-@dataclass(frozen=True)
-class SystemStretch:
+class SystemStretch(msgspec.Struct, frozen=True):
     """Samples without a pause between them: ``times_ns``, None where unknown, and each figure, NaN where unknown."""
 
     times_ns: Sequence[int | None]
@@ -57,8 +55,7 @@ class SystemStretch:
         return len(self.times_ns)
 
 
-@dataclass(frozen=True)
-class SystemSamples:
+class SystemSamples(msgspec.Struct, frozen=True):
     """The samples of each window of a rank, then those of the whole run."""
 
     stretches: tuple[SystemStretch, ...]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final
+
+import msgspec
 
 from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.artifacts.series import ThroughputRow
@@ -18,8 +19,7 @@ MAX_RANKS: Final = 64
 _MOST: Final = 1e30
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(msgspec.Struct, frozen=True):
     """A rate per second: mean over the used steps, and the 10th and 90th percentile of their rates."""
 
     mean: float
@@ -27,8 +27,7 @@ class Rate:
     p90: float
 
 
-@dataclass(frozen=True)
-class RankThroughput:
+class RankThroughput(msgspec.Struct, frozen=True):
     """The throughput of one rank; an unknown value is None, never 0.
 
     ``basis`` names the steps of the rates: those of the pulse, with the batch sizes of the windows; without a pulse

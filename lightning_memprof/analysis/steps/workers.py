@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeVar
+
+import msgspec
 
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.artifacts.series import LoaderCallRow, LoaderQueueRow, ProcessRow, SeriesRow
@@ -18,8 +19,7 @@ MIN_BATCHES: Final = 4
 MIN_LOOKS: Final = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Worker:
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """A worker: memory at its last sample, and means over its life; None is not available.
 
     The shares are of the time between its first and its last sample; ``blocked_share`` is neither on a core, nor ready
@@ -103,8 +103,7 @@ def private_memory(rank: Rank) -> list[int]:
     return [row.private_bytes for row in rows if row.kind == "workers" and row.private_bytes is not None]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """A function inside the fetches of a data set in recorded windows: means per batch; the shares sum to 1."""
 
     dataset: str | None
@@ -145,8 +144,7 @@ def _of_windows(rank: Rank, kind: type[_R]) -> list[_R]:
     return [row for window in rank.windows for row in window.read(kind).rows]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loading:
+class Loading(msgspec.Struct, frozen=True, kw_only=True):
     """What one batch costs a worker.
 
     ``fetch_ns`` without waits for a core, of which ``cpu_ns`` are on a core, and ``collate_ns`` in ``collate_fn``.

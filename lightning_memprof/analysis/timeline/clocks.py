@@ -8,10 +8,11 @@ many collectives is the difference of the clocks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Final
+
+import msgspec
 
 from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.analysis.trace.communication import Collective, collectives
@@ -25,8 +26,7 @@ _RANKS_OF_A_HOST: Final = 2
 Key = tuple[str, str, int | None, int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clocks:
+class Clocks(msgspec.Struct, frozen=True, kw_only=True):
     """Offsets of the hosts' clocks.
 
     Attributes:
@@ -36,7 +36,7 @@ class Clocks:
         unaligned: hosts without a collective in common with the first one, which keep their own clocks.
     """
 
-    offsets_ns: Mapping[str, int] = field(default_factory=dict)
+    offsets_ns: Mapping[str, int] = msgspec.field(default_factory=dict)
     residual_ns: int | None = None
     matched: int = 0
     unaligned: tuple[str, ...] = ()

@@ -7,7 +7,6 @@ A row is read and written as JSON text where the merger does not change it. It i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from sys import float_info
@@ -54,8 +53,7 @@ class TimelineEvent(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     args: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(msgspec.Struct, frozen=True, kw_only=True):
     """The events of one process group: a trace file or ready events, one of the two.
 
     Sources with one label share their processes and tracks, so that the windows of a rank, and the series recorded

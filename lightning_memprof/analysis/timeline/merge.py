@@ -14,7 +14,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -45,8 +44,7 @@ _STEP: Final = re.compile(r"ProfilerStep#?\s*([0-9]+)")
 _DIGITS: Final = 19  # a larger number is damage
 
 
-@dataclass(frozen=True, kw_only=True)
-class Merged:
+class Merged(msgspec.Struct, frozen=True, kw_only=True):
     """A merged trace.
 
     Attributes:

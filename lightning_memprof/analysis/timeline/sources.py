@@ -6,7 +6,6 @@ Series are read line by line when the merger asks for them, so that a run takes 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -42,8 +41,7 @@ _FETCHES: Final = ("train_dataloader_next", "].val_next", "].test_next", "].pred
 _MOST: Final = 1e30
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a run to show; None for all.
 
     ``steps`` counts training batches as the pulse does; only events inside them are kept, on every rank by its own

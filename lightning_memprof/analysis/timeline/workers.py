@@ -12,11 +12,12 @@ import pickle
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Any, Protocol, TypeVar
+
+import msgspec
 
 from lightning_memprof.analysis.timeline.events import Reader
 from lightning_memprof.analysis.timeline.plan import Plan, make_plan
@@ -37,8 +38,7 @@ class Job(Protocol):
         """Run the job; `seen` is called with the bytes of the file read so far."""
 
 
-@dataclass(frozen=True)
-class PlanJob:
+class PlanJob(msgspec.Struct, frozen=True):
     """The first reading of a trace."""
 
     reader: Reader
@@ -48,8 +48,7 @@ class PlanJob:
         return make_plan(self.reader, lambda: seen(self.reader.bytes_read))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewriteJob:
+class RewriteJob(msgspec.Struct, frozen=True, kw_only=True):
     """The second reading, into a part of the result; the fields are those of ``Rewrite`` and ``PartWriter``."""
 
     plan: Plan

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from struct import pack
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -98,8 +98,7 @@ class Step(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class NamedEvent:
+class NamedEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a collective, with its arguments.
 
     Attributes:
@@ -138,8 +137,7 @@ class Shapes(NamedTuple):
         return lookup(self.rows, self.numbers, rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceColumns:
+class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
     """The complete events (``ph`` is ``X``) of a trace, in the file's order.
 
     Attributes:
@@ -168,7 +166,7 @@ class TraceColumns:
     name_of: tuple[str, ...]
     lane_of: tuple[Lane, ...]
     copied: dict[int, int]
-    shapes: Shapes = field(default_factory=lambda: Shapes(np.empty(0, np.int64), np.empty(0, np.int32), ()))
+    shapes: Shapes = msgspec.field(default_factory=lambda: Shapes(np.empty(0, np.int64), np.empty(0, np.int32), ()))
     collectives: tuple[NamedEvent, ...]
     events: int
     metadata: dict[str, Any]

@@ -13,14 +13,15 @@ import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import IO, Any, Final, Literal
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.trace.columns import Kind, Lane, NamedEvent, TraceColumns, launches
 from lightning_memprof.analysis.trace.device import DeviceEvents
@@ -65,8 +66,7 @@ _ITEM_BYTES: Final = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Collective:
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
     """One collective on one rank.
 
     Attributes:
@@ -116,16 +116,15 @@ def collectives(trace: Path) -> list[Collective]:
     return found.collectives()
 
 
-@dataclass
-class _Found:
+class _Found(msgspec.Struct):
     """The events found so far in a trace; times are ns after ``base_ns``."""
 
     base_ns: int = 0
-    on_host: list[Collective] = field(default_factory=list)
-    kernels: list[NamedEvent] = field(default_factory=list)
-    on_streams: dict[Lane, list[NamedEvent]] = field(default_factory=dict)
-    launches: dict[int, NamedEvent] = field(default_factory=dict)
-    calls: dict[Lane, list[NamedEvent]] = field(default_factory=dict)
+    on_host: list[Collective] = msgspec.field(default_factory=list)
+    kernels: list[NamedEvent] = msgspec.field(default_factory=list)
+    on_streams: dict[Lane, list[NamedEvent]] = msgspec.field(default_factory=dict)
+    launches: dict[int, NamedEvent] = msgspec.field(default_factory=dict)
+    calls: dict[Lane, list[NamedEvent]] = msgspec.field(default_factory=dict)
 
     def take(self, event: dict[str, Any]) -> None:
         """Keep an event if it belongs to a collective."""
@@ -337,8 +336,7 @@ def _event_around(text: bytes, at: int) -> dict[str, Any] | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CollectiveCall:
+class CollectiveCall(msgspec.Struct, frozen=True, kw_only=True):
     """One collective of a trace; times are ns after the trace's origin, ``row`` is the kernel's, -1 on the host."""
 
     name: str

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,8 +45,7 @@ STATES: Final = ("compute", "communication", "memory_copy", "idle_loading", "idl
 """The states of a device, the first one that applies: compute hides the rest; an idle device may wait for a batch."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceEvents:
+class DeviceEvents(msgspec.Struct, frozen=True, kw_only=True):
     """Device events by start, and the time in which there were any.
 
     Attributes:
@@ -65,8 +64,7 @@ class DeviceEvents:
     memory_copy: Intervals
 
 
-@dataclass(frozen=True, kw_only=True)
-class Totals:
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """Events by key.
 
     Attributes:
@@ -82,8 +80,7 @@ class Totals:
     longest: NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceTimeline:
+class DeviceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """Bins of equal length from the first device event's start to the last one's end.
 
     Attributes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 # How compilers write a namespace without a name.
 _ANONYMOUS: Final = re.compile(
@@ -89,8 +90,7 @@ def kernel_names(names: Iterable[str]) -> list[str]:
     return [shown[name] for name in full]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Name:
+class _Name(msgspec.Struct, frozen=True, kw_only=True):
     """A function or a type of C++, the arguments of its template, and the type that its lambda takes."""
 
     scoped: str

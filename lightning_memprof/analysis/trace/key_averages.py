@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -64,8 +63,7 @@ _BEFORE_ALL: Final = (-(1 << 62), 0, 0)
 _BEHIND_ALL: Final = 1 << 40  # positions of memory events: torch appends them to its list of events
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class OperatorRow:
+class OperatorRow(msgspec.Struct, eq=False, kw_only=True):
     """One row of the table: all events of one name (and shapes). Times in ns, memory in bytes, both signed sums.
 
     Attributes:
@@ -106,11 +104,10 @@ class OperatorRow:
             self.is_nested = is_nested
 
 
-@dataclass(slots=True, kw_only=True)
-class OperatorRows:
+class OperatorRows(msgspec.Struct, kw_only=True):
     """The rows of all windows, in the order of their first events, and the facts that decide the table's columns."""
 
-    rows: list[OperatorRow] = field(default_factory=list)
+    rows: list[OperatorRow] = msgspec.field(default_factory=list)
     windows: int = 0
     profile_memory: bool = False
     device_name: str | None = None
@@ -199,35 +196,33 @@ def _longs() -> array[int]:
     return array("q")
 
 
-@dataclass(slots=True)
-class _Thread:
+class _Thread(msgspec.Struct):
     """The CPU events of one thread: times in ns, link to device work (0: none), row number, position in the file."""
 
-    start: array[int] = field(default_factory=_longs)
-    end: array[int] = field(default_factory=_longs)
-    link: array[int] = field(default_factory=_longs)
-    row: array[int] = field(default_factory=lambda: array("i"))
-    place: array[int] = field(default_factory=lambda: array("I"))
+    start: array[int] = msgspec.field(default_factory=_longs)
+    end: array[int] = msgspec.field(default_factory=_longs)
+    link: array[int] = msgspec.field(default_factory=_longs)
+    row: array[int] = msgspec.field(default_factory=lambda: array("i"))
+    place: array[int] = msgspec.field(default_factory=lambda: array("I"))
 
     def extend(self, other: _Thread) -> None:
         """Append all events of another thread."""
-        for name in self.__slots__:
+        for name in self.__struct_fields__:
             getattr(self, name).extend(getattr(other, name))
 
 
-@dataclass(slots=True)
-class _Memory:
+class _Memory(msgspec.Struct):
     """Allocations and frees of all threads: torch counts those that happen while an operator runs, on any thread.
 
     Times in ns, and signed bytes; `covered` rises where an operator begins and falls where it ends.
     """
 
-    time: array[int] = field(default_factory=_longs)
-    cpu: array[int] = field(default_factory=_longs)
-    device: array[int] = field(default_factory=_longs)
-    times: Column = field(default_factory=lambda: np.zeros(0, np.int64))
-    sums: list[Column] = field(default_factory=list)
-    covered: Column = field(default_factory=lambda: np.zeros(1, np.int64))
+    time: array[int] = msgspec.field(default_factory=_longs)
+    cpu: array[int] = msgspec.field(default_factory=_longs)
+    device: array[int] = msgspec.field(default_factory=_longs)
+    times: Column = msgspec.field(default_factory=lambda: np.zeros(0, np.int64))
+    sums: list[Column] = msgspec.field(default_factory=list)
+    covered: Column = msgspec.field(default_factory=lambda: np.zeros(1, np.int64))
 
     def close(self) -> None:
         """Sort by time and make running sums of the bytes, with one entry more than there are events."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger
@@ -14,8 +15,7 @@ KernelKind = Literal["compute", "communication", "memory_copy"]
 Cause = Literal["data_loading", "synchronization", "allocator", "gc_pauses", "python", "operators", "launch", "queue"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuTimes:
+class GpuTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Device time in a window: unions over all streams, so that overlapping events count once.
 
     ``busy_ns`` and ``idle_ns`` add up to ``window_ns``; communication is exposed where no device computes meanwhile.
@@ -31,8 +31,7 @@ class GpuTimes:
     communication_exposed_ns: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTimes(GpuTimes):
+class StepTimes(GpuTimes, frozen=True, kw_only=True):
     """The same within the steps (``ProfilerStep#N`` on the host), with the time in which batches were loaded.
 
     ``data_loading_exposed_ns`` is the part of it in which no device was busy, None if not computed.
@@ -43,8 +42,7 @@ class StepTimes(GpuTimes):
     data_loading_exposed_ns: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Steady:
+class Steady(msgspec.Struct, frozen=True, kw_only=True):
     """A step outside windows.
 
     Of ``step_ns`` the device works for ``busy_ns``; for ``others_ns`` it waits for what the host does beside the passes
@@ -56,8 +54,7 @@ class Steady:
     others_ns: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceStep:
+class TraceStep(msgspec.Struct, frozen=True, kw_only=True):
     """One step; ``busy_ns`` is the device time of the work that it launched, None where the trace has no device.
 
     That work may end after the step, and overlap the work of other steps. Work without a known launch belongs to the
@@ -71,8 +68,7 @@ class TraceStep:
     data_loading_ns: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
+class Kernel(msgspec.Struct, frozen=True, kw_only=True):
     """All launches of one kernel, or all copies of one kind, by name; ``total_ns`` is the sum over all streams."""
 
     name: str
@@ -82,8 +78,7 @@ class Kernel:
     max_ns: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class IdleCause:
+class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
     """Idle time of the device within the GPU window with one cause: the activity of the launching thread meanwhile.
 
     The cause ``launch`` is a call that launches the next work, or another call of the runtime. ``example`` is the
@@ -99,8 +94,7 @@ class IdleCause:
     longest_start_ns: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RuntimeCall:
+class RuntimeCall(msgspec.Struct, frozen=True, kw_only=True):
     """All calls of one function of the driver or its runtime, such as ``cudaMalloc``.
 
     ``longest_start_ns`` is the start of the longest call.
@@ -113,8 +107,7 @@ class RuntimeCall:
     longest_start_ns: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operator:
+class Operator(msgspec.Struct, frozen=True, kw_only=True):
     """All calls of one operator on the host; ``self_ns`` is without the operators that it called."""
 
     name: str
@@ -124,8 +117,7 @@ class Operator:
     max_ns: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Synchronization:
+class Synchronization(msgspec.Struct, frozen=True, kw_only=True):
     """All calls by which one operator, or the program itself, made the host wait for the device.
 
     ``name`` is the outermost operator around the call (``aten::item``), else the call (``cudaStreamSynchronize``).
@@ -142,8 +134,7 @@ class Synchronization:
     longest_start_ns: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CollectiveTotals:
+class CollectiveTotals(msgspec.Struct, frozen=True, kw_only=True):
     """All collectives of one kind and size in one process group; ``bytes_each`` is None where the trace has no size."""
 
     name: str
@@ -157,8 +148,7 @@ class CollectiveTotals:
     longest_start_ns: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Copies:
+class Copies(msgspec.Struct, frozen=True, kw_only=True):
     """All copies of one kind (``HtoD``, ``DtoH``, ``DtoD``); ``is_pageable`` is None where the trace does not tell.
 
     ``exposed_ns`` is the part of ``total_ns`` in which no kernel ran, None if not computed.
@@ -173,8 +163,7 @@ class Copies:
     longest_start_ns: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostOperators:
+class HostOperators(msgspec.Struct, frozen=True, kw_only=True):
     """A typical step on a host without a device: its operators, and the Python between them.
 
     Attributes:
@@ -199,8 +188,7 @@ class HostOperators:
     places: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loads:
+class Loads(msgspec.Struct, frozen=True, kw_only=True):
     """The stretches of a trace in which a batch was loaded, in ns."""
 
     count: int = 0
@@ -208,8 +196,7 @@ class Loads:
     max_ns: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program:
+class Program(msgspec.Struct, frozen=True, kw_only=True):
     """The program that was recorded, as far as the names in its trace tell.
 
     Attributes:
@@ -229,8 +216,7 @@ class Program:
     loop_optimizer: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceReport:
+class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
     """One trace.
 
     Attributes:

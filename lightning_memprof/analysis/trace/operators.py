@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.run.model import ArtifactFile, Run
 from lightning_memprof.analysis.trace.key_averages import OperatorRow, OperatorRows, collect_rows
@@ -52,8 +52,7 @@ AVAILABLE_SORT_KEYS: Final = frozenset(_SORT_VALUES) | frozenset(
 """Every key that torch's table can be sorted by; `cuda_*`, `xpu_*` and `privateuse1_*` mean `device_*`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableOptions:
+class TableOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How the table looks: the parameters of torch's `key_averages().table()`.
 
     Args:
@@ -94,8 +93,8 @@ class TableOptions:
 
     def chosen(self) -> dict[str, Any]:
         """Return the parameters that are not the default."""
-        values = {option.name: (getattr(self, option.name), option.default) for option in fields(self)}
-        return {name: value for name, (value, default) in values.items() if value != default}
+        defaults = zip(self.__struct_fields__, self.__struct_defaults__, strict=True)
+        return {name: value for name, default in defaults if (value := getattr(self, name)) != default}
 
 
 def table_path(trace: Path) -> Path | None:

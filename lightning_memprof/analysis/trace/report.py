@@ -6,11 +6,11 @@ Device time is a union over all streams and devices of the trace, so that overla
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ledger.device import device_ledger
 from lightning_memprof.analysis.ledger.host import host_ledger

@@ -9,10 +9,10 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from lightning_memprof.analysis.stacks import Frame, parse_frame
@@ -60,8 +60,7 @@ class Label(NamedTuple):
     step: int | None = None
 
 
-@dataclass(slots=True)
-class Ranges:
+class Ranges(msgspec.Struct):
     """The ranges of one thread.
 
     Attributes:
@@ -73,12 +72,12 @@ class Ranges:
             node's sequence number.
     """
 
-    start: array[int] = field(default_factory=_longs)
-    end: array[int] = field(default_factory=_longs)
-    label: array[int] = field(default_factory=_numbers)
-    parent: array[int] = field(default_factory=_numbers)
-    created: dict[int, int] = field(default_factory=dict)
-    nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    start: array[int] = msgspec.field(default_factory=_longs)
+    end: array[int] = msgspec.field(default_factory=_longs)
+    label: array[int] = msgspec.field(default_factory=_numbers)
+    parent: array[int] = msgspec.field(default_factory=_numbers)
+    created: dict[int, int] = msgspec.field(default_factory=dict)
+    nodes: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
 
     def add(self, event: OperatorEvent, label: int) -> None:
         """Append an event."""
@@ -197,14 +196,13 @@ class Call(NamedTuple):
     name: int
 
 
-@dataclass(slots=True)
-class Lane:
+class Lane(msgspec.Struct):
     """One thread, or one stream of a device: starts and ends in ns, and numbers of names."""
 
     title: str
-    start: array[int] = field(default_factory=_longs)
-    end: array[int] = field(default_factory=_longs)
-    name: array[int] = field(default_factory=_numbers)
+    start: array[int] = msgspec.field(default_factory=_longs)
+    end: array[int] = msgspec.field(default_factory=_longs)
+    name: array[int] = msgspec.field(default_factory=_numbers)
 
     def calls(self, origin_ns: int) -> Iterator[Call]:
         """Yield begins and ends in the order of time, each end with the begin that it closes.
@@ -225,12 +223,11 @@ class Lane:
         return Call(is_begin=False, at_ns=int(ends[at]) - origin_ns, name=self.name[at])
 
 
-@dataclass(slots=True)
-class Lanes:
+class Lanes(msgspec.Struct):
     """All lanes of a trace. ``names`` are by number."""
 
-    names: list[str] = field(default_factory=list)
-    lanes: list[Lane] = field(default_factory=list)
+    names: list[str] = msgspec.field(default_factory=list)
+    lanes: list[Lane] = msgspec.field(default_factory=list)
 
     @property
     def origin_ns(self) -> int:

@@ -6,11 +6,11 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Final
 
+import msgspec
 from bokeh.embed import json_item
 from bokeh.models import Model
 
@@ -24,8 +24,7 @@ _ESCAPE: Final = re.compile(r"\\(?:ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|u[0-9
 _LIMITS: Final = (KIB, 16 * KIB, 256 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB, 4 * GIB)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chart:
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
     """A chart whose ``html`` is safe to embed (``Markup(chart.html)``).
 
     Attributes:
@@ -41,8 +40,7 @@ class Chart:
     html: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extra:
+class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """Additions to a chart of many blocks: texts that columns refer to by index, and the sizes of the filter."""
 
     strings: Sequence[str] = ()

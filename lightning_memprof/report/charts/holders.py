@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+import msgspec
 from bokeh.core.properties import value
 from bokeh.models import ColumnDataSource, HoverTool, Range1d
 
@@ -39,12 +39,11 @@ _TIP: Final = (
 )
 
 
-@dataclass
-class _Node:
+class _Node(msgspec.Struct):
     name: str
     bytes: int = 0
     blocks: int = 0
-    below: dict[str, _Node] = field(default_factory=dict)
+    below: dict[str, _Node] = msgspec.field(default_factory=dict)
 
 
 def site_path(site: Site) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from lightning_memprof.analysis.memory.model import Site
 from lightning_memprof.analysis.snapshot.replay import Holder
@@ -24,14 +25,13 @@ _UNKNOWN: Final = "(unknown)"
 Stack = tuple[str, ...]
 
 
-@dataclass
-class Speedscope:
+class Speedscope(msgspec.Struct):
     """A file for speedscope, profile after profile. Frames are shared: each name once."""
 
     name: str
     exporter: str
-    _frames: dict[str, int] = field(default_factory=dict)
-    _profiles: list[dict[str, Any]] = field(default_factory=list)
+    _frames: dict[str, int] = msgspec.field(default_factory=dict)
+    _profiles: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
     def add_lanes(self, title: str, lanes: Lanes) -> None:
         """Add a trace: one profile for each of its threads and streams, times in ns from its first event."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from lightning_memprof.analysis.findings import Facts, Finding, examine, examine_files
 from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
@@ -30,8 +30,7 @@ _NOT_SHOWN: Final = frozenset({"first"})
 _DEVICE_PARTS: Final = ("kernels", "idle", "runtime_calls", "collectives", "copies", "synchronizations")
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(msgspec.Struct, frozen=True):
     """A table. Every row has all ``columns``; a value is a number, a text, a bool or None."""
 
     name: str
@@ -55,10 +54,8 @@ def _value(value: Any) -> Any:
 
 
 def _fields(value: Any, **before: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, after others."""
-    return before | {
-        field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name not in _NOT_SHOWN
-    }
+    """Return the fields of a struct, after others."""
+    return before | {name: getattr(value, name) for name in value.__struct_fields__ if name not in _NOT_SHOWN}
 
 
 def run_tables(run: Run) -> Iterator[Table]:
@@ -171,7 +168,7 @@ def _findings(findings: Iterable[Finding]) -> Iterator[Row]:
             "why": finding.why,
             "next_steps": list(finding.next_steps),
             "numbers": dict(finding.numbers),
-            "evidence": [dataclasses.asdict(evidence) for evidence in finding.evidence],
+            "evidence": [msgspec.structs.asdict(evidence) for evidence in finding.evidence],
         }
 
 
@@ -234,7 +231,7 @@ def _trace(report: TraceReport) -> Row:
     }
     for name, times in (("gpu", report.gpu_window), ("steps", report.step_window)):
         if times is not None:
-            row |= {f"{name}_{key}": value for key, value in dataclasses.asdict(times).items()}
+            row |= {f"{name}_{key}": value for key, value in msgspec.structs.asdict(times).items()}
     return row
 
 

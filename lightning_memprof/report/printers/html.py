@@ -7,12 +7,12 @@ import html
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import resources
 from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.estimate import Estimate
 from lightning_memprof.analysis.trial import Trial

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections import defaultdict
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from lightning_memprof.analysis.ledger.growth import who_holds
 from lightning_memprof.analysis.ledger.memory import ByteLedger, snapshot_bytes
@@ -119,7 +120,7 @@ def document_to_json(document: Document) -> dict[str, Any]:
     ]
     return _encoded(
         {
-            **{field.name: getattr(document, field.name) for field in dataclasses.fields(document)},
+            **_without(document),
             "sections": sections,
             "commands": list(map(str, document.commands)),
         }
@@ -151,7 +152,7 @@ def encode(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return an object's fields, or its text; other values unchanged."""
-    if dataclasses.is_dataclass(value):
+    if isinstance(value, msgspec.Struct):
         if isinstance(value, Phrase):
             return words_text(value)
         if isinstance(value, Cell):
@@ -170,7 +171,7 @@ def _fields(value: Any, *names: str) -> dict[str, Any]:
 
 
 def _without(value: Any, *names: str) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name not in names}
+    return {name: getattr(value, name) for name in value.__struct_fields__ if name not in names}
 
 
 def _files(view: FilesView) -> dict[str, Any]:

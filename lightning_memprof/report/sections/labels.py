@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Final, NamedTuple
+
+import msgspec
 
 from lightning_memprof.analysis.findings import Severity
 from lightning_memprof.analysis.run.locate import shown_place
@@ -64,8 +65,7 @@ READABLE: Final = frozenset({".json", ".jsonl", ".txt", ".csv", ".yaml", ".log"}
 MORE: Final = "--format json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peak:
+class Peak(msgspec.Struct, frozen=True, kw_only=True):
     """A maximum: its label, the bytes it counts, and the time it covers."""
 
     label: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from lightning_memprof.analysis.findings import Finding
 from lightning_memprof.analysis.ledger.model import TimeLedger
@@ -44,8 +45,7 @@ SILENT_NS: Final = 30 * SECOND_NS
 STYLES: Final[dict[str, Style]] = {"none": "", "info": "", "warning": "warn", "critical": "bad"}
 
 
-@dataclass(frozen=True)
-class Watched:
+class Watched(msgspec.Struct, frozen=True):
     """A run until now: its ranks, Unix time in ns, and the ledger and findings of the last look that computed them."""
 
     name: str

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ledger.growth import who_holds
 from lightning_memprof.analysis.oom.autopsy import Autopsy, Holder, autopsies

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from lightning_memprof.analysis.ledger.model import TimeLedger, grouped
 from lightning_memprof.analysis.steps.events import OWN_WORK, PARTS, action_name, event_totals
@@ -47,8 +48,7 @@ MAX_STALLS: Final = 3
 LEAST_SHARE: Final = 0.0005
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepColumn:
+class StepColumn(msgspec.Struct, frozen=True, kw_only=True):
     """A column of the table by phase: times that sum to ``duration_ns``, bytes by row; None is not available."""
 
     title: str

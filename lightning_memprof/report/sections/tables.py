@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.report.document import Cell, Column, Row, Table, Value, Words, text
 from lightning_memprof.report.sections.labels import more
@@ -15,8 +17,7 @@ MAX_ROWS: Final = 100
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Field(Generic[T]):
+class Field(msgspec.Struct, Generic[T], frozen=True):
     """A column and its values.
 
     Args:

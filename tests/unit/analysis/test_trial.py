@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.compare.significance import PairedChange
 from lightning_memprof.analysis.trial import Equality, Measured, Outcome, Trial, equality, equality_words, outcome

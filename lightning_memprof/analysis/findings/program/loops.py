@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from lightning_memprof.analysis.findings.measures import LOOP, VIEWS
 from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery
@@ -27,8 +28,7 @@ PARAMETRIZATIONS: Final = ".parametrizations."
 CACHED: Final = "Compute the parameters of {module} once: with torch.nn.utils.parametrize.cached(): around the loop."
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Loop:
+class _Loop(msgspec.Struct, frozen=True, kw_only=True):
     """A module whose forward calls the same operator, or submodule, many times."""
 
     module: str

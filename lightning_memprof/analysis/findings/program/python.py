@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from lightning_memprof.analysis.findings.measures import MOST, OF_VALUES, READS, VIEWS
 from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery
@@ -38,8 +39,7 @@ NO_TEXT: Final = 'Write tensors as text once in many steps, and in messages that
 NO_LOOPS: Final = "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps."
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Python:
+class _Python(msgspec.Struct, frozen=True, kw_only=True):
     """Time outside operators in the forward of a module, or in the training step (an empty path).
 
     ``reads`` is the number of values that it reads one by one; then ``ns`` has the operators that read them, and the GC

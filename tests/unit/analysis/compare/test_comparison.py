@@ -3,10 +3,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from fake_memory import FakeMemory
 from fake_runs import HEALTHY, FakeRun, make_run
@@ -196,7 +197,7 @@ def test_a_rate_changes_by_more_than_noise_where_its_steps_do(a: float, b: float
     comparison = compare(*(Side(label="a", kind="run", measures={"samples_per_s": rate}) for rate in rates))
     (found,) = comparison.differences
     assert found.is_above_noise is is_above
-    assert json.dumps(asdict(comparison), allow_nan=False)
+    assert json.dumps(msgspec.to_builtins(comparison), allow_nan=False)
 
 
 def test_a_quantity_that_was_measured_in_two_ways_is_not_compared() -> None:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
 from lightning_memprof.analysis.findings import RULES, Facts, Finding, Severity, examine, verdict

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run
@@ -173,7 +174,7 @@ def test_gc_pauses_belong_to_the_values_that_are_read_as_far_as_their_objects_st
     pauses = TimeLine(part="gc_pauses", ns=6 * MS, count=4)
     python = _python(ledger(reads, pauses))
     assert (python.reads, python.ns) == (1400, 1 * MS + 6 * MS / 2)
-    assert _python(ledger(replace(reads, called=70), pauses)).ns == 0
+    assert _python(ledger(msgspec.structs.replace(reads, called=70), pauses)).ns == 0
 
 
 def test_a_forward_hook_is_named_with_its_line_and_its_modules_are_not_accused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,7 +117,7 @@ def test_on_a_devices_clock_the_passes_have_their_kernels_and_the_wait_of_the_de
     # They never take more than the phase.
     assert named["backward", "", "net"] == pytest.approx(before.ns("backward"))
     # Recorded steps that ended before the device had done their work have a part of it.
-    ahead = run_ledger(rank, device=replace(device, step_ns=before.median_ns / 1.25))
+    ahead = run_ledger(rank, device=msgspec.structs.replace(device, step_ns=before.median_ns / 1.25))
     assert ahead is not None
     assert next(line.ns for line in ahead.of("forward") if line.module == "net") == pytest.approx(5e6)
 
@@ -199,7 +200,7 @@ def test_the_transfers_of_a_run_are_those_of_its_trace_beside_the_waits_of_every
 
     assert communicates(host) == (2_000_000, 3_000_000)
     assert communicates(host, {"backward": 6_000_000}) == (6_000_000, 3_000_000)
-    long = replace(host, communication=(replace(transfer, ns=10**9),))
+    long = msgspec.structs.replace(host, communication=(msgspec.structs.replace(transfer, ns=10**9),))
     assert sum(communicates(long)) < sum(HEALTHY.values())
 
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

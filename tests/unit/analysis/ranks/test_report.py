@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Severity, verdict

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from html import unescape
 
 import pytest
+from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity

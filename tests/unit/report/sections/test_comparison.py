@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.compare.comparison import check, compare, parse_limit
 from lightning_memprof.analysis.compare.model import Comparison, Measure, Side, Unit

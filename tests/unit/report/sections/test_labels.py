@@ -5,12 +5,12 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.ledger.model import TimeLine

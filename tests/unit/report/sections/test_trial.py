@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.compare.significance import PairedChange
 from lightning_memprof.analysis.trial import Equality, Outcome, Trial
