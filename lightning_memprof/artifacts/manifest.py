@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -356,8 +355,7 @@ class ManifestWriter:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, dict=True):
     """The readable rows of one rank's manifest, oldest first; ``damage`` is its first problem.
 
     There are no rows where a newer version wrote it.

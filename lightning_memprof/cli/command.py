@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
-from msgspec.structs import replace
 
 from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_name
 from lightning_memprof.errors import ConfigError, ReportError
@@ -133,6 +132,8 @@ def opened_run(target: str) -> Iterator[Run]:
     Raises:
         ArtifactError: there is no run, there are several, or it is unreadable.
     """
+    from msgspec.structs import replace
+
     from lightning_memprof.analysis.run.fetch import local_run
     from lightning_memprof.analysis.run.load import load_run
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
-from msgspec.structs import replace
 
 from lightning_memprof.artifacts.naming import ESTIMATE
 from lightning_memprof.cli.command import Command, add_format, counting, quiet_lightning, write_document
@@ -86,6 +85,8 @@ def _execute(options: Namespace) -> int:
         strategy=options.strategy,
         rank=options.rank,
     )
+    from msgspec.structs import replace
+
     from lightning_memprof.estimation.estimator import estimate_program
 
     with counting("the program") as progress, redirect_stdout(sys.stderr), quiet_lightning():
