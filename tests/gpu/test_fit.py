@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from lightning_memprof.artifacts.series import PHASES
@@ -29,6 +31,21 @@ def test_by_default_every_collector_is_available_and_nothing_fails(tmp_path: Pat
     assert {"pulse", "host", "allocator", "hooks", "operator_trace"} <= listed
     if torch.cuda.is_available():
         assert (run / "cuda_alloc_rank_0.training_step.4.end.pickle").is_file()
+
+
+class Checkpointed(Perceptron):
+    """Backward runs the forward of its layers again, until an exception of torch ends that."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().loss, batch, use_reentrant=False)
+        return found
+
+
+def test_a_history_of_the_allocator_does_not_end_a_training_with_checkpointing(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, recorder(), accelerator="gpu", precision="bf16-mixed")
+    fit.fit(Checkpointed(), loader())
+    assert fit.state.status == "finished"
+    assert rows_of(only_run(tmp_path), "error") == []
 
 
 def test_both_clocks_are_in_the_pulse(tmp_path: Path) -> None:

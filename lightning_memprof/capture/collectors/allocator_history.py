@@ -66,7 +66,9 @@ def _without_history(device: torch.device) -> str | None:
 def _start_memory_history(max_entries: int, stacks: Literal["python", "all"]) -> None:
     from lightning_memprof.capture.torch_internals import _record_memory_history
 
-    wanted: dict[str, Any] = {"enabled": "all", "context": "all", "stacks": stacks, "max_entries": max_entries}
+    # The stack of a free would discard the exception that ends a checkpoint's recomputation: then the training ends
+    # with `SystemError: run_backward returned NULL` (torch 2.11 with Python 3.12). The analysis needs none.
+    wanted: dict[str, Any] = {"enabled": "all", "context": "alloc", "stacks": stacks, "max_entries": max_entries}
     known = inspect.signature(_record_memory_history).parameters
     _record_memory_history(**{key: value for key, value in wanted.items() if key in known})
 

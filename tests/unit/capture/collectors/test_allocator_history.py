@@ -168,7 +168,7 @@ def test_a_torch_that_does_not_know_a_keyword_is_not_given_it() -> None:
 
     with FakeCuda().installed(record_memory_history=older) as cuda:
         start_memory_history()
-    assert cuda.calls == [("on", {"context": "all", "max_entries": 100_000})]
+    assert cuda.calls == [("on", {"context": "alloc", "max_entries": 100_000})]
 
 
 def test_this_torch_knows_every_keyword_that_bounds_the_history() -> None:
