@@ -36,7 +36,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "checkpoint_bound": ("checkpoint",),
     "communication_exposed": ("collective",),
     "core_wait": ("core_wait",),
-    "costly_line": ("forward", "forward_hook", "self_log"),
+    "costly_line": ("forward", "forward_hook", "self_log", "backward"),
     "dense_embedding": ("optimizer",),
     "device_memory_growth": ("growth",),
     "double_backward": PASSES,

@@ -375,7 +375,7 @@ THRASH_NEXT: Final = (
 )
 # Without the cache each tensor is a call: with it, a step that empties the cache requests a few segments.
 MANY_REQUESTS: Final = 50
-REQUESTS_PER_KERNEL: Final = 0.1
+REQUESTS_PER_KERNEL: Final = 0.25
 UNCACHED_NEXT: Final = (
     "Use the caching allocator: unset PYTORCH_NO_CUDA_MEMORY_CACHING (on ROCm also PYTORCH_NO_HIP_MEMORY_CACHING).",
 )

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # Below this share of a step there is nothing to gain; an action needs some time, too: the Trainer's own hooks and its
 # progress bar take a millisecond per step, which is much of a short one.
 LEAST_SHARE: Final = 0.05
+# A number of calls explains the time from here on.
+OFTEN: Final = 10
 MIN_NS: Final = 1_000_000
 MIN_SHORT_NS: Final = 2_000_000
 # An action that ran less often in the whole run is a start or an end of it.
@@ -64,6 +66,7 @@ class _Remedy(msgspec.Struct, frozen=True, kw_only=True):
         saves: least and most share of the part's time that the first of them recovers.
         by_name: whether each action is a finding of its own.
         repeats: whether only an action that returns in several steps is a fault.
+        least: share of the step from which on it is a finding.
     """
 
     rule: str
@@ -73,6 +76,7 @@ class _Remedy(msgspec.Struct, frozen=True, kw_only=True):
     saves: tuple[float, float]
     by_name: bool = False
     repeats: bool = False
+    least: float = LEAST_SHARE
 
 
 REMEDIES: Final = (
@@ -137,6 +141,7 @@ REMEDIES: Final = (
         rule="validation_bound",
         parts=("validation",),
         sentence="Validation takes {share}{on_rank}.",
+        least=0.10,
         next_steps=(
             "Validate once per epoch, Trainer(val_check_interval=1.0), or less often, with check_val_every_n_epoch=5.",
             "Validate on less data: Trainer(limit_val_batches=50).",
@@ -185,15 +190,15 @@ def _of_actions(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy) -
     return [
         _of_action(facts, rank, ledger, remedy, group)
         for group in groups[:MAX_ACTIONS]
-        if _matters(ledger, group) and (not remedy.repeats or _repeats(ledger, group))
+        if _matters(ledger, group, remedy.least) and (not remedy.repeats or _repeats(ledger, group))
     ]
 
 
-def _matters(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
+def _matters(ledger: TimeLedger, lines: Sequence[TimeLine], least_share: float = LEAST_SHARE) -> bool:
     ns = total(lines)
     is_hook = all(line.part == "module_hook" for line in lines)
     least = MIN_SHORT_NS if ledger.step_ns < SHORT_STEP_NS and not is_hook else MIN_NS
-    return ledger.steps >= MIN_STEPS and ns >= max(least, LEAST_SHARE * ledger.running_ns)
+    return ledger.steps >= MIN_STEPS and ns >= max(least, least_share * ledger.running_ns)
 
 
 # Python collects everything once in a while, and programs at the end of epochs; a model is compiled for a few shapes:
@@ -216,6 +221,7 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     if remedy.by_name and not first:
         sentence = f"{kind.capitalize()}s take {{share}}{{on_rank}}; which ones was not recorded."
     does, first_steps = work_of(facts, rank, replace(lines[0], count=count))
+    often = f", {count:,.0f} times per step" if count >= OFTEN and not does else ""
     least, most = (0.9, 1.0) if first.rpartition(".")[2] in ONCE else remedy.saves
     worth = Recovery(unit="ns", min=ns * least, max=ns * most, whole=ledger.running_ns)
     once = 0 < count * ledger.steps < MIN_CALLS
@@ -230,7 +236,7 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
             on_rank=facts.on_rank(rank),
         )
         # The source of a line may have braces.
-        + f"{does}.",
+        + f"{often}{does}.",
         why=_why(ledger, lines, ns, count),
         next_steps=steps,
         evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),

@@ -304,7 +304,9 @@ def _of_other_optimizers(rank: Rank, optimizers: Sequence[OptimizerFacts], ledge
     spent = [_backward(ledger, optimizer.modules) for optimizer in optimizers]
     parts = (f"{', '.join(each.modules)} {format_ns(ns)}" for each, ns in zip(optimizers, spent, strict=True))
     return _Unused(
-        sentence=f"each of {passes} backward passes per step reaches all {len(optimizers)} optimizers",
+        sentence=(
+            f"each of {passes} backward passes per step reaches all {len(optimizers)} optimizers, without detach()"
+        ),
         why=f"One optimizer steps after each pass and uses its own gradients only; backward takes {', '.join(parts)}",
         next_steps=(
             "Cut the graph with detach() where a loss trains one part only: discriminator(generated.detach()).",

@@ -12,6 +12,7 @@ from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
+    from lightning_memprof.analysis.ledger.model import TimePart
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.lines import Spot
 
@@ -93,6 +94,14 @@ CALLS: Final = (
             r"|\.(?:svd|eigh?|inverse|pinverse|cholesky|matrix_exp|det|logdet)\("
         ),
     ),
+    (
+        "Run one backward for the sum of the losses: each backward with retain_graph=True runs through the same graph.",
+        re.compile(r"retain_graph ?= ?True"),
+    ),
+    (
+        "Record fewer steps with that profiler, torch.profiler.schedule(wait=100, active=3, repeat=1), or remove it.",
+        re.compile(r"\bprofile(?:r)?\.(?:step|start|stop|export\w*)\b|export_chrome_trace|tensorboard_trace_handler"),
+    ),
     (LOOK_UP, re.compile(r"one_hot\(.*@|one_hot\(.*matmul|(?:matmul|mm|linear|einsum)\(.*one_hot\(")),
     (
         (
@@ -141,7 +150,8 @@ NAMED: Final = re.compile(
 # What is done less often or in another way leaves some of its time.
 SAVED: Final = (0.5, 0.95)
 OF_HELPER: Final = (0.0, 0.5)
-OF_TRAINING_STEP: Final = ("forward", "forward_hook", "self_log")
+OF_TRAINING_STEP: Final[tuple[TimePart, ...]] = ("forward", "forward_hook", "self_log")
+BACKWARD: Final = re.compile(r"\b(?:manual_)?backward\(")
 
 
 def costly_line(facts: Facts) -> Finding | None:
@@ -153,7 +163,10 @@ def costly_line(facts: Facts) -> Finding | None:
         return None
     rank, ledger = worst
     rows = lines(rank, FORWARD["fit"])
-    scale = ledger.ns(*OF_TRAINING_STEP) / max(sum(row.ns or 0 for row in rows), 1)
+    scales = {
+        is_backward: ledger.ns(*parts) / max(sum(row.ns or 0 for row in rows if _is_backward(row) == is_backward), 1)
+        for is_backward, parts in ((False, OF_TRAINING_STEP), (True, ("backward",)))
+    }
     of_kind: dict[tuple[str, str], list[LineRow]] = {}
     for row in rows:
         step = _fitting(source_of(row), row.called, row.inside) or (CHEAPER if _is_helper(row) else None)
@@ -161,7 +174,7 @@ def costly_line(facts: Facts) -> Finding | None:
             of_kind.setdefault((row.functions[-1], step), []).append(row)
     found = []
     for (function, step), alike in of_kind.items():
-        ns = scale * sum(row.ns or 0 for row in alike)
+        ns = sum(scales[_is_backward(row)] * (row.ns or 0) for row in alike)
         least, saved = (NOTABLE_HELPER, OF_HELPER) if step == CHEAPER else (NOTABLE_LINE, SAVED)
         if ns >= least * ledger.running_ns and sum(row.looks or 0 for row in alike) >= MIN_LOOKS:
             found.append((sum(saved) * ns, saved, ns, function, step))
@@ -177,7 +190,8 @@ def costly_line(facts: Facts) -> Finding | None:
         ),
         why=(
             f"{format_ns(ns)} of {ledger.length_text}: such lines have "
-            f"{percent(ns / ledger.ns(*OF_TRAINING_STEP))} of training_step."
+            f"{percent(ns / ledger.ns(*OF_TRAINING_STEP, *(('backward',) if _is_backward(line) else ())))} of "
+            "training_step."
         ),
         next_steps=tuple(dict.fromkeys(each.format(name=function) for each in (step, CHEAPER))),
         evidence=facts.pulse_and_trace(rank),
@@ -192,8 +206,13 @@ def costly_line(facts: Facts) -> Finding | None:
     )
 
 
+def _is_backward(row: LineRow) -> bool:
+    """Return whether a line of training_step runs the backward pass, with automatic optimization off."""
+    return BACKWARD.search(source_of(row)) is not None
+
+
 def _is_helper(row: LineRow) -> bool:
-    return len(row.functions) > 1 and MODULE_CALL not in row.functions
+    return len(row.functions) > 1 and MODULE_CALL not in row.functions and not _is_backward(row)
 
 
 def fitting(operator: str, spot: Spot | None) -> tuple[str, ...]:
@@ -234,7 +253,8 @@ def of_collate(rank: Rank) -> Spot | None:
 
 def of_forward(rank: Rank) -> Spot | None:
     """Return where the forward has most of its time, without the lines that only call modules."""
-    return of_action(rank, FORWARD.get(rank.facts.stage, ""))
+    found = [row for row in lines(rank, FORWARD.get(rank.facts.stage, "")) if not _is_backward(row)]
+    return next(iter(spots(found)), None)
 
 
 def has(spot: Spot, whole: str, around: str = "") -> str:

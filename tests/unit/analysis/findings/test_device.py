@@ -201,6 +201,19 @@ def test_a_tensor_that_is_a_call_to_the_driver_shows_that_the_caching_allocator_
     assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in finding.next_steps[0]
 
 
+def test_a_step_that_empties_the_cache_requests_less_than_once_for_four_kernels(tmp_path: Path) -> None:
+    def emptied(made: Recording, kernel: int) -> None:
+        for _ in range(60 if kernel == 0 else 0):
+            made.call("cudaMalloc", 40)
+            made.call("cudaFree", 60)
+        for _ in range(10):
+            made.launch(1)
+
+    finding = found(training(tmp_path / "emptied.pt.trace.json", emptied))["allocator_thrash"]
+    assert "cache" not in finding.sentence
+    assert any("empty_cache()" in step for step in finding.next_steps)
+
+
 def test_a_tensor_from_the_drivers_pool_is_cached_and_its_return_waits_for_no_kernel(tmp_path: Path) -> None:
     def pooled(made: Recording, _kernel: int) -> None:
         for _ in range(3):

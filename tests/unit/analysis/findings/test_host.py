@@ -234,20 +234,25 @@ def test_a_looping_optimizer_is_found_and_fused_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "first"),
     [
-        {"fused": True},
-        {"foreach": True},
-        {"device": "cuda:0"},
-        {"name": "Lion"},
-        {"name": "SparseAdam"},
+        ({"fused": True}, "Step less often"),
+        ({"foreach": True}, "Step less often"),
+        ({"device": "cuda:0"}, "Step less often"),
+        ({"name": "SparseAdam"}, "Step less often"),
+        ({"name": "Lion"}, "Update all tensors at once in Lion.step"),
     ],
 )
-def test_an_optimizer_that_is_fast_already_or_has_no_faster_way_is_no_finding(
-    tmp_path: Path, settings: dict[str, Any]
+def test_an_optimizer_without_a_faster_way_is_to_step_less_often_if_it_takes_much(
+    tmp_path: Path, settings: dict[str, Any], first: str
 ) -> None:
-    fake = FakeRun(phases=phases(optimizer=6_000_000), training=optimizer(**settings))
-    assert "optimizer_bound" not in found(tmp_path, fake)
+    much = FakeRun(phases=phases(optimizer=12_000_000), training=optimizer(**settings))
+    finding = found(tmp_path / "much", much)["optimizer_bound"]
+    assert finding.next_steps[0].startswith(first)
+    assert finding.recovers is not None
+    assert finding.recovers.max == pytest.approx(0.75 * 12_000_000, rel=0.1)
+    less = FakeRun(phases=phases(optimizer=3_000_000), training=optimizer(**settings))
+    assert "optimizer_bound" not in found(tmp_path / "less", less)
 
 
 def test_a_few_slow_optimizer_steps_are_no_finding(tmp_path: Path) -> None:

@@ -240,7 +240,10 @@ def test_passes_that_all_reach_two_optimizers_compute_gradients_in_vain(
     findings = found(tmp_path, *events, fake=fake)
     assert ("unused_gradients" in findings) == is_found
     if is_found:
-        assert "each of 3 backward passes per step reaches all 2 optimizers" in findings["unused_gradients"].sentence
+        assert (
+            "each of 3 backward passes per step reaches all 2 optimizers, without detach()"
+            in findings["unused_gradients"].sentence
+        )
         assert "detach()" in findings["unused_gradients"].next_steps[0]
 
 

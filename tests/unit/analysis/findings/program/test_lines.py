@@ -16,6 +16,7 @@ from lightning_memprof.analysis.trace.report import trace_report
 MS = 1_000_000
 STEP, MODULE = "Net.training_step", "()"
 SVD = {"functions": [STEP, "Net.penalty"], "place": "net.py:9", "source": "return torch.linalg.matrix_norm(w, ord=2)"}
+BACKWARD = {"functions": [STEP], "place": "net.py:30", "source": "self.manual_backward(loss, retain_graph=True)"}
 OTHER = {"functions": [STEP, MODULE], "place": "net.py:20", "source": "loss = self.net(x).sum()"}
 
 
@@ -160,3 +161,15 @@ def test_the_page_of_a_healthy_run_has_the_function_with_much_of_the_forward(tmp
     first, *_ = examine(Facts.of(load_run(directory), (trace,)))
     assert "; Net.table (net.py:4) has 30% of the forward: `return torch.sin(self.places())`." in first.sentence
     assert first.next_steps[0].startswith("Make Net.table cheaper")
+
+
+def test_a_backward_in_training_step_is_not_in_the_forward(tmp_path: Path) -> None:
+    found = findings_of(tmp_path, line(BACKWARD, 80), line(SVD, 20))
+    backward = HEALTHY["backward"]
+    assert found["costly_line"].numbers["line_ns"] == pytest.approx(backward, rel=0.05)
+    assert "one backward for the sum of the losses" in found["costly_line"].next_steps[0]
+    plain = line({**BACKWARD, "source": "self.manual_backward(loss)"}, 80)
+    alone = findings_of(tmp_path / "plain", plain, line(SVD, 20))["costly_line"]
+    assert alone.numbers["line_ns"] == pytest.approx(HEALTHY["forward"], rel=0.05)
+    helper = {**BACKWARD, "functions": [STEP, "Net.learn"], "source": "self.manual_backward(loss)"}
+    assert "costly_line" not in findings_of(tmp_path / "helper", line(helper, 80), line(OTHER, 20))
