@@ -407,7 +407,7 @@ def core_use(facts: Facts, rank: Rank) -> CoreUse:
         return CoreUse(next_steps=(OTHERS, LIMIT))
     workers = figures.get("workers_cpu_percent")
     # The ranks of a training run do the same work.
-    own = len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100
+    own = min(len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100, all_cores)
     busy = machine.mean * all_cores / 100
     others = max(busy - own, 0.0)
     text = f" In recorded steps the training used {own:.1f} of {all_cores} cores, other processes {others:.1f}."

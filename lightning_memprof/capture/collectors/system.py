@@ -93,10 +93,12 @@ class _Reader:
         workers_s = grown.pop("workers_s")
         process_s, busy_s, machine_s = (grown.pop(name) or 0.0 for name in ("process_s", "busy_s", "machine_s"))
         memory = psutil.virtual_memory()
+        # The kernel may count time late, and in a short sample then more than there is.
+        most_s = elapsed_s * (os.cpu_count() or 1)
         return {
             "time_ns": now_ns + self._offset_ns,
-            "process_cpu_percent": round(100 * process_s / elapsed_s, 1),
-            "workers_cpu_percent": None if workers_s is None else round(100 * workers_s / elapsed_s, 1),
+            "process_cpu_percent": round(100 * min(process_s, most_s) / elapsed_s, 1),
+            "workers_cpu_percent": None if workers_s is None else round(100 * min(workers_s, most_s) / elapsed_s, 1),
             "machine_cpu_percent": round(min(100.0, 100 * busy_s / machine_s), 1) if machine_s else None,
             "load_1m": round(os.getloadavg()[0], 2),
             "memory_used_bytes": memory.used,

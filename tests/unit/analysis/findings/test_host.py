@@ -452,6 +452,11 @@ def test_a_training_whose_cores_are_taken_waits_for_a_core(tmp_path: Path) -> No
     assert finding.recovers.max == pytest.approx(0.7 * sum(HEALTHY.values()), rel=0.01)
 
 
+def test_a_training_uses_at_most_all_cores(tmp_path: Path) -> None:
+    late = {"process_cpu_percent": 2900.0, "machine_cpu_percent": 100.0}
+    assert "the training used 8.0 of 8 cores" in waits_for_a_core(tmp_path, 0.7, load=late)["core_wait"].why
+
+
 def test_a_short_wait_for_a_core_is_no_finding(tmp_path: Path) -> None:
     assert "core_wait" not in waits_for_a_core(tmp_path, 0.04, load=OTHERS_BUSY)
 

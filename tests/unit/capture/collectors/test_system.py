@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import threading
 import time
 from itertools import chain, pairwise, repeat
@@ -122,6 +124,13 @@ def test_the_processor_time_of_this_process_is_its_share_of_one() -> None:
         for began, ended in ((inner_began, inner_ended), (outer_began, outer_ended))
     )
     assert 100 * (inner_cpu_s - TICK_S) / outer_s <= percent <= 100 * (outer_cpu_s + TICK_S) / inner_s
+
+
+def test_time_that_the_kernel_counts_late_is_at_most_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = _Reader(0)
+    late = resource.struct_rusage((3600.0, 0.0, *([0] * 14)))
+    monkeypatch.setattr(resource, "getrusage", lambda _: late)
+    assert reader.read()["process_cpu_percent"] == 100.0 * (os.cpu_count() or 1)
 
 
 def test_a_counter_that_falls_is_no_negative_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
