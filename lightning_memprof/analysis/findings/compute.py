@@ -10,7 +10,7 @@ from lightning_memprof.analysis.findings.measures import ranks_on_host, torch_th
 from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, SHORT_STEP_NS, Facts, Finding, Recovery
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.artifacts.series import SavedTensorsRow, ThroughputRow
-from lightning_memprof.units import format_bytes, format_ns, percent
+from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
@@ -227,6 +227,7 @@ MIN_OPTIMIZER_NS: Final = 5_000_000
 REGULAR: Final = 0.1
 # For fewer tensors a loop costs nothing, but where each operator reads all of a large one again.
 FEW_TENSORS: Final = 20
+LARGE: Final = 16 * MIB
 SEVERAL_PASSES: Final = frozenset({"Adagrad", "Adam", "AdamW"})
 # An optimizer updates each group of parameters by calls of its own.
 JOIN: Final = (
@@ -272,7 +273,8 @@ def optimizer_bound(facts: Facts) -> Finding | None:
     mean_share = min(statistics.share("optimizer"), (ledger.ns("optimizer") + regular) / ledger.step_ns)
     optimizers = rank.training.optimizers if rank.training else []
     is_dense = _embedding(rank) is not None  # whose time is that finding's
-    slow = [each for each in optimizers if _loops(each) and not (is_dense and _has_few_tensors(each))]
+    is_large = sum(each.bytes for each in (rank.training.largest_parameters if rank.training else ())) >= LARGE
+    slow = [each for each in optimizers if _loops(each) and (not _has_few_tensors(each) or (is_large and not is_dense))]
     considered = sorted(slow or ([] if is_dense else optimizers), key=lambda optimizer: -_part_of(ledger, optimizer))
     mean_share *= _part_of(ledger, considered[0]) if considered else 0.0
     spent = min(mean_share, statistics.median_shares["optimizer"]) * ledger.step_ns

@@ -7,6 +7,7 @@ from typing import Final
 from lightning_memprof.analysis.findings.model import Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.profiler import recording_ns
 from lightning_memprof.analysis.findings.traces import (
+    MAIN_PART,
     NOTABLE_SHARE,
     OPTIMIZER,
     PARTS,
@@ -14,6 +15,7 @@ from lightning_memprof.analysis.findings.traces import (
     SEVERE_SHARE,
     IdleTime,
     Remedy,
+    blocking_call,
     computing,
     exposed_loading,
     idle_ns,
@@ -28,6 +30,7 @@ from lightning_memprof.analysis.findings.traces import (
     severity_of,
     shorter_name,
     slow_collectives,
+    steps_ns,
     times,
     total_ns,
     waited_ns,
@@ -48,8 +51,6 @@ from lightning_memprof.units import format_count, format_ns, percent
 LAUNCHING: Final[tuple[Cause, ...]] = ("python", "operators", "launch")
 # A launch takes as long as a kernel below this, so that a device can wait for each launch.
 SHORT_KERNEL_NS: Final = 20_000
-# A cause with this share of the idle time explains it.
-MAIN_PART: Final = 0.5
 # Some of the work before launches and in calls stays; what the device waits for may come no sooner.
 SAVED: Final = (0.5, 1.0)
 SAVED_OF_QUEUE: Final = (0.0, 1.0)
@@ -144,7 +145,11 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
         severity=Severity.INFO if is_sample else severity_of(of_program),
         sentence=_sentence(trace, idle, share, "launches" if launch_bound else cold or _activity(trace, main, rest_ns)),
         why=_why(trace, idle, causes, kernels, mean_ns),
-        next_steps=remedies(trace, *LATER) if is_sample else _next_steps(trace, main, launch_bound=launch_bound),
+        next_steps=(
+            remedies(trace, *LATER)
+            if is_sample
+            else _next_steps(trace, main, is_launching=launch_bound or (bool(kernels) and _is_between(main, mean_ns)))
+        ),
         evidence=longest_in(trace, main.longest_start_ns, main.longest_ns) if main else seen_in(trace),
         numbers={
             "idle_share": idle.certain_ns / idle.span_ns,
@@ -197,20 +202,17 @@ def _activity(trace: TraceReport, main: IdleCause | None, rest_ns: int) -> str |
     if main is None:
         return None
     if main.longest_ns >= MAIN_PART * rest_ns:
-        named = _blocking_call(trace, main) if main.cause == "queue" else main.example
+        named = blocking_call(trace, main) if main.cause == "queue" else main.example
         where = f" ({shorter_name(named)})" if named else ""
         return f"mostly in one gap of {format_ns(main.longest_ns)}: {DOING[main.cause]}{where}"
+    if main.cause == "synchronization" and main.example:
+        return f"mostly while the host waits in {shorter_name(main.example)}"
     return f"mostly while {DOING[main.cause]}"
 
 
-def _blocking_call(trace: TraceReport, gap: IdleCause) -> str:
-    """Return the call in which the host is for most of the longest gap, empty where there is none."""
-    start, end = gap.longest_start_ns or 0, (gap.longest_start_ns or 0) + gap.longest_ns
-    for call in trace.runtime_calls:
-        begin = call.longest_start_ns or 0
-        if min(end, begin + call.max_ns) - max(start, begin) >= MAIN_PART * gap.longest_ns:
-            return f"the host is in {call.name}"
-    return ""
+def _is_between(main: IdleCause | None, mean_ns: int) -> bool:
+    """Return whether a device waits in the short gaps between short kernels, which are queued."""
+    return main is not None and main.cause == "queue" and max(mean_ns, main.total_ns / main.count) <= SHORT_KERNEL_NS
 
 
 def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str | None) -> str:
@@ -221,8 +223,13 @@ def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str |
     least = "at least " if whole.is_least else ""
     idle = f"he GPU is idle {least}{percent(share)} of the time{on_rank(trace)}{apart}"
     if activity == "launches":
-        return f"Launch-bound: t{idle}, while the host prepares kernels{end}"
+        where = ", mostly in the optimizer" if _in_optimizer(trace) else ""
+        return f"Launch-bound: t{idle}, while the host prepares kernels{where}{end}"
     return f"T{idle}, {activity}{end}" if activity else f"T{idle}{end}"
+
+
+def _in_optimizer(trace: TraceReport) -> bool:
+    return trace.host_ledger is not None and trace.host_ledger.share("optimizer") >= MAIN_PART
 
 
 def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int, mean_ns: int) -> str:
@@ -258,9 +265,9 @@ def _doing(cause: IdleCause) -> str:
     return DOING[cause.cause] + (f" (mostly {shorter_name(name)})" if name not in {"", WHOLE_BATCH} else "")
 
 
-def _next_steps(trace: TraceReport, main: IdleCause | None, *, launch_bound: bool) -> tuple[str, ...]:
-    if launch_bound:
-        return remedies(trace, *LAUNCH_NEXT)
+def _next_steps(trace: TraceReport, main: IdleCause | None, *, is_launching: bool) -> tuple[str, ...]:
+    if is_launching:
+        return remedies(trace, *(reversed(LAUNCH_NEXT) if _in_optimizer(trace) else LAUNCH_NEXT))
     if main is None:
         return UNKNOWN_NEXT
     if main.cause == "synchronization" and "Memcpy" in main.example:
@@ -389,7 +396,7 @@ def allocator_thrash(trace: TraceReport) -> Finding | None:
     Recovers half to all of the device's idle time in these calls: those that only request memory may remain. Where
     collectives wait for them, those of the other ranks too.
     """
-    calls, window_ns = _allocator_calls(trace), _steps_ns(trace)
+    calls, window_ns = _allocator_calls(trace), steps_ns(trace)
     freed = sum(call.count for call in calls if _bare(call.name) in RETURNING)
     slow = slow_collectives(trace)
     share = _allocator_share(trace)
@@ -430,11 +437,6 @@ def allocator_thrash(trace: TraceReport) -> Finding | None:
     )
 
 
-def _steps_ns(trace: TraceReport) -> int:
-    # A host that is ahead ends its steps before the device.
-    return max((window.window_ns for window in (trace.step_window, trace.gpu_window) if window), default=0)
-
-
 def _allocator_calls(trace: TraceReport) -> list[RuntimeCall]:
     """Return the calls of a steady state; a single pass that only requests memory may be the first one."""
     calls = [call for call in trace.steady_allocations if _bare(call.name) in RETURNING | REQUESTING]
@@ -444,7 +446,7 @@ def _allocator_calls(trace: TraceReport) -> list[RuntimeCall]:
 
 def _allocator_share(trace: TraceReport) -> float:
     """Return the share of the steps in calls to the driver, and in collectives that wait for them."""
-    calls_ns, window_ns = sum(call.total_ns for call in _allocator_calls(trace)), _steps_ns(trace)
+    calls_ns, window_ns = sum(call.total_ns for call in _allocator_calls(trace)), steps_ns(trace)
     if not calls_ns or not window_ns:
         return 0.0
     return min((calls_ns + waited_ns(slow_collectives(trace))) / window_ns, 1.0)
@@ -457,7 +459,7 @@ def _uncached(trace: TraceReport, calls: list[RuntimeCall], freed: int) -> str |
     kernels = sum(kernel.count for kernel in computing(trace))
     if count < MANY_REQUESTS * steps or 2 * freed < count or count < REQUESTS_PER_KERNEL * kernels:
         return None
-    share = sum(call.total_ns for call in calls) / _steps_ns(trace)
+    share = sum(call.total_ns for call in calls) / steps_ns(trace)
     often = f"{count / steps:,.0f} {requests[0].name} calls per step"
     cause = "Memory is from the driver's pool" if _bare(requests[0].name) in POOLED else "The caching allocator is off"
     return f"{cause}: {often} and their returns take {percent(share)}{on_rank(trace)}."

@@ -18,6 +18,8 @@ from lightning_memprof.analysis.trace.model import Cause, CollectiveTotals, Idle
 NOTABLE_SHARE: Final = 0.10
 # From 30% on, it decides how long the run takes: the program would be 1.4x as fast or faster without it.
 SEVERE_SHARE: Final = 0.30
+# A cause with this share of the idle time explains it.
+MAIN_PART: Final = 0.5
 # Fetching a batch that is ready takes less, and with a device less than the second.
 MIN_COST_NS: Final = 2_000_000
 MIN_DEVICE_COST_NS: Final = 1_000_000
@@ -361,3 +363,19 @@ def _touches(spans: tuple[tuple[int, int], ...], start_ns: int, end_ns: int) -> 
 def waited_ns(slow: Iterable[CollectiveTotals]) -> int:
     """Return how much longer than usual the longest of slow collectives took."""
     return sum(collective.max_ns - collective.median_ns for collective in slow)
+
+
+def blocking_call(trace: TraceReport, gap: IdleCause) -> str:
+    """Return the call in which the host is for most of the longest gap, empty where there is none."""
+    start, end = gap.longest_start_ns or 0, (gap.longest_start_ns or 0) + gap.longest_ns
+    for call in trace.runtime_calls:
+        begin = call.longest_start_ns or 0
+        if min(end, begin + call.max_ns) - max(start, begin) >= MAIN_PART * gap.longest_ns:
+            return f"the host is in {call.name}"
+    return ""
+
+
+def steps_ns(trace: TraceReport) -> int:
+    """Return the time of a trace's steps."""
+    # A host that is ahead ends its steps before the device.
+    return max((window.window_ns for window in (trace.step_window, trace.gpu_window) if window), default=0)

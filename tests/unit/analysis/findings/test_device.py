@@ -335,6 +335,31 @@ def test_the_call_that_the_host_is_in_while_a_kernel_is_queued_is_named(tmp_path
     assert "the next kernel is queued and does not start (the host is in hipMemcpyWithStream)" in finding.sentence
 
 
+def test_short_kernels_that_are_queued_are_too_many(tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(STEPS):
+        with made.inside(f"ProfilerStep#{step + 5}"):
+            for _ in range(100):
+                made.work(2, "aten::add")
+                made.free += 12  # the device takes time to begin
+                made.launch(5)
+    finding = found(made.write(tmp_path / "many.pt.trace.json"))["gpu_idle"]
+    assert finding.numbers["main_cause"] == "queue"
+    assert "Launch fewer and longer kernels" in finding.next_steps[0]
+
+
+def test_a_launch_bound_optimizer_is_named(tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(STEPS):
+        with made.inside(f"ProfilerStep#{step + 5}"), made.inside("Optimizer.step#SGD.step"):
+            for _ in range(KERNELS):
+                made.work(20, "aten::add_")
+                made.launch(4)
+    finding = found(made.write(tmp_path / "sgd.pt.trace.json"))["gpu_idle"]
+    assert finding.sentence.endswith("while the host prepares kernels, mostly in the optimizer.")
+    assert finding.next_steps[0] == "Update all parameters at once: torch.optim.SGD(..., fused=True)."
+
+
 @pytest.mark.parametrize("how", ["compiler", "capture"])
 def test_compiling_and_the_recording_of_a_graph_are_a_cold_start(how: str, tmp_path: Path) -> None:
     made = Recording()

@@ -271,10 +271,14 @@ def test_evidence_of_a_window_has_its_file_its_steps_and_their_time(tmp_path: Pa
     assert facts.recorded(run.lead, "nobody") == ()
 
 
-@pytest.mark.parametrize(("name", "tensors", "is_found"), [("SGD", 4, False), ("SGD", 400, True), ("AdamW", 4, True)])
+@pytest.mark.parametrize(
+    ("name", "tensors", "size", "is_found"),
+    [("SGD", 4, 64, False), ("SGD", 400, 64, True), ("AdamW", 4, 64, True), ("AdamW", 4, 1, False)],
+)
 def test_a_loop_over_few_tensors_costs_where_each_operator_reads_them_again(
-    tmp_path: Path, name: str, tensors: int, *, is_found: bool
+    tmp_path: Path, name: str, tensors: int, size: int, *, is_found: bool
 ) -> None:
     optimizer = {"name": name, "foreach": None, "fused": None, "parameters": tensors, "device": "cpu"}
-    fake = FakeRun(phases=lambda *_: {**HEALTHY, "optimizer": 8 * MS}, training={"optimizers": [optimizer]})
+    training = {"optimizers": [optimizer], "largest_parameters": [{"name": "head.weight", "bytes": size * MIB}]}
+    fake = FakeRun(phases=lambda *_: {**HEALTHY, "optimizer": 8 * MS}, training=training)
     assert ("optimizer_bound" in found(tmp_path, fake)) is is_found
