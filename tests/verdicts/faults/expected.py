@@ -36,6 +36,15 @@ GROWTH: Final = (
     r"(grow|leak).*(memory|RSS|MiB|tensor|storage|graph)",
 )
 
+WAITS_FOR_DATA: Final = (
+    r"input-bound",
+    r"data-?bound",
+    r"wait(s|ed|ing)?\b.*\b(data|batch|loader|input|worker)",
+    r"starv",
+)
+MEMORY_GROWS: Final = (r"\b(grow|leak)", r"(rises?|rising|accumulat|piles? up).*(MiB|GiB|MB|GB|memory|step)")
+LATE: Final = (r"rank.*\b(wait|late|slow|behind|straggl|apart|idle)", r"(wait|late|slow|straggl|imbalance).*rank")
+
 EXPECTED: Final = (
     Expected(
         name="slow_decode",
@@ -188,7 +197,8 @@ EXPECTED: Final = (
         fix=(r"checkpoint",),
         near_fix=(r"batch|sequence|bf16|precision|recompute|offload",),
         is_note=True,
-        accuse=(r"activations?.*(most|\d+%|dominat|GiB|MiB)", r"(peak|memory).*activations?"),
+        # The twin has activation checkpointing, and a page may say that memory is ample without it.
+        accuse=(r"activations? (?!checkpoint).*(most|\d+%|dominat|GiB|MiB)", r"(peak|memory).*activations?"),
     ),
     Expected(
         name="caching_workers",
@@ -1887,5 +1897,1083 @@ EXPECTED: Final = (
         ),
         accuse=(*GROWTH, r"\bviews? (of|that|into|keep|hold)", r"\bstorages?\b.*\b\d{2,}(\.\d+)? ?MiB"),
         is_note=True,
+    ),
+    # --- feeding.py ---
+    Expected(
+        name="biopsies",
+        script="feeding.py",
+        cause=(
+            r"\b(decod|PNG|PIL\b|Pillow|ImageFile|Image\.(open|load|convert|resize))",
+            r"\b(convert|resiz)\w* (the )?(image|pict)",
+            r"BiopsyTiles",
+            r"__getitem__",
+            r"(loading|reading|preparing|making|each|per|a|one) samples?\b.*\b(takes?|costs?|ms|s|slow|long|too)\b",
+        ),
+        near=WAITS_FOR_DATA,
+        fix=(
+            r"decod|PNG|resiz|smaller|downscal|thumbnail|draft|cach|convert|format|turbo|SIMD|offline",
+            r"(ahead of time|in advance|beforehand|once|before (the )?training|pre-?(process|comput|par|scal))",
+            r"(store|save|write|keep).*(array|tensor|raw|memory|map|size|pixels|decoded)",
+            r"(cheaper|faster|lighter|less|speed up|reduce).*(sample|BiopsyTiles|__getitem__|load|transform)",
+        ),
+        near_fix=(r"workers", r"BiopsyTiles|__getitem__"),
+    ),
+    Expected(
+        name="playlists",
+        script="feeding.py",
+        cause=(r"collat", r"batch_with_negatives", r"negatives?\b", r"randrange|randbelow"),
+        near=WAITS_FOR_DATA,
+        fix=(
+            r"collat",
+            r"batch_with_negatives",
+            r"vectori[sz]|numpy|NumPy|torch\.randint|tensor operation|whole batch at once|one (call|operation)",
+            r"negative",
+        ),
+        near_fix=(r"workers",),
+    ),
+    Expected(
+        name="crops",
+        script="feeding.py",
+        cause=(
+            r"num_workers\s*(=|is|of|:)?\s*(0|zero)\b",
+            r"\b(no|zero|0|without( any)?|lacks?|missing|too few) (\w+ )?workers?\b",
+            r"(main|training|same|own) (process|thread|loop).*(load|read|fetch|data|batch|sample|get\b|store)",
+            r"(load|read|fetch|data|batch|sample)\w*.*\bin the (main|training|same) (process|thread|loop)",
+            r"(nothing|not|never) .*(overlap|parallel|background|ahead|prefetch)",
+        ),
+        near=(*WAITS_FOR_DATA, r"ObjectStore|SatelliteChips|time\.sleep|\bsleep"),
+        fix=(r"num_workers", r"\bworkers?\b(?!.*pin)"),
+        near_fix=(r"prefetch|background|ahead|concurrent|async|thread|cache|fetch|overlap|ObjectStore|SatelliteChips",),
+    ),
+    Expected(
+        name="gait",
+        script="feeding.py",
+        cause=(
+            r"\b(16|sixteen) (\w+ )?(workers?|loader|processes).*\b(core|cpu|processor|too many|more than|start)",
+            r"(more|too many|far more|fewer) (\w+ )?(workers|processes)",
+            r"num_workers\s*=?\s*16.*(core|cpu|processor|start)",
+            r"workers?\b.*\b(than|for|on|share|compete|fight|crowd).*\b(cores?|CPUs?|processors?)\b",
+            r"cores?\b.*\b(16|many) (\w+ )?(workers|processes)",
+            r"over-?subscri|over-?commit",
+        ),
+        near=(
+            *WAITS_FOR_DATA,
+            r"workers?.*(start|launch|first batch)",
+            r"first batch",
+            r"wait(s|ed|ing)? for a (core|CPU|processor)",
+            r"processes.*(take|share|compete).*(core|CPU)",
+        ),
+        fix=(
+            r"(fewer|reduce|lower|less|decrease|at most|no more than|not more|limit|cut).*(workers|processes)",
+            r"num_workers\s*(=|to|of|from 16 to|below|<=?|at)\s*[0-8]\b",
+            r"workers.*\b(as many|number of|match|one per|than|to)\b.*\b(cores?|CPUs?|processors?|[0-4])\b",
+        ),
+        near_fix=(r"num_workers|workers", r"diary|GaitWindows|json|read (it )?once|worker_init"),
+        accuse=(
+            r"\b(16|sixteen) (\w+ )?(workers?|processes)",
+            r"(more|too many|far more|fewer) (\w+ )?workers",
+            r"over-?subscri|over-?commit",
+        ),
+    ),
+    Expected(
+        name="reviews",
+        script="feeding.py",
+        cause=(
+            r"persistent_workers",
+            r"workers?\b.*\b(re-?start|re-?creat|re-?spawn|re-?launch|new|anew|again|shut|start\w*|fork\w*)\b.*\bepoch",
+            r"epochs?\b.*\b(re-?start|re-?creat|re-?spawn|re-?launch|start|stop|fork|new)\w*\b.*\bworkers?",
+            r"(re-?start|re-?creat|re-?spawn|re-?launch)\w*.*workers?",
+            r"workers?.*(re-?start|re-?creat|re-?spawn|re-?launch)",
+        ),
+        near=(
+            *WAITS_FOR_DATA,
+            r"(first batch|start|beginning|end|between|each|every|short) .*epoch",
+            r"workers?.*start",
+        ),
+        fix=(r"persistent_workers", r"keep.*workers.*(alive|running|between|across)", r"workers.*persist"),
+        near_fix=(
+            r"longer epochs|fewer epochs",
+            r"json|vocabulary|Reviews|once|before the workers|__init__|in the parent",
+        ),
+        accuse=(
+            r"persistent_workers",
+            r"(re-?start|re-?creat|re-?spawn|re-?launch)\w*.*workers?",
+            r"workers?.*(re-?start|re-?creat|re-?spawn|re-?launch)",
+        ),
+    ),
+    Expected(
+        name="shapes",
+        script="feeding.py",
+        cause=(
+            r"\b(every|each|about every|one in|one of)\s+~?\d+(st|nd|rd|th)?\.?\s+(batch|step|sample|fetch|load)",
+            r"(some|few|single|periodic|regular|recurr|occasional|rare)\w*.*\b(batch|step|sample|archive|shard|file)",
+            r"(archive|shard)s?\b",
+            r"fetch_archive|fetch_all|CloudArchives",
+            r"(spike|burst|period|bimodal|outlier|stall)",
+        ),
+        near=(*WAITS_FOR_DATA, r"time\.sleep|\bsleep"),
+        fix=(
+            r"prefetch|ahead|in advance|background|thread|async|overlap|read-ahead|buffer",
+            r"(smaller|split|local|copy|stage|cache|download).*(archive|shard|file|disk|transfer)",
+            r"(archive|shard|file)s?\b.*(smaller|split|local|copy|stage|cache|before|early|earlier)",
+            r"fetch_archive|CloudArchives",
+        ),
+        near_fix=(r"workers", r"time\.sleep|\bsleep", r"cache|local|faster (disk|storage|network)"),
+    ),
+    Expected(
+        name="sessions",
+        script="feeding.py",
+        cause=(
+            r"\bpad(s|ded|ding)?\b",
+            r"(masked|ignored|empty|unused|zero|blank|filler)\b.*\b(position|token|element|item|value|click|entr)",
+            r"(position|token|element|item|value|click|entr)\w*.*\b(masked|ignored|empty|unused|filler|are (0|zero))\b",
+        ),
+        near=(r"session_batch", r"to_length|longest", r"sequence length"),
+        fix=(
+            r"\bpad",
+            r"bucket|trim|crop|truncat|nested|jagged|pack|varlen|dynamic length",
+            r"(length|longest)",
+            r"(sort|group|batch).*(by|of|similar|same).*length",
+            r"session_batch|to_length",
+        ),
+        accuse=(
+            r"\bpad.*\b([3-9]\d)\s*%",
+            r"\b([3-9]\d)\s*%.*\b(pad|masked|ignored|empty)",
+            r"(most|mostly).*\b(pad|masked)",
+        ),
+    ),
+    # --- keeping.py ---
+    Expected(
+        name="inspection",
+        script="keeping.py",
+        cause=(
+            r"InspectionReport|\brecords\b",
+            (
+                r"(grow|leak|keep|kept|accumul|collect|hold|held|retain|append|pile)\w*.*"
+                r"\b(numpy|ndarray|arrays?|host objects?|python objects?|list|dict|callback)"
+            ),
+            (
+                r"\b(numpy|ndarray|arrays?|host objects?|python objects?|list|dict|callback)\w*\b.*"
+                r"(grow|leak|keep|kept|accumul|collect|hold|held|retain|append|pile)"
+            ),
+        ),
+        near=(*MEMORY_GROWS, r"on_train_batch_end"),
+        fix=(
+            r"InspectionReport|\brecords\b",
+            r"(keep|store|collect|append|save|hold) (only|just|less|fewer|no|the (mean|sum|number|scalar|result))",
+            r"(clear|empty|drop|delete|release|free|remove|bound|limit|trim)\b.*(list|array|record|callback|refer|it|them)",
+            r"(stop|not|instead of) (keep|stor|collect|append|hold)",
+            r"aggregat|running (mean|sum|statist)|summari|deque|maxlen|write.*(disk|file)",
+        ),
+        near_fix=(r"on_train_batch_end|callback|referr|gc\.get|tracemalloc|hold|kept",),
+        accuse=(
+            r"InspectionReport|\brecords\b",
+            r"(grow|leak|accumul|retain|pile)\w*.*\b(numpy|array|host|python object|list|memory|MiB|GiB|MB|GB)",
+        ),
+    ),
+    Expected(
+        name="pricing",
+        script="keeping.py",
+        cause=(
+            r"entropy_total",
+            (
+                r"(graph|attached|undetached|detach|grad_fn|autograd|requires_grad|history)\b.*"
+                r"(grow|keep|kept|hold|held|retain|alive|leak|accumul|entropy|step|chain)"
+            ),
+            (
+                r"(grow|keep|kept|hold|held|retain|alive|leak|accumul|chain)\w*.*"
+                r"\b(graphs?|attached|undetached|detach|grad_fn|autograd)"
+            ),
+        ),
+        near=MEMORY_GROWS,
+        fix=(r"detach", r"\.item\b|\bitem\(", r"\bfloat\(", r"no_grad", r"inference_mode"),
+        near_fix=(r"entropy_total|entropy", r"reset|clear|release|graph|PricingPolicy|training_step"),
+        accuse=(r"entropy_total", r"graphs?\b.*(grow|kept|alive|retain|leak)", *MEMORY_GROWS),
+    ),
+    Expected(
+        name="scans",
+        script="keeping.py",
+        cause=(
+            r"workers?\b.*(grow|cach|leak|rise|accumul|keep|kept|hold|\+\s?\d|more .*(batch|step|sample))",
+            r"(grow|cach|leak|rise|accumul|keep|kept|hold)\w*.*\bworkers?\b",
+            r"(ScanCrops|dataset).*(cache|grow|keep|hold)",
+            r"cache.*(ScanCrops|dataset|grow)",
+        ),
+        near=(*MEMORY_GROWS, r"workers?.*(memory|MiB|GiB|MB|GB)"),
+        fix=(
+            r"\bcache|cach(e|es|ed|ing)\b",
+            r"lru|maxsize|evict|bound|limit|cap\b",
+            r"memory-?map|mmap|shared memory|share_memory",
+            r"(keep|hold|store|collect)\w* (less|no|nothing|only|fewer)|stop (keep|stor|hold|cach)",
+        ),
+        near_fix=(
+            r"fewer workers|persistent_workers|max_tasks|restart.*worker",
+            r"ScanCrops|dataset|__getitem__|worker",
+        ),
+        accuse=(
+            r"workers?\b.*(grow|leak|rise|accumul)",
+            r"(grow|leak|rise|accumul)\w*.*\bworkers?\b",
+            r"(ScanCrops|dataset).*(cache|grow)",
+        ),
+    ),
+    Expected(
+        name="speech",
+        script="keeping.py",
+        cause=(
+            r"activation",
+            r"(saved|kept|stored|held|save|keep)\w*\b.*\b(backward|autograd)",
+            r"(backward|autograd)\b.*\b(saved|kept|stored|held|saves|keeps|holds)",
+            r"saved tensors",
+        ),
+        near=(r"FrameBlock|PhonemeTagger", r"blocks"),
+        fix=(
+            r"checkpoint|recomput",
+            r"(smaller|reduce|lower|halve|shorter|split).*(batch|frame|sequence|length|input|micro)",
+            r"accumulate_grad|gradient accumulation|micro-?batch",
+            r"bf16|bfloat16|16-?bit|half|precision|offload|in-?place|save_on_cpu|reversible",
+        ),
+        near_fix=(r"batch|FrameBlock|activation",),
+        accuse=(
+            # Most of what little there is are activations; the fault has more than twice as many.
+            r"(activation|saved|kept for).*\b[2-9]\d\d(\.\d+)?\s*(MiB|MB)",
+            r"\b[2-9]\d\d(\.\d+)?\s*(MiB|MB).*(activation|saved|kept for)",
+        ),
+        is_note=True,
+    ),
+    Expected(
+        name="genes",
+        script="keeping.py",
+        cause=(
+            r"optimi[sz]er.*(state|moment|averag|memory|MiB|GiB|MB|GB|keeps|holds)",
+            r"(state|moment|memory|MiB|GiB|MB|GB)s?\b.*(optimi[sz]er|Adam)",
+            r"Adam\w*\b.*(state|moment|averag|memory|MiB|GiB|MB|GB|keeps|holds)",
+            r"exp_avg",
+        ),
+        near=(r"(parameter|gradient)s?.*(memory|MiB|GiB|MB|GB)", r"model states?"),
+        fix=(
+            r"\bSGD|Adafactor|8-?bit|bitsandbytes|\bLion\b|GaLore|Muon|AdaFactor|factored|foreach",
+            r"bf16|bfloat16|16-?bit|half|low(er)? precision|quanti[sz]",
+            r"ZeRO|\bshard|FSDP|DeepSpeed|offload",
+            r"(other|lean|light|small|less|cheap|memory.efficient|without|no) .*(optimi[sz]er|state|moment)",
+            r"optimi[sz]er.*(with|that|which|without).*(less|fewer|no|one|half|small|lean|single).*",
+            r"(smaller|fewer|narrow|low.rank|LoRA|freez|sparse).*(parameter|layer|model|weight)?",
+        ),
+        near_fix=(r"optimi[sz]er|AdamW?",),
+        accuse=(
+            r"optimi[sz]er.*(state|moment)s?\b.*(MiB|GiB|MB|GB|%)",
+            r"(MiB|GiB|MB|GB|%).*optimi[sz]er.*(state|moment)",
+            r"exp_avg|Adam",
+        ),
+        is_note=True,
+    ),
+    Expected(
+        name="palettes",
+        script="keeping.py",
+        cause=(
+            r"soft_histogram.*(MiB|GiB|MB|GB|alloc|memory|peak|temporar|intermediate|tensor|large)",
+            r"(MiB|GiB|MB|GB|alloc|memory|peak|temporar|intermediate|tensor|large).*soft_histogram",
+            r"(temporar|intermediate|short-lived|scratch).*(MiB|GiB|MB|GB|alloc|memory|peak|tensor|%)",
+            r"(MiB|GiB|MB|GB|memory|peak|%).*(temporar|intermediate|short-lived|scratch)",
+            r"broadcast.*(MiB|GiB|MB|GB|memory|peak|tensor)",
+            r"(one|single|a) (large |big |huge )?(operat(or|ion)|op|allocation|tensor|expression)\b.*(peak|[MG]i?B)",
+        ),
+        near=(r"soft_histogram", r"allocat.*(peak|MiB|GiB|MB|GB)", r"aten::(sub|abs|mul|rsub|relu|clamp)"),
+        fix=(
+            r"chunk|in parts|piece|split|loop|at_once|picture by picture|fewer bins|tile|slice|group",
+            r"histc|bincount|scatter|bucketi[sz]e|without (making|building|materiali)|materiali|broadcast",
+            r"in-?place|out=|fuse|compile|reuse|preallocat|lower precision|half|16-?bit|uint8",
+            r"smaller",
+            r"soft_histogram",
+        ),
+        near_fix=(r"batch|temporar|intermediate",),
+        accuse=(
+            r"soft_histogram.*(MiB|GiB|MB|GB|alloc|memory|peak|temporar|intermediate)",
+            r"(MiB|GiB|MB|GB|alloc|memory|peak|temporar|intermediate).*soft_histogram",
+        ),
+        is_note=True,
+    ),
+    Expected(
+        name="restoration",
+        script="keeping.py",
+        cause=(
+            r"validation_outputs",
+            r"validation\b.*(output|collect|keep|kept|accumul|append|hold|held|retain|gather|list|grow)",
+            r"(output|collect|keep|kept|accumul|append|hold|held|retain|gather|list|grow)\w*.*\bvalidation",
+            r"(outputs|restored) .*(kept|held|collected|appended|retained|accumulat)",
+        ),
+        near=(*MEMORY_GROWS, r"validation.*(memory|MiB|GiB|MB|GB|peak)", r"(memory|MiB|GiB|MB|GB|peak).*validation"),
+        fix=(
+            r"validation_outputs",
+            r"torchmetrics|\bmetric\b|running (mean|sum)|accumulat|aggregat|per batch|batch by batch|each batch|reduce",
+            r"(keep|store|collect|append) (only|just|less|no|the (mean|sum|number|scalar|error|statistic|result))",
+            r"(stop|not|instead of) (keep|stor|collect|append|hold)",
+            r"(clear|empty|drop|delete|release|free)\b.*(list|output|restor)",
+            r"self\.log|scalar",
+        ),
+        near_fix=(r"Restorer|validation_step|validation|release|move.*(disk|CPU)",),
+        accuse=(
+            r"validation_outputs",
+            r"validation\b.*(collect|kept|accumul|append|held|retain|grow)",
+            r"(collect|kept|accumul|append|held|retain|grow)\w*.*\bvalidation",
+        ),
+    ),
+    # --- several.py ---
+    Expected(
+        name="dictation",
+        script="several.py",
+        cause=(
+            r"rank.*(forward|comput|encoder|training_step|its model|more work|longer sequence|lengths?\b)",
+            r"(forward|comput|encoder|training_step|more work|longer|lengths?|sizes?|shapes?)\w*.*\brank",
+            (
+                r"(uneven|unequal|unbalanced|imbalance\w*|different|larger|longer|more)\b.*"
+                r"\b(work|length|size|frame|element|shape|batches|inputs?)\b.*\brank"
+            ),
+        ),
+        near=LATE,
+        fix=(
+            r"balanc|\bevenly|equal|\beven\b|same (amount|work|size|length|number)|similar length",
+            r"distribut|interleav|shuffle|divide|spread|deal|assign|mix|bucket|sort",
+            r"BatchesOfALength|by_block|sampler|batch sampler",
+            r"(length|longer|long) .*(rank|batch|sequence|recording)",
+        ),
+        near_fix=(r"forward|comput|Dictation|rank", r"padding"),
+        accuse=(
+            r"rank.*\b(late|straggl|behind)\b.*(forward|comput|length|size)",
+            r"(forward|comput).*rank.*(late|behind)",
+        ),
+    ),
+    Expected(
+        name="weather",
+        script="several.py",
+        cause=(
+            r"rank.*\b(data|input|load\w*|read\w*|fetch\w*|StationYears|read_day|sleep\w*|worker\w*|next batch)\b",
+            r"\b(data|input|load\w*|read\w*|fetch\w*|StationYears|read_day|sleep\w*|worker\w*)\b.*\brank",
+        ),
+        near=(*LATE, *WAITS_FOR_DATA),
+        fix=(
+            (
+                r"(speed|fast|cheap|accelerat|read|load|copy|copied|cache|move|stage|place|same)\w*.*"
+                r"(data|input|load|read|disk|stor|file|local|year|shard)"
+            ),
+            r"prefetch|more workers|num_workers|StationYears|read_day|sleep|local (disk|copy)|workers",
+            r"(balanc|distribut|shuffle|spread|divide|interleav|share)\w*.*(data|sample|year|file|rank|read)",
+        ),
+        near_fix=(r"data|balanc|rank",),
+        accuse=(r"rank.*\b(late|straggl|behind|waits?)\b.*\b(data|input|load|read)", r"StationYears|read_day|sleep"),
+    ),
+    Expected(
+        name="portraits",
+        script="several.py",
+        cause=(
+            r"rank.*(SavePreview|callback|on_train_batch_end|hook|PNG|Image\.save|rank.zero)",
+            r"(SavePreview|callback|on_train_batch_end|hook|PNG|Image\.save).*(rank|other process|others wait)",
+        ),
+        near=(*LATE, r"SavePreview|callback|on_train_batch_end|PNG|\bPIL\b"),
+        fix=(
+            r"SavePreview|callback",
+            r"less often|every .*steps|each \d+|rarely|seldom|not (in|at|after) (each|every) step|once per|fewer times",
+            r"thread|background|asynchron|another process|queue|compress",
+        ),
+        near_fix=(r"hook|on_train_batch_end|rank 0|PNG|PIL|Image",),
+        accuse=(r"SavePreview", r"rank.*(callback|on_train_batch_end|PNG)", r"callback.*rank"),
+    ),
+    Expected(
+        name="products",
+        script="several.py",
+        cause=(
+            r"rank.*(garbage|\bgc\b|gc\.collect|KeepMemoryLow|collector|collections?\b)",
+            r"(garbage|\bgc\b|gc\.collect|KeepMemoryLow|collector|collections?\b).*\brank",
+        ),
+        near=(*LATE, r"garbage|gc\.collect|\bgc\b|KeepMemoryLow"),
+        fix=(
+            r"gc\.(collect|freeze|disable)|\bgc\b|garbage|KeepMemoryLow|freeze",
+            r"(fewer|less) (python )?objects|arrays? instead|catalog",
+            r"(remove|drop|avoid|less often|not call|every .* steps).*(collect|callback)",
+        ),
+        near_fix=(r"on_train_batch_end|callback|objects",),
+        accuse=(r"garbage|gc\.collect|KeepMemoryLow",),
+    ),
+    Expected(
+        name="retrieval",
+        script="several.py",
+        cause=(
+            r"ranks?\b.*\b(more|uneven|unequal|differ\w*|imbalanc\w*|larger|higher|most|than|times|apart|only|gallery)\b.*",
+            r"(uneven|unequal|differ\w*|imbalanc\w*|larger|more|most)\b.*\branks?\b",
+        ),
+        near=(r"ranks?\b.*(memory|MiB|GiB|MB|GB|peak)", r"(memory|MiB|GiB|MB|GB|peak).*\branks?\b", r"gallery"),
+        fix=(
+            r"gallery|PictureRetrieval|setup\b|is_global_zero|rank.zero",
+            r"(divide|shard|split|share|spread|distribut|balanc|even|move|release|free|drop|smaller)\w*.*",
+            r"memory-?map|mmap|offload|disk",
+        ),
+        near_fix=(r"rank",),
+        accuse=(
+            r"ranks?\b.*\b(more|uneven|unequal|imbalanc\w*|larger|times|higher)\b.*(memory|MiB|GiB|MB|GB)",
+            r"(memory|MiB|GiB|MB|GB|peak).*\b(more|uneven|unequal|imbalanc\w*|larger|times|higher)\b.*\brank",
+        ),
+        is_note=True,
+    ),
+    # --- around.py: threads, Python's memory, metrics, loggers, callbacks, hooks, validation ---
+    Expected(
+        name="nowcasting",
+        script="around.py",
+        cause=(
+            r"oversubscri",
+            r"too many (\S+ ){0,3}threads",
+            r"more (\S+ ){0,4}threads than (\S+ ){0,3}(cores|cpus|processors)",
+            r"\b20 (\S+ ){0,4}threads",
+            r"threads?\b.{0,60}\b(on|for|than|share|compete|fight).{0,30}\b(2|two|cores?|cpus?)\b",
+            r"set_num_threads",
+        ),
+        near=(r"\bthreads\b", r"context switch", r"wait\w* for (a |the )?(cpu|core)", r"scheduler"),
+        fix=(
+            r"set_num_threads",
+            r"OMP_NUM_THREADS",
+            r"MKL_NUM_THREADS",
+            r"(fewer|reduce|lower|limit|decrease|less|remove|as many).{0,40}threads",
+            r"threads.{0,60}(number of|to the|as many|no more|at most|cores)",
+            r"cpu_threads",
+        ),
+        near_fix=(r"threads?", r"cores"),
+        accuse=(
+            r"oversubscri",
+            r"too many (\S+ ){0,3}threads",
+            r"more (\S+ ){0,4}threads than (\S+ ){0,3}(cores|cpus)",
+            r"set_num_threads",
+        ),
+    ),
+    Expected(
+        name="film_reviews",
+        script="around.py",
+        cause=(r"anomaly", r"detect_anomaly"),
+        near=(r"autograd.{0,40}(debug|check|trace)", r"(stack traces?|nan checks?).{0,40}(backward|operator|forward)"),
+        fix=(r"anomaly",),
+        near_fix=(r"debug\w* (option|mode|setting|flag)",),
+    ),
+    Expected(
+        name="land_cover",
+        script="around.py",
+        cause=(
+            r"gc\.collect",
+            r"HostMemoryGuard",
+            r"(forced|explicit|manual|requested|called|calls?|full)\b.{0,40}(garbage|\bgc\b).{0,40}",
+            (
+                r"(garbage|\bgc\b).{0,60}(forced|explicit|manual|by the program|called|calls|each step|every step"
+                r"|per step)"
+            ),
+        ),
+        near=(r"garbage", r"\bgc\b", r"callback", r"on_train_batch_end"),
+        fix=(
+            r"gc\.collect",
+            (
+                r"(remov|drop|delet|less often|rarely|every|stop|not call|avoid|without)\w*.{0,60}(garbage|collect"
+                r"|HostMemoryGuard)"
+            ),
+            r"(collect|HostMemoryGuard)\w*.{0,80}(less often|rarely|every|once|remov|drop)",
+        ),
+        near_fix=(
+            r"HostMemoryGuard",
+            r"gc\.(freeze|disable|set_threshold)",
+            r"garbage",
+            r"every \w+ (steps|batches)",
+            r"less often",
+        ),
+        accuse=(r"garbage", r"gc\.collect", r"\bgc\b", r"HostMemoryGuard"),
+    ),
+    Expected(
+        name="value_learning",
+        script="around.py",
+        cause=(
+            r"garbage[- ]collect",
+            r"garbage collector",
+            r"\bgc\b.{0,40}(pause|run|collection|scan|travers|time|takes)",
+            r"(pause|collection|scan|travers)\w*.{0,40}\bgc\b",
+            r"(live|alive|tracked) (python )?objects",
+        ),
+        near=(r"python objects", r"\bgc\b", r"rollout", r"Transition", r"many objects"),
+        fix=(
+            r"gc\.freeze",
+            r"gc\.disable",
+            r"gc\.set_threshold",
+            r"(fewer|less|reduce).{0,40}objects",
+            r"(numpy|array|tensor)s?\b.{0,60}(instead|objects|lists?)",
+            r"(objects|lists?|Transition|memory|buffer|records?).{0,80}(numpy|arrays?|tensors?)",
+            r"(raise|higher|larger).{0,30}threshold",
+        ),
+        near_fix=(r"\bgc\b", r"garbage", r"objects"),
+        accuse=(r"garbage", r"\bgc\b", r"(live|alive|tracked) (python )?objects"),
+    ),
+    Expected(
+        name="clicks",
+        script="around.py",
+        cause=(
+            r"(metric|auroc|\bauc\b|train_auc|torchmetrics).{0,120}(each|every|per) (training )?(step|batch)",
+            r"(each|every|per) (training )?(step|batch).{0,120}(metric|auroc|\bauc\b|train_auc|torchmetrics)",
+            (
+                r"(metric|auroc|\bauc\b|train_auc|torchmetrics).{0,120}(history|all (the )?(data|values|samples|batches"
+                r"|pred)"
+                r"|grow|accumulat|so far|epoch)"
+            ),
+            r"(BinaryAUROC|AUROC|train_auc)\S*.{0,40}(comput|takes|costs?|is|spends?)",
+            r"comput\w*.{0,40}(metric|auroc|train_auc)",
+            r"\.compute\(\)",
+        ),
+        near=(r"metric", r"auroc", r"\bauc\b", r"step\w* (\S+ )?(get|become|grow)\w* (slower|longer)"),
+        fix=(
+            r"on_train_epoch_end",
+            r"(end of|once per|once an|per|each) (the |each |an )?epoch",
+            r"(comput|metric|auroc).{0,80}(less often|rarely|every \w+ (steps|batches)|once|epoch|validation)",
+            r"(binned|thresholds=|batch values?|only the batch|running)",
+        ),
+        near_fix=(r"metric", r"auroc", r"less often"),
+        accuse=(
+            r"(metric|auroc|train_auc|torchmetrics).{0,120}(each|every|per) (training )?(step|batch)",
+            r"(each|every|per) (training )?(step|batch).{0,120}(metric|auroc|train_auc|torchmetrics)",
+            r"(metric|auroc|train_auc).{0,80}(history|grow|accumulat)",
+        ),
+    ),
+    Expected(
+        name="music_tags",
+        script="around.py",
+        cause=(
+            r"self\.log\b",
+            r"\blog(ging)? calls?",
+            r"calls? (of|to) (self\.)?log\b",
+            r"\b36\d (\S+ ){0,4}(values|metrics|calls|names|keys)",
+            r"(many|hundreds of|number of|volume of) (\S+ ){0,3}(logged|metrics|values|log)",
+            r"log(s|ged|ging)\b.{0,40}(hundreds|\b36\d\b|many|volume|values|metrics).{0,40}(step|batch)?",
+        ),
+        near=(r"\blogg(ing|ed)\b", r"metrics", r"result collection"),
+        fix=(
+            r"(fewer|less|only|not all|reduce).{0,60}(log|metrics|values)",
+            r"log\w*.{0,60}(fewer|less often|less|every|only|rarely|once|epoch)",
+            r"log_dict",
+            r"(mean|one tensor|together|aggregate|stack).{0,60}(log|metric|values)",
+            r"on_(step|epoch)=False",
+            r"per_tag",
+        ),
+        near_fix=(r"\blog\b", r"logging"),
+        accuse=(
+            r"self\.log\b.{0,80}(costs?|takes?|times|calls|values)",
+            r"\blog(ging)? calls?",
+            r"(many|hundreds of|volume of) (\S+ ){0,3}(logged|metrics|log)",
+        ),
+    ),
+    Expected(
+        name="energy_demand",
+        script="around.py",
+        cause=(
+            r"JsonHistoryLogger",
+            (
+                r"logger.{0,120}(rewrit|re-writ|whole file|entire|all (its |the )?(history|rows|records)|json|each step"
+                r"|every step|per step|log_metrics|save)"
+            ),
+            r"log_metrics",
+            r"(rewrit|writ)\w*.{0,60}(history|log file|whole file|json)",
+            r"(json|history).{0,60}(written|writ|dump|saved|rewrit).{0,60}(step|each|every|log)",
+        ),
+        near=(r"\blogger\b", r"writes? (a |the )?file", r"json", r"logging"),
+        fix=(
+            r"(append|buffer|flush_every|batch(es)? of|flush)",
+            r"log_every_n_steps",
+            r"(log|writ|save|flush)\w*.{0,60}(less often|rarely|every|at the end|once|finalize)",
+            r"(CSVLogger|TensorBoardLogger|another logger|faster logger)",
+            r"(background|thread|async)",
+        ),
+        near_fix=(r"logger", r"less often", r"JsonHistoryLogger"),
+        accuse=(
+            r"JsonHistoryLogger",
+            r"\blogger\b.{0,80}(rewrit|slow|takes?|costs?|writes?)",
+            r"log_metrics",
+            r"rewrit",
+        ),
+    ),
+    Expected(
+        name="defects",
+        script="around.py",
+        cause=(r"ReconstructionGallery",),
+        near=(r"callback", r"on_train_batch_end", r"zlib", r"compress"),
+        fix=(
+            r"every_n_batches",
+            (
+                r"(ReconstructionGallery|callback|hook|picture|compress)\w*.{0,120}(less often|rarely|every"
+                r"|background|thread"
+                r"|process|remov|cheaper|lower|faster|fewer|less work|move)"
+            ),
+            (
+                r"(less often|rarely|every \w+ (steps|batches)|background|remove|cheaper|speed up|reduce|move|do less)"
+                r".{0,120}(ReconstructionGallery|callback|hook|picture|compress)"
+            ),
+        ),
+        near_fix=(r"ReconstructionGallery", r"callback", r"less often", r"compress", r"every \w+ (steps|batches)"),
+        accuse=(r"ReconstructionGallery", r"callback.{0,60}(slow|takes?|costs?)", r"compress"),
+    ),
+    Expected(
+        name="recommend",
+        script="around.py",
+        cause=(r"count_popularity", r"on_train_batch_start", r"\bCounter\b"),
+        near=(r"\bhooks?\b", r"TwoTower", r"python code", r"popularity"),
+        fix=(
+            (
+                r"(count_popularity|on_train_batch_start|hook|Counter|popularity|comput\w*|count\w*"
+                r"|work)\b.{0,120}(once|epoch"
+                r"|less often|rarely|every \w+ (steps|batches)|cache|out of|cheaper|faster|move|vectori[sz]e"
+                r"|numpy|tensor)"
+            ),
+            (
+                r"(once|per epoch|less often|rarely|every \w+ (steps|batches)|move|cheaper|speed up|reduce"
+                r"|cache|do less)"
+                r".{0,120}(count_popularity|on_train_batch_start|hook|Counter|popularity|comput|count|work)"
+            ),
+        ),
+        near_fix=(r"count_popularity", r"on_train_batch_start", r"\bhook", r"less often", r"\bonce\b", r"cache"),
+        accuse=(r"count_popularity", r"on_train_batch_start", r"\bCounter\b", r"\bhooks?\b.{0,60}(slow|takes?|costs?)"),
+    ),
+    Expected(
+        name="latents",
+        script="around.py",
+        cause=(
+            r"deep[- _]?cop(y|ies|ied|ying)",
+            r"cop(y|ies|ied|ying)\b.{0,60}\b(model|weights|parameters|network|module|denoiser)",
+            r"(model|weights|parameters|network|module|denoiser)\b.{0,60}(is|are|being)? ?cop(y|ies|ied|ying)\b",
+        ),
+        near=(
+            r"\bema\b",
+            r"moving average",
+            r"average of (the )?weights",
+            r"on_train_batch_end",
+            r"\bhooks?\b",
+            r"LatentDiffusion",
+            r"cop(y|ies|ied)",
+        ),
+        fix=(
+            r"in[- ]place",
+            r"lerp",
+            r"AveragedModel",
+            r"swa_utils",
+            r"EMAWeightAveraging",
+            r"WeightAveraging",
+            r"deep[- ]?copy",
+            r"(without|instead of|avoid|no|stop|rather than) (\S+ ){0,3}cop(y|ies|ying)",
+            r"cop(y|ies|ying)\b.{0,60}(once|less often|every|rarely)",
+        ),
+        near_fix=(r"on_train_batch_end", r"less often", r"\bema\b", r"every \w+ (steps|batches)", r"average"),
+        accuse=(r"deep[- _]?cop(y|ies|ied|ying)", r"copies (of )?(the )?(model|weights|parameters|network|module)"),
+    ),
+    Expected(
+        name="mixer",
+        script="around.py",
+        cause=(
+            r"validation.{0,100}(too )?(often|frequent|every|each|\b\d+ times|runs|per epoch|interval|takes|share|%)",
+            r"(often|frequent|every|each|%|takes|spent).{0,100}validat",
+            r"val_check_interval",
+        ),
+        near=(r"validat", r"evaluat"),
+        fix=(
+            r"val_check_interval",
+            r"check_val_every_n_epoch",
+            r"limit_val_batches",
+            r"validat\w*.{0,60}(less|rarely|fewer|seldom|smaller|subset|epoch)",
+            r"(less|rarely|fewer|seldom|smaller|subset).{0,60}validat",
+        ),
+        near_fix=(r"validat",),
+        accuse=(
+            r"validation.{0,60}(too )?(often|frequent)",
+            r"(too )?(often|frequent).{0,60}validat",
+            r"val_check_interval",
+            r"validation (takes|costs|runs)",
+        ),
+    ),
+    Expected(
+        name="speakers",
+        script="around.py",
+        cause=(
+            r"checkpoint",
+            r"ModelCheckpoint",
+            r"every_n_train_steps",
+            r"torch\.save",
+            r"sav(e|es|ed|ing) (of )?(the )?(model|weights|state)",
+        ),
+        near=(r"\bsav(e|es|ed|ing)\b", r"writ\w+.{0,40}disk", r"\bdisk\b", r"callback"),
+        fix=(
+            r"every_n_train_steps",
+            r"every_n_epochs",
+            r"train_time_interval",
+            r"checkpoint\w*.{0,80}(less|rarely|fewer|seldom|smaller|epoch|async|background|save_weights_only|every)",
+            r"(less|rarely|fewer|seldom|smaller|async|background|save_weights_only).{0,80}(checkpoint|sav)",
+            r"save_weights_only",
+            r"AsyncCheckpointIO",
+        ),
+        near_fix=(r"checkpoint", r"less often", r"save_last", r"save_top_k"),
+    ),
+    Expected(
+        name="translation",
+        script="around.py",
+        cause=(
+            r"(other|another|second|own|user'?s?|active|running|left on|also|its) (\S+ ){0,3}profil",
+            (
+                r"profil\w*.{0,60}(left|active|running|is on|already|overhead|costs?|slows?|takes?|turned on|enabled"
+                r"|switched on)"
+            ),
+            r"cProfile",
+            r"torch\.profiler",
+            r"PyTorchProfiler",
+            r"ProfilerStep",
+            r"trace_handler",
+            r"AdvancedProfiler",
+            r"Trainer\(.{0,20}profiler",
+        ),
+        near=(
+            r"callback",
+            r"on_train_batch_end",
+            r"sys\.(setprofile|settrace|monitoring)",
+            r"trac(er|ing)",
+            r"profiler",
+        ),
+        fix=(
+            (
+                r"(remove|turn off|switch off|disable|stop|without|drop|leave out|only (for|a)|schedule"
+                r"|limit).{0,80}profil"
+            ),
+            (
+                r"profil\w*.{0,80}(remove|turn(ed)? off|switch(ed)? off|disable|stop|schedule|only (for|when|while)"
+                r"|off\b|None)"
+            ),
+            r"cProfile",
+        ),
+        near_fix=(r"profil", r"tracing"),
+        accuse=(
+            r"(other|another|second|own|user'?s?) (\S+ ){0,3}profiler",
+            r"cProfile",
+            r"PyTorchProfiler",
+            r"AdvancedProfiler",
+        ),
+    ),
+    # --- inside.py: model and optimizer ---
+    Expected(
+        name="keywords",
+        script="inside.py",
+        cause=(
+            r"python loop",
+            r"\bloops?\b.{0,100}(frame|time|step|element|tiny|small|operator|kernel|EnergyNormalization|smooth)",
+            (
+                r"(EnergyNormalization|smooth\b|front\b).{0,120}(loop|many|tiny|small|operators|calls|iterat|one by one"
+                r"|dispatch)"
+            ),
+            r"(many|thousands of|tiny|small|short) (\S+ ){0,4}(operators|operations|ops|kernels)",
+            r"(operators|operations|ops|kernels)\b.{0,60}\b(tiny|small|short|per step)",
+            r"(dispatch|overhead|launch)\w*.{0,60}(operators?|operations?|ops|kernels)\b",
+            r"one (frame|element|time step|value) (at a time|after)",
+        ),
+        near=(r"EnergyNormalization", r"\bsmooth\b", r"overhead", r"dispatch", r"\bloops?\b"),
+        fix=(
+            r"vectori[sz]e",
+            r"(replace|avoid|without|instead of|rewrite|remove|get rid of|turn).{0,60}(loop|one by one)",
+            r"(whole|all) (\S+ ){0,3}(tensor|sequence|frames|batch|elements|steps)",
+            (
+                r"(conv1d|convolution|matmul|matrix (product|multiplication)|cumsum|lfilter|scan|one operator"
+                r"|single operator"
+                r"|fewer operators|torch\.jit|fuse)"
+            ),
+        ),
+        near_fix=(r"compile", r"loop", r"operators", r"EnergyNormalization", r"smooth\b"),
+        accuse=(
+            r"python loop",
+            r"\bloops? (over|of)\b",
+            r"(thousands of|tiny|many small) (\S+ ){0,4}(operators|operations|ops|kernels)",
+            r"(EnergyNormalization|smooth\b).{0,120}(loop|many|tiny|small|operators|iterat|one by one)",
+        ),
+    ),
+    Expected(
+        name="characters",
+        script="inside.py",
+        cause=(
+            r"MyLSTM",
+            r"nn\.LSTM",
+            r"\blstm\b.{0,80}(by hand|hand-?written|own|step|loop|python|fused)",
+            r"python loop",
+            r"\bloops?\b.{0,100}(time|step|tiny|small|operator|kernel)",
+            r"(recurren|cell|gates?).{0,80}(loop|step by step|python|by hand|hand-?written|operators)",
+            r"(many|thousands of|tiny|small|short) (\S+ ){0,4}(operators|operations|ops|kernels)",
+            r"(operators|operations|ops|kernels)\b.{0,60}\b(tiny|small|short|per step)",
+            r"(dispatch|overhead|launch)\w*.{0,60}(operators?|operations?|ops|kernels)\b",
+        ),
+        near=(r"\blstm\b", r"\brnn\b", r"overhead", r"dispatch", r"\bloops?\b"),
+        fix=(
+            r"nn\.LSTM",
+            r"(built-?in|fused|torch'?s) (\S+ ){0,2}(lstm|rnn|module|operator|kernel|layer)",
+            r"vectori[sz]e",
+            r"(one|single) (linear|matmul|matrix|product|operator)",
+            r"(join|combine|concat|stack|fuse|merge)\w*.{0,60}(gates?|linear|products?|matri|operators)",
+            r"(replace|avoid|without|instead of|rewrite|remove|get rid of|turn).{0,60}loop",
+            r"torch\.jit",
+        ),
+        near_fix=(r"compile", r"loop", r"operators", r"MyLSTM", r"\blstm\b"),
+        accuse=(
+            r"MyLSTM",
+            r"python loop",
+            r"\bloops? (over|of)\b",
+            r"(thousands of|tiny|many small) (\S+ ){0,4}(operators|operations|ops|kernels)",
+        ),
+    ),
+    Expected(
+        name="molecules",
+        script="inside.py",
+        cause=(
+            (
+                r"AtomAttention.{0,120}(loop|many|tiny|small|operators|calls|one by one|by hand|unfused|heads|dispatch"
+                r"|iterat)"
+            ),
+            (
+                r"attention.{0,100}(loop|by hand|hand-?written|not fused|unfused|naive|head by head|one by one|per head"
+                r"|explicit)"
+            ),
+            r"scaled_dot_product_attention",
+            r"python loop",
+            r"\bloops?\b.{0,100}(head|sample|molecule|batch|tiny|small|operator|kernel|AtomAttention)",
+            r"(many|thousands of|tiny|small|short) (\S+ ){0,4}(operators|operations|ops|kernels)",
+            r"(operators|operations|ops|kernels)\b.{0,60}\b(tiny|small|short|per step)",
+            r"(dispatch|overhead|launch)\w*.{0,60}(operators?|operations?|ops|kernels)\b",
+        ),
+        near=(r"AtomAttention", r"attention", r"overhead", r"dispatch", r"\bloops?\b", r"softmax"),
+        fix=(
+            r"scaled_dot_product_attention",
+            r"MultiheadAttention",
+            r"fused (\S+ ){0,2}attention",
+            r"vectori[sz]e",
+            r"batched (matmul|matrix|product|operator)",
+            r"\bbmm\b",
+            r"(replace|avoid|without|instead of|rewrite|remove|get rid of|turn).{0,60}loop",
+            r"(all|whole) (\S+ ){0,3}(heads|molecules|samples|batch|tensor)",
+        ),
+        near_fix=(r"compile", r"loop", r"operators", r"AtomAttention", r"attention"),
+        accuse=(
+            r"python loop",
+            r"\bloops? (over|of)\b",
+            r"(thousands of|tiny|many small) (\S+ ){0,4}(operators|operations|ops|kernels)",
+            r"attention.{0,100}(loop|by hand|hand-?written|not fused|unfused|naive|head by head|one by one)",
+        ),
+    ),
+    Expected(
+        name="credit",
+        script="inside.py",
+        cause=(
+            r"float64",
+            r"double[- ]?precision",
+            r"\bdouble\b",
+            r"64[- ]bit (float|precision|numbers|arithmetic)",
+            r"(precision|arithmetic|floats?).{0,30}64[- ]?bit",
+            r"torch\.double",
+        ),
+        near=(r"\bdtype", r"\bprecision\b", r"64[- ]bit"),
+        fix=(
+            r"float32",
+            r"\.float\(\)",
+            r"(single|lower|32[- ]bit) precision",
+            r"32[- ]bit",
+            r"bfloat16|bf16",
+            r"astype",
+            r"(remove|drop|without) \S*double",
+        ),
+        near_fix=(r"\bdtype", r"precision", r"\bcast\b", r"convert"),
+        accuse=(r"float64", r"double[- ]?precision", r"\bdouble\b", r"64[- ]bit"),
+    ),
+    Expected(
+        name="faces",
+        script="inside.py",
+        cause=(
+            r"detach",
+            r"attached",
+            r"discriminator.{0,160}(through|into|back to|reach|also|gradients? (of|for)).{0,60}generator",
+            (
+                r"generator.{0,160}(gradients?|backward).{0,120}(discard|thrown|wasted|not used|unused|never used"
+                r"|cleared|zeroed"
+                r"|overwritten|discriminator)"
+            ),
+            (
+                r"backward\b.{0,100}(through|into|of) (the )?generator.{0,120}(discriminator|discard|wasted|unused"
+                r"|not used|needless"
+                r"|unneeded)"
+            ),
+            r"gradients?\b.{0,80}(that )?(no optimizer|nobody|nothing|never|not) .{0,40}(use|need|read)",
+            r"gradients?\b.{0,80}(discard|thrown away|wasted|unused|zeroed|cleared|dropped).{0,40}",
+        ),
+        near=(
+            r"generator.{0,80}(twice|two times|backward)",
+            r"(twice|two).{0,40}backward",
+            r"backward.{0,60}(twice|two|larger|longer|more expensive)",
+            r"discriminator",
+            r"(needless|unneeded|unused) gradients?",
+        ),
+        fix=(r"detach", r"no_grad", r"toggle_optimizer", r"requires_grad", r"stop (\S+ ){0,2}gradient"),
+        near_fix=(r"generator", r"discriminator"),
+        accuse=(
+            r"(not|without|never|missing|un)[- ]?(\S+ )?detach",
+            r"\battached",
+            r"discriminator.{0,160}(through|into|back to|reach).{0,60}generator",
+            r"gradients?\b.{0,80}(discard|thrown away|wasted|unused|no optimizer)",
+        ),
+    ),
+    Expected(
+        name="clothes",
+        script="inside.py",
+        cause=(
+            r"retain_graph",
+            r"retain(s|ed|ing)? (\S+ ){0,3}graph",
+            (
+                r"(several|three|3|repeated|many|multiple|more than one|one) backward (passes|calls|s)?.{0,60}"
+                r"(same|one|graph|trunk|step|batch|loss)"
+            ),
+            r"backward\b.{0,60}(3|three|several|multiple|many|repeated|\d+) ?(x|times|passes|calls)",
+            r"backward.{0,60}(for|per|of) each (loss|task|head)",
+            r"(same|one) graph.{0,60}(again|repeated|times|several|three)",
+            r"(3(\.0)?|three) (\S+ ){0,2}backward",
+            r"trunk.{0,100}(three times|3 times|repeated|again|each loss|several times)",
+        ),
+        near=(r"backward.{0,60}(dominat|longer|expensive|times (the|as|its) )", r"manual_backward"),
+        fix=(
+            r"sum (of )?(the |all |up )?(\S+ )?loss",
+            r"(sum|add|total|combine|join|one) .{0,60}(loss|backward)",
+            r"loss(es)?\b.{0,60}(sum|add|together|once|combined|one backward)",
+            r"(one|single) backward",
+            r"backward.{0,40}once",
+            r"torch\.autograd\.(grad|backward)\(\[",
+        ),
+        near_fix=(r"retain_graph", r"backward"),
+        accuse=(
+            r"retain_graph",
+            r"retain(s|ed|ing)? (\S+ ){0,3}graph",
+            r"(several|three|3|repeated|multiple) backward",
+            r"backward\b.{0,60}(3|three|several|multiple|repeated) ?(x|times|passes|calls)",
+        ),
+    ),
+    Expected(
+        name="articles",
+        script="inside.py",
+        cause=(
+            r"embedding.{0,160}(rows|dense|sparse|few|%|small (part|share)|optimizer|adam|update)",
+            r"(rows|dense|sparse|few|optimizer|adam|update)\b.{0,160}embedding",
+            r"dense (gradient|update|optimizer|adam)",
+            r"SparseAdam",
+            r"\barticles\b.{0,120}(rows|dense|sparse|adam|optimizer)",
+            r"(rows|dense|sparse|adam|optimizer).{0,120}\barticles\b",
+            r"sparse=",
+        ),
+        near=(r"embedding", r"optimizer", r"\badam\b"),
+        fix=(
+            r"sparse",
+            r"SparseAdam",
+            r"(only|just) (\S+ ){0,3}rows",
+            r"(smaller|hash\w*|fewer rows|EmbeddingBag).{0,40}(embedding|table)",
+            r"Adagrad|\bSGD\b",
+        ),
+        near_fix=(r"embedding", r"fused=?", r"foreach", r"accumulate_grad_batches", r"larger batch", r"optimizer"),
+        accuse=(
+            r"embedding.{0,160}(dense|few rows|adam)",
+            r"dense (gradient|update|adam).{0,60}embedding",
+            r"optimizer.{0,80}(dominat|most of|takes|costs)",
+        ),
+    ),
+    Expected(
+        name="turbines",
+        script="inside.py",
+        cause=(
+            r"on_before_optimizer_step",
+            r"named_parameters",
+            r"\bloops?\b.{0,80}(parameters|weights|gradients|tensors)",
+            (
+                r"(parameters?|weights?|gradients|tensors)\b.{0,80}(one by one|loop|each (on its own|alone)"
+                r"|one at a time|one after)"
+            ),
+            r"(parameters?|tensors?|gradients?|weights?)\b.{0,80}(foreach|on its own|separately|individually)",
+            (
+                r"(foreach|norm|decay|clip\w*|limit\w*).{0,80}(each|every|per|60\d) (\S+ ){0,2}"
+                r"(parameters?|tensors?|gradients?|weights?)"
+            ),
+            r"60\d (\S+ ){0,3}(parameters|tensors|calls|reads|times)",
+        ),
+        near=(
+            r"\bhooks?\b",
+            r"clip",
+            r"gradient norm",
+            r"\.item\(\)",
+            r"(many|tiny|small|short) (\S+ ){0,4}(operators|operations|ops|kernels|tensors|parameters)",
+            r"TurbineModel",
+            r"optimizer",
+        ),
+        fix=(
+            r"foreach",
+            r"clip_grad_norm",
+            r"gradient_clip_val",
+            r"weight_decay",
+            r"fused",
+            r"(all|together|at once|one (call|operator)|vectori[sz]e).{0,60}(parameters|gradients|tensors)",
+            r"(parameters|gradients|tensors)\b.{0,60}(all|together|at once|one (call|operator)|stack)",
+            r"get_total_norm",
+        ),
+        near_fix=(r"on_before_optimizer_step", r"named_parameters", r"less often", r"\bhook\b", r"\.item\(\)", r"loop"),
+        accuse=(
+            r"named_parameters",
+            r"(parameters?|gradients|tensors)\b.{0,60}(one by one|one at a time)",
+            r"\bloops?\b.{0,80}(parameters|weights|gradients|tensors)",
+        ),
+    ),
+    Expected(
+        name="pumps",
+        script="inside.py",
+        cause=(
+            r"\bAdan\b",
+            (
+                r"optimizer.{0,160}(loop|one by one|each parameter|per parameter|parameter by parameter|small|tiny|many"
+                r"|foreach"
+                r"|fused|60\d|tensors|operators|python)"
+            ),
+            (
+                r"(loop|one by one|each parameter|per parameter|small|tiny|many|60\d|tensors|operators"
+                r"|python)\b.{0,160}optimizer"
+            ),
+        ),
+        near=(r"optimizer", r"(tiny|small|short) (\S+ ){0,4}(operators|operations|ops|kernels|tensors)"),
+        fix=(
+            r"foreach",
+            r"fused",
+            r"torch\.optim\.\w+",
+            r"AdamW?\b",
+            r"compile",
+            r"(all|together|at once|one (call|operator)|vectori[sz]e|flat).{0,60}(parameters|gradients|tensors)",
+            r"(parameters|gradients|tensors)\b.{0,60}(all|together|at once|one (call|operator)|flat)",
+        ),
+        near_fix=(r"accumulate_grad_batches", r"optimizer", r"loop", r"in[- ]place"),
+        accuse=(
+            r"\bAdan\b",
+            r"optimizer.{0,100}(loop|one by one|each parameter|per parameter|small|tiny|takes|costs|dominat)",
+        ),
+    ),
+    Expected(
+        name="species",
+        script="inside.py",
+        cause=(
+            (
+                r"optimizer.{0,120}(dominat|%|takes|most|share|more than|step|larger|longer|expensive|costs?|as long"
+                r"|update)"
+            ),
+            r"(dominat|%|takes|most|spent|costs?|share|update)\w*.{0,120}\boptimizer",
+            r"\badamw?\b.{0,100}(%|takes|dominat|costs?|every|each|parameters|weights)",
+            r"(updat\w+) (of )?(the |all )?(\S+ )?(weights|parameters)",
+        ),
+        near=(r"optimizer", r"\badamw?\b", r"small(er)? batch", r"batch (size )?(is )?(too )?small"),
+        fix=(
+            r"accumulate_grad_batches",
+            r"accumulat",
+            r"(larger|bigger|increase|raise|greater|twice the|more samples).{0,40}batch",
+            r"batch.{0,40}(larger|bigger|increase|raise)",
+            r"fused",
+            r"fewer (optimizer )?(steps|updates)",
+        ),
+        near_fix=(r"foreach", r"\bSGD\b", r"optimizer", r"head\b"),
+        accuse=(
+            r"optimizer.{0,80}(dominat|takes|most of|costs|longer|expensive)",
+            r"(dominat|most|spent)\w*.{0,60}\boptimizer",
+        ),
     ),
 )

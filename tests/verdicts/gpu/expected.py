@@ -17,6 +17,9 @@ SMALL_KERNELS: Final = (
     r"(many|thousands of|hundreds of|\d{3,}) .{0,20}(kernel|operator|operation|lookup|call)s?\b",
 )
 
+IDLE: Final = (r"\b(gpu|device|cuda)\b.*\b(idle|waits?|starv|under-?us|under-?utili)", r"\bidle\b")
+WAITS: Final = (r"input-bound", r"data-?bound", r"wait(s|ed|ing)?\b.*\b(data|batch|loader|input|worker)", r"starv")
+SIZE: Final = r"(MiB|GiB|MB|GB|%|memory|peak)"
 EXPECTED: Final = (
     Expected(
         name="late_stage_finetune",
@@ -319,5 +322,213 @@ EXPECTED: Final = (
         near_fix=(r"bfloat16|bf16|half|float16|16-bit", r"adjacency", r"cast\b.{0,30}once|once\b.{0,30}cast"),
         accuse=(r"adjacency", r"(dense|quadratic|mostly zeros?)\b.{0,40}(matri|tensor|graph|buffer)"),
         is_note=True,
+    ),
+    Expected(
+        name="intents",
+        script="on_device.py",
+        cause=(
+            r"\bsync",
+            r"synchroni[sz]",
+            r"\bitem\b|\.item\(|_local_scalar_dense",
+            r"IntentClassifier\.count|\bconfusion\b|in count\b",
+            r"(values?|numbers?|scalars?|elements?)\b.*\b(read|copied|fetched|one by one|to the (host|CPU))",
+            r"(read|cop(y|ies|ied)|fetch)\w*.*\b(values?|numbers?|scalars?|elements?)\b.*(host|CPU|one by one|device)",
+        ),
+        near=(*IDLE, r"host-?bound|CPU-?bound|device-to-host|DtoH|D2H"),
+        fix=(
+            r"\.item|\bitem\b|\.tolist|tolist|\.cpu\(",
+            r"\b(one|single) (copy|transfer|call|read)|at once|in one",
+            r"(on|stay|keep|remain|leave).*\b(device|GPU)\b",
+            r"confusion|IntentClassifier\.count|\bcount\b|bincount|scatter_add|torchmetrics|vectori[sz]",
+            r"(avoid|remove|fewer|drop|less often|every).*\b(sync|read|copy|copies|value)",
+        ),
+        near_fix=(r"sync|less often|every \d+ steps|log",),
+        accuse=(
+            r"synchroni[sz]|\.item\(|_local_scalar_dense",
+            r"IntentClassifier\.count|\bconfusion\b",
+            r"values?\b.*\bone by one",
+        ),
+    ),
+    Expected(
+        name="expression",
+        script="on_device.py",
+        cause=(
+            r"launch",
+            r"(small|tiny|short|many|thousand)\b.*\b(kernel|operat|op|call|module)",
+            r"(kernel|operat|op|call|module)s?\b.*\b(small|tiny|short)",
+            r"GeneHeads|\bheads?\b",
+            r"overhead.*(kernel|operat|dispatch|module)",
+        ),
+        near=(*IDLE, r"host-?bound|CPU-?bound|python|dispatch"),
+        fix=(
+            r"batch(ed|es)?\b.*(matmul|bmm|head|linear|layer|module|weight|together)|\bbmm\b|einsum|vmap|grouped|group",
+            r"compile|CUDA graphs?|cudagraph|fuse",
+            r"(one|single|larger|fewer|bigger)\b.*\b(kernel|operat|call|matmul|matri|layer|launch|tensor|module)",
+            r"GeneHeads|stack(ed)?|vectori[sz]|loop",
+        ),
+        near_fix=(r"larger batch|batch size|more work per", r"heads?"),
+        accuse=(
+            r"launch-?bound",
+            r"GeneHeads",
+            r"(small|tiny|short) (\w+ )?kernels?",
+            r"many (\w+ )?(kernels|launches)",
+        ),
+    ),
+    Expected(
+        name="climate",
+        script="on_device.py",
+        cause=(
+            r"pageable|unpinned|\bpin(ned|ning|_memory)?\b|page-locked",
+            r"\b(cop(y|ies|ied|ying)|transfer\w*|HtoD|H2D|upload\w*|mov(es?|ing))\b.*\b(host|CPU|device|GPU|batch|input)",
+            r"\b(host|CPU|device|GPU|batch|input)\b.*\b(cop(y|ies|ied|ying)|transfer\w*|HtoD|H2D|upload\w*)\b",
+        ),
+        near=(*IDLE, r"PCIe|bandwidth", *WAITS),
+        fix=(
+            r"\bpin|page-locked|non_blocking|asynchron|overlap|prefetch",
+            r"(smaller|16-?bit|half|bf16|bfloat16|uint8|compress|fewer|less|lower precision|crop).*",
+            r"(keep|put|hold|store|preload|move|stay)\w*.*\b(on the )?(device|GPU)",
+        ),
+        near_fix=(r"workers|DataLoader|transfer|copy|copies",),
+        accuse=(r"pageable|unpinned|not pinned|page-locked", r"pin_memory\s*=?\s*(False|off)|without pin|turn on pin"),
+    ),
+    Expected(
+        name="calls",
+        script="on_device.py",
+        cause=(
+            r"(input|data|loader|batch|wait)\w*.*\b(worker|stft|fft|spectr|Calls\b|__getitem__|sample|numpy|decode)",
+            r"(worker|stft|fft|spectr|__getitem__|sample)\w*.*\b(input|data|loader|batch|wait)",
+            r"input-bound.*\b(idle|GPU|device)|\b(idle|GPU|device).*\b(input|data|next batch|the loader|DataLoader)",
+            r"(1|one|single|too few|only) (\w+ )?workers?|num_workers",
+        ),
+        near=(*WAITS, *IDLE),
+        fix=(
+            r"num_workers|workers",
+            r"(on|to) the (GPU|device)|torchaudio|spectr|precomput|cach|offline|once|ahead of",
+            r"(cheaper|faster|speed up|less).*(sample|Calls|__getitem__|load|transform)",
+            r"Calls\b|stft",
+        ),
+        near_fix=(r"prefetch|DataLoader|data",),
+        accuse=(r"input-bound", *WAITS),
+    ),
+    Expected(
+        name="stories",
+        script="on_device.py",
+        cause=(
+            r"empty_cache|TidyUp",
+            r"cudaMalloc|cudaFree|cuMem",
+            r"allocator\b",
+            r"(cache|cached|caching).*(empt|clear|free|releas|flush|drop)",
+            r"(empt|clear|free|releas|flush|drop)\w*.*\b(cache|blocks|segments)",
+            r"(re-?allocat|allocat\w*|frees?|freed)\b.*\b(each|every|per|again)\b.*\bsteps?",
+        ),
+        near=(*IDLE, r"callback|on_train_batch_end", r"\bsync"),
+        fix=(
+            r"empty_cache|TidyUp",
+            r"(cache|cached|caching)\b.*(empt|clear|free|releas|flush)|(not|stop|remove|avoid).*(empt|clear|free|releas).*cache",
+        ),
+        near_fix=(r"callback|on_train_batch_end|allocat|expandable|every|less often",),
+        accuse=(
+            r"empty_cache|TidyUp|cudaMalloc|cudaFree",
+            r"allocator\b.*\b(call|time|ms|each|every)",
+        ),
+    ),
+    Expected(
+        name="ocean",
+        script="on_device.py",
+        cause=(
+            r"\bdouble\b|double-precision|float64|fp64|64-?bit|f64|dgemm",
+            r"OceanCurrents\.readout.*(precision|type|dtype)",
+        ),
+        near=(r"precision|dtype|data type", r"readout", r"tensor cores?"),
+        fix=(
+            r"float32|\bfloat\(|fp32|32-?bit|single precision|bf16|bfloat16|16-?bit|mixed|lower precision|TF32",
+            r"double|float64|64-?bit",
+        ),
+        near_fix=(r"readout|precision|dtype",),
+        accuse=(r"\bdouble\b|float64|fp64|64-?bit",),
+    ),
+    Expected(
+        name="surfaces",
+        script="on_device.py",
+        cause=(
+            r"foreach|single-?tensor|for-?loop|fused|multi-?tensor",
+            r"optimi[sz]er.*(one by one|(each|per|every) parameter|loop|launch|kernel|many|small|parameters)",
+            r"(Adam\b|optimi[sz]er)\w*.*\b(parameter|tensor)s?\b",
+            r"(parameter|tensor)s?\b.*\b(one by one|loop|many|small)\b.*(Adam|optimi[sz]er)",
+        ),
+        near=(*IDLE, r"optimi[sz]er|Adam", r"launch|host-?bound"),
+        fix=(
+            r"foreach|fused|multi-?tensor",
+            r"(one|single|join|merge|stack|combin|fewer|larger)\w*.*\b(parameter|tensor|embedding|ParameterList)",
+            r"nn\.Embedding|\bEmbedding\b|compile|CUDA graph",
+        ),
+        near_fix=(r"optimi[sz]er|Adam",),
+        accuse=(
+            r"foreach|single-?tensor",
+            r"optimi[sz]er.*(one by one|each parameter|per parameter|loop)",
+        ),
+    ),
+    Expected(
+        name="essays",
+        script="on_device.py",
+        cause=(
+            r"activation",
+            r"(saved|kept|stored|held|save|keep)\w*\b.*\b(backward|autograd)",
+            r"(backward|autograd)\b.*\b(saved|kept|stored|held|saves|keeps|holds)",
+            r"saved tensors",
+        ),
+        near=(r"\bBlock\b|blocks|StoryModel",),
+        fix=(
+            r"checkpoint|recomput",
+            r"(smaller|reduce|lower|halve|shorter|split).*(batch|sequence|length|input|micro)",
+            r"accumulate_grad|gradient accumulation|micro-?batch",
+            r"precision|offload|in-?place|save_on_cpu|8-?bit|compress",
+        ),
+        near_fix=(r"batch|\bBlock\b|activation",),
+        accuse=(
+            r"(activation|saved|kept for).*\b([5-9]|\d\d)(\.\d+)?\s*(GiB|GB)",
+            r"\b([5-9]|\d\d)(\.\d+)?\s*(GiB|GB).*(activation|saved|kept for)",
+        ),
+        is_note=True,
+    ),
+    Expected(
+        name="proteins",
+        script="on_device.py",
+        cause=(
+            r"fragment",
+            rf"reserved\b.*(unused|not used|free|idle|more than|allocated|{SIZE}).*",
+            rf"(unused|not used|unallocated|inactive|cached)\b.*{SIZE}",
+            r"allocator.*(holds|keeps|reserve|cache|unused)",
+        ),
+        near=(
+            r"(shape|length|size)s?\b.*\b(var(y|ies|ying)|differ|change)",
+            r"(var(y|ies|ying)|differ\w*|chang\w*) .*(shape|length)",
+        ),
+        fix=(
+            r"expandable_segments|PYTORCH_(CUDA_)?ALLOC|max_split|garbage_collection_threshold|roundup",
+            r"(bucket|pad|fixed|same|constant|crop|round|equal|few|largest|longest)\w*.*\b(length|shape|size|first|batch|sequence)s?",
+            r"(length|shape|size|batch)(es|s)?\b.*\b(bucket|pad|fixed|same|constant|round|equal|longest|largest)",
+        ),
+        near_fix=(r"empty_cache|fragment|allocator|length|shape",),
+        accuse=(r"fragment", rf"(unused|not used|unallocated|inactive)\b.*{SIZE}"),
+        is_note=True,
+    ),
+    Expected(
+        name="novels",
+        script="on_device.py",
+        cause=(
+            r"attention\b.*(softmax|matmul|score|weight|quadrat|length|pairs|by hand|fused|flash|scaled_dot|materiali)",
+            r"(softmax|score|quadrat|matmul|masked_fill|materiali)\w*.*\b(attention)",
+            r"scaled_dot_product_attention|\bSDPA\b|flash",
+            r"Attention\b.*\b(softmax|scores|weights|unfused|eager|manual|plain)",
+        ),
+        near=(r"\battention", r"softmax|masked_fill|\bscores\b|memory-?bound|bandwidth"),
+        fix=(r"scaled_dot_product_attention|\bSDPA\b|flash|(fused|efficient) attention|xformers|FlexAttention",),
+        near_fix=(r"\bAttention\b|attention|compile|softmax|shorter",),
+        accuse=(
+            r"attention\b.*(softmax|score|quadrat|by hand|unfused|not fused|materiali)",
+            r"scaled_dot_product_attention|\bSDPA\b|flash",
+            r"(softmax|masked_fill|score)\w*.*\bAttention",
+        ),
     ),
 )
