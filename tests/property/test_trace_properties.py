@@ -191,6 +191,14 @@ def profiles(draw: st.DrawFn) -> list[Made]:
     limit=-1,
     top=False,
 )
+# A kernel before a runtime call of its name and time: of rows that begin together the first one in the file is first.
+@example(
+    events=[Made("a", 0, 0, id=1), Made("a", 0, 1, "kernel", link=1), Made("a", 0, 1, "cuda_runtime", link=1)],
+    by_shapes=False,
+    sort_by=None,
+    limit=-1,
+    top=False,
+)
 @PROFILE
 @given(
     events=profiles(),

@@ -292,8 +292,8 @@ class _Window:
         category = event.cat
         self._categories.add(category)
         duration = event.duration_ns
-        self._events += 1
         row.count_events(1, (event.start_ns, -event.start_ns - duration, self._events), is_nested=False)
+        self._events += 1
         row.device_ns += duration
         row.self_device_ns += duration
         link = event.args.link
