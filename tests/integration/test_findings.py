@@ -126,7 +126,9 @@ class Looping(Steady):
 def test_an_optimizer_that_loops_over_its_parameters_is_found(tmp_path: Path) -> None:
     finding = findings_of(tmp_path / "loop", Training(model=Looping(foreach=False)))["optimizer_bound"]
     assert "fused=True" in finding.next_steps[0]
-    assert "optimizer_bound" not in findings_of(tmp_path / "fused", Training(model=Looping(fused=True)))
+    # Where so small a model's optimizer takes a third of the step it is named all the same, without this remedy.
+    fused = findings_of(tmp_path / "fused", Training(model=Looping(fused=True))).get("optimizer_bound")
+    assert fused is None or not any("fused=True" in step for step in fused.next_steps)
 
 
 class Sleepy(pl.Callback):
