@@ -300,7 +300,7 @@ def optimizer_bound(facts: Facts) -> Finding | None:
             f"(foreach={optimizer.foreach}, fused={optimizer.fused} on {_device(optimizer)}"
             f"{f', {optimizer.groups:,} groups' if (optimizer.groups or 1) > 1 else ''})."
         ),
-        next_steps=_next_for_optimizer(optimizer),
+        next_steps=_next_for_optimizer(optimizer) if slow else _less_often(name),
         evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
         numbers={
             "rank": rank.rank,
@@ -345,13 +345,14 @@ def _has_needless_groups(optimizer: OptimizerFacts) -> bool:
     return (optimizer.groups or 0) - (optimizer.settings or 0) >= FEW_TENSORS
 
 
+def _less_often(name: str) -> tuple[str, ...]:
+    return (*(() if name in OF_TORCH else (TOGETHER.format(name=name),)), ACCUMULATE)
+
+
 def _next_for_optimizer(optimizer: OptimizerFacts) -> tuple[str, ...]:
     name = optimizer.name or ""
     steps = (JOIN.format(settings=optimizer.settings, groups=optimizer.groups),)
     joined = steps if _has_needless_groups(optimizer) else ()
-    if not _loops(optimizer):
-        together = () if name in OF_TORCH else (TOGETHER.format(name=name),)
-        return (*together, ACCUMULATE)
     if optimizer.fused or optimizer.foreach or name not in FOREACH:
         return joined
     foreach = f"torch.optim.{name}(..., foreach=True)"

@@ -267,6 +267,7 @@ def _doing(cause: IdleCause) -> str:
 
 def _next_steps(trace: TraceReport, main: IdleCause | None, *, is_launching: bool) -> tuple[str, ...]:
     if is_launching:
+        # The optimizer's own remedy is the last one.
         return remedies(trace, *(reversed(LAUNCH_NEXT) if _in_optimizer(trace) else LAUNCH_NEXT))
     if main is None:
         return UNKNOWN_NEXT

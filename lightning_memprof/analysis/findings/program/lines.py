@@ -99,7 +99,7 @@ CALLS: Final = (
         re.compile(r"retain_graph ?= ?True"),
     ),
     (
-        "Record fewer steps with that profiler, torch.profiler.schedule(wait=100, active=3, repeat=1), or remove it.",
+        "Record fewer steps with the profiler in {name}: torch.profiler.schedule(wait=100, active=3, repeat=1).",
         re.compile(r"\bprofile(?:r)?\.(?:step|start|stop|export\w*)\b|export_chrome_trace|tensorboard_trace_handler"),
     ),
     (LOOK_UP, re.compile(r"one_hot\(.*@|one_hot\(.*matmul|(?:matmul|mm|linear|einsum)\(.*one_hot\(")),

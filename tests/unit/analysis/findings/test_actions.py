@@ -123,6 +123,22 @@ def test_what_runs_every_tenth_step_counts_with_its_share_of_all_steps(
     assert fix in finding.next_steps[0]
 
 
+@pytest.mark.parametrize(("ms", "is_found"), [(1.5, False), (3, True)])
+def test_a_validation_that_takes_less_than_a_tenth_of_the_time_is_no_finding(
+    tmp_path: Path, ms: float, is_found: bool
+) -> None:
+    ns = round(ms * 1e6)
+    rules = found(tmp_path, FakeRun(phases=phases(other=500_000 + ns)), action("run_validation", ns, count=3))
+    assert ("validation_bound" in rules) == is_found
+
+
+@pytest.mark.parametrize(("times", "is_said"), [(361, True), (2, False)])
+def test_the_number_of_calls_is_said_where_it_explains_the_time(tmp_path: Path, times: int, is_said: bool) -> None:
+    row = action("[LightningModule]Net.log", 9_000_000, count=times * STEPS)
+    sentence = found(tmp_path, FakeRun(phases=phases(other=9_500_000)), row)["logging_bound"].sentence
+    assert sentence.endswith("mostly Net.log, 361 times per step.") == is_said
+
+
 def test_a_single_checkpoint_of_a_run_is_information(tmp_path: Path) -> None:
     row = action("save_checkpoint", 10_000_000, "callbacks", count=1)
     finding = found(tmp_path, FakeRun(phases=phases(callbacks=10_500_000)), row)["checkpoint_bound"]

@@ -99,6 +99,15 @@ def test_values_that_are_read_in_a_step_leave_the_device_idle_after_them(tmp_pat
     assert "loss.detach()" in finding.next_steps[0]
 
 
+def test_an_idle_device_names_the_call_that_the_host_waits_in(tmp_path: Path) -> None:
+    def read(made: Recording, _kernel: int) -> None:
+        made.synchronize("aten::item")
+        made.call("cudaStreamSynchronize", 900)
+
+    sentence = found(training(tmp_path / "item.pt.trace.json", read))["gpu_idle"].sentence
+    assert sentence.endswith("mostly while the host waits in cudaStreamSynchronize.")
+
+
 def test_batches_that_are_loaded_after_a_value_was_read_are_not_its_cost(tmp_path: Path) -> None:
     def load(made: Recording) -> None:
         made.synchronize("aten::item")

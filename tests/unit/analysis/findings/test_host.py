@@ -240,6 +240,7 @@ def test_a_looping_optimizer_is_found_and_fused_is_named(tmp_path: Path) -> None
         ({"foreach": True}, "Step less often"),
         ({"device": "cuda:0"}, "Step less often"),
         ({"name": "SparseAdam"}, "Step less often"),
+        ({"parameters": 4}, "Step less often"),
         ({"name": "Lion"}, "Update all tensors at once in Lion.step"),
     ],
 )

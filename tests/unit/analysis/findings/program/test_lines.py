@@ -90,6 +90,8 @@ CALLED = {
     "write": ("json.dump(row, self.file)", "dump", "Write less often in f"),
     "read": ("row = pd.read_csv(path)", "read_csv", "Open and parse a file"),
     "image": ("return Image.open(path)", None, None),
+    "retained": ("self.manual_backward(loss, retain_graph=True)", None, "Run one backward for the sum"),
+    "profiler": ("self.profiler.step()", "profile.step", "Record fewer steps with the profiler in f"),
     "sort": ("top = x.sort(descending=True)", None, "Sort less"),
     "work of a test": ("time.sleep(0.1)", None, None),
     "arithmetic": ("y = (x - low) / (high - low)", None, None),
