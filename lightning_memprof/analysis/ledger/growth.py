@@ -31,6 +31,8 @@ MIN_SHARE: Final = 0.05
 # In fewer steps the allocator's pools may still fill: only a leak that soon ends the run counts.
 SHORT_RUN_STEPS: Final = 100
 SHORT_RUN_MIN_SHARE: Final = 0.1
+# Some tens of steps have a trend by chance: between two windows, a leak adds more than the heap goes up and down.
+SHORT_RUN_SCATTERS: Final = 3
 # In the first steps after a window, memory that the window's data displaced is touched again.
 SETTLING_STEPS: Final = 5
 # Between two quarters a steady slope adds a third of the total; a jump or a cache that fills adds next to nothing once.
@@ -92,10 +94,11 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     steps = points[-1][0] - points[0][0]
     start = segments[0][0][1]
     added = round(slope * steps)
-    min_share = MIN_SHARE if len(points) >= SHORT_RUN_STEPS else SHORT_RUN_MIN_SHARE
+    is_short = len(rows) < SHORT_RUN_STEPS
+    min_share = SHORT_RUN_MIN_SHARE if is_short else MIN_SHARE
     if not _rises([value for _, value in points]) or added < max(MIN_BYTES, min_share * start):
         return None
-    if _rising_share(segments) < MIN_RISING:
+    if _rising_share(segments) < MIN_RISING or (is_short and _is_scattered(segments, slope)):
         return None
     return Growth(bytes_per_step=slope, added_bytes=added, start_bytes=start, steps=steps)
 
@@ -333,6 +336,16 @@ def _median_slope(segments: Sequence[Sequence[Point]]) -> float:
         if after > before
     ]
     return statistics.median(slopes) if slopes else 0.0
+
+
+def _is_scattered(segments: Sequence[Sequence[Point]], slope: float) -> bool:
+    """Return whether the longest segment rises by less than three times what one in ten values is off its line."""
+    off: list[float] = []
+    for segment in segments:
+        levels = [value - slope * step for step, value in segment]
+        off += (abs(level - statistics.median(levels)) for level in levels)
+    longest = max(segment[-1][0] - segment[0][0] for segment in segments)
+    return slope * longest < SHORT_RUN_SCATTERS * sorted(off)[len(off) * 9 // 10]
 
 
 def _rising_share(segments: Sequence[Sequence[Point]]) -> float:
