@@ -24,8 +24,8 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
     """Return a trace whose device ledger, idle times and gaps are those of a step outside windows.
 
     The device's work takes as long while it is recorded; it is idle for the rest of ``step_ns``, for the recorded
-    causes in their recorded proportion. Where recorded steps are no longer than the others, their shares stay as they
-    are. A cold start is not part of a steady state, and neither is what collectors do between two recorded steps.
+    causes in their recorded proportion; calls to the driver for memory are as long as they were recorded. Where
+    recorded steps are no longer than the others, their shares stay as they are. A cold start is not part of a steady state, and neither is what collectors do between two recorded steps.
     What the host does in a step beside the passes and the optimizer is the first cause, and one line ``idle_data``.
 
     Args:
@@ -49,10 +49,11 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
     busy = step_ns / recorded_ns if recorded_ns <= step_ns else min(step_ns / busy_ns, 1.0)
     idle_ns = max(step_ns - busy * busy_ns, 0.0)
     others_ns = min(others_ns, idle_ns) if waits else idle_ns
-    idle = (idle_ns - others_ns) / total(waits) if waits else 0.0
+    driver_ns = total(line for line in waits if line.part == "idle_allocator")
+    driver, idle = _factors(driver_ns, total(waits) - driver_ns, idle_ns - others_ns)
     lines = [
         *(replace(line, ns=busy * line.ns) for line in ledger.of(*_BUSY)),
-        *(replace(line, ns=idle * line.ns) for line in waits),
+        *(replace(line, ns=(driver if line.part == "idle_allocator" else idle) * line.ns) for line in waits),
         TimeLine(part="idle_data", name=_OTHERS, ns=others_ns),
     ]
     # The time from the first kernel to the last has another idle share than the steps, of the same causes.
@@ -91,15 +92,27 @@ def _scaled(
 ) -> tuple[tuple[IdleCause, ...], float]:
     """Return causes that sum to ``idle_ns``, with one of ``others_ns`` for loading, and the factor of the others."""
     causes = [cause for cause in recorded if cause.cause != "data_loading" and cause.total_ns]
+    driver_ns = sum(cause.total_ns for cause in causes if cause.cause == "allocator")
     sum_ns = sum(kept[cause.cause] * cause.total_ns for cause in causes)
-    scale = (idle_ns - others_ns) / sum_ns if sum_ns else 0.0
-    found = [
-        replace(
-            cause,
-            total_ns=round(scale * kept[cause.cause] * cause.total_ns),
-            longest_ns=round(scale * cause.longest_ns),
-        )
-        for cause in causes
-    ]
+    driver, idle = _factors(driver_ns, sum_ns - driver_ns, idle_ns - others_ns)
+    found = []
+    for cause in causes:
+        scale = driver if cause.cause == "allocator" else idle
+        of_cause = round(scale * kept[cause.cause] * cause.total_ns)
+        found.append(replace(cause, total_ns=of_cause, longest_ns=round(scale * cause.longest_ns)))
     others = IdleCause(cause="data_loading", total_ns=round(others_ns), count=0, longest_ns=0, example=_OTHERS)
-    return tuple(sorted([*found, *([others] if others_ns else [])], key=lambda cause: -cause.total_ns)), scale
+    return tuple(sorted([*found, *([others] if others_ns else [])], key=lambda cause: -cause.total_ns)), idle
+
+
+def _factors(driver_ns: float, slowed_ns: float, idle_ns: float) -> tuple[float, float]:
+    """Return the factors of calls to the driver and of other idle time that make their sum ``idle_ns``.
+
+    Recording slows Python and operators; the driver takes as long for memory, if the idle time has room for that.
+    """
+    recorded_ns = driver_ns + slowed_ns
+    if not recorded_ns:
+        return 0.0, 0.0
+    if recorded_ns <= idle_ns or not slowed_ns:
+        return idle_ns / recorded_ns, idle_ns / recorded_ns
+    kept_ns = min(driver_ns, idle_ns)
+    return (kept_ns / driver_ns if driver_ns else 0.0), (idle_ns - kept_ns) / slowed_ns

@@ -24,17 +24,20 @@ def device_ledger(**parts: float) -> TimeLedger:
     """Of each part so many ms per step."""
     kinds: dict[str, TimePart] = {
         "compute": "compute", "copy": "copy", "python": "idle_python", "operators": "idle_operators",
-        "queue": "idle_queue", "cold": "cold_start",
+        "queue": "idle_queue", "cold": "cold_start", "allocator": "idle_allocator",
     }  # fmt: skip
     lines = tuple(TimeLine(part=kinds[name], ns=ms * MS) for name, ms in parts.items() if ms)
     return TimeLedger(step_ns=total(lines), median_ns=total(lines), steps=STEPS, basis="5 recorded steps", lines=lines)
 
 
-def recorded(compute: float, python: float, operators: float = 0.0, cold: float = 0.0) -> TraceReport:
+def recorded(
+    compute: float, python: float, operators: float = 0.0, cold: float = 0.0, allocator: float = 0.0
+) -> TraceReport:
     """Five steps, each with so many ms of each part; the idle time of all steps is in the causes too."""
-    ledger = device_ledger(compute=compute, python=python, operators=operators, cold=cold)
-    waits = round((python + operators) * STEPS * MS)
+    ledger = device_ledger(compute=compute, python=python, operators=operators, cold=cold, allocator=allocator)
+    waits = round((python + operators + allocator) * STEPS * MS)
     causes = [
+        idle("allocator", round(allocator * STEPS * MS), "cudaMalloc"),
         idle("python", round(python * STEPS * MS), "[pl][profile]run_training_batch"),
         idle("operators", round(operators * STEPS * MS), "aten::linear"),
     ]
@@ -71,6 +74,22 @@ def test_recorded_steps_that_are_no_longer_than_the_others_keep_their_shares() -
     # A host that is ahead ends its recorded steps before the device has done their work.
     found = in_steady_state(recorded(compute=140, python=2), 160 * MS)
     assert parts(found) == {"compute": pytest.approx(140 * 160 / 142), "idle_python": pytest.approx(2 * 160 / 142)}
+
+
+def test_the_driver_takes_as_long_for_memory_as_it_was_recorded() -> None:
+    # Recording slows what Python and operators do, not what the driver does.
+    found = in_steady_state(recorded(compute=25, python=30, operators=45, allocator=28), 60 * MS)
+    assert parts(found) == {"idle_allocator": 28, "compute": 25, "idle_python": 2.8, "idle_operators": 4.2}
+    assert found.gpu_window is not None
+    assert sum(cause.total_ns for cause in found.idle) == pytest.approx(found.gpu_window.idle_ns, abs=2)
+    assert next(cause.total_ns for cause in found.idle if cause.cause == "allocator") == 28 * STEPS * MS
+
+
+@pytest.mark.parametrize(("step", "allocator"), [(45, 20), (25, 0), (256, 56)])
+def test_the_driver_has_at_most_the_idle_time(step: float, allocator: float) -> None:
+    found = in_steady_state(recorded(compute=25, python=30, operators=45, allocator=28), step * MS)
+    assert parts(found).get("idle_allocator", 0) == allocator
+    assert total(found.device_ledger.lines if found.device_ledger else ()) == pytest.approx(step * MS)
 
 
 def test_a_cold_start_is_not_part_of_a_steady_state() -> None:
