@@ -222,6 +222,8 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
         sentence = f"{kind.capitalize()}s take {{share}}{{on_rank}}; which ones was not recorded."
     does, first_steps = work_of(facts, rank, replace(lines[0], count=count))
     often = f", {count:,.0f} times per step" if count >= OFTEN and not does else ""
+    if often and "mostly {name}" in sentence:
+        sentence, often = sentence.replace("mostly {name}", f"mostly {count:,.0f} calls of {{name}} per step"), ""
     least, most = (0.9, 1.0) if first.rpartition(".")[2] in ONCE else remedy.saves
     worth = Recovery(unit="ns", min=ns * least, max=ns * most, whole=ledger.running_ns)
     once = 0 < count * ledger.steps < MIN_CALLS

@@ -136,7 +136,7 @@ def test_a_validation_that_takes_less_than_a_tenth_of_the_time_is_no_finding(
 def test_the_number_of_calls_is_said_where_it_explains_the_time(tmp_path: Path, times: int, is_said: bool) -> None:
     row = action("[LightningModule]Net.log", 9_000_000, count=times * STEPS)
     sentence = found(tmp_path, FakeRun(phases=phases(other=9_500_000)), row)["logging_bound"].sentence
-    assert sentence.endswith("mostly Net.log, 361 times per step.") == is_said
+    assert sentence.endswith(", mostly 361 calls of Net.log per step.") == is_said
 
 
 def test_a_single_checkpoint_of_a_run_is_information(tmp_path: Path) -> None:
