@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -84,6 +85,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("browser") is not None:
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+FROZEN = gc.get_freeze_count
+
+
+def _freeze() -> None:
+    """Exempt the tests' own code, millions of objects, from collections and from searches for tensors and holders."""
+    gc.collect()
+    gc.freeze()
+    own = FROZEN()
+    # A search thaws what a program has frozen; this is not the program's.
+    pytest.MonkeyPatch().setattr(gc, "get_freeze_count", lambda: max(FROZEN() - own, 0))
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+@pytest.fixture(scope="module")
+def thawed() -> Iterator[None]:
+    """Show the garbage collector all objects, for tests whose own module is the holder or that freeze objects."""
+    gc.unfreeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", FROZEN)
+        yield
+    _freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import thread_time_ns
 from typing import Any, Final
@@ -70,6 +71,24 @@ class Census:
     def storages(self) -> set[int]:
         """Return the addresses of the storages whose tensors still live: a new storage may have that of a freed one."""
         return {address for tensor, addresses in self.tensors if tensor() is not None for address in addresses}
+
+
+@contextmanager
+def thawed() -> Iterator[None]:
+    """Show a search what the program has exempted from garbage collection with ``gc.freeze()``.
+
+    Frozen objects are neither listed nor asked for what they refer to. Afterwards all are frozen again, and with them
+    what is alive by then; garbage is collected before, because it would stay for ever.
+    """
+    if not gc.get_freeze_count():
+        yield
+        return
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()
 
 
 def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip: Iterable[int] = ()) -> Census:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from lightning_memprof.report.view import run_view
 from training import Noise, loader, only_run, trainer
 
 SOURCE = Path(leaking.__file__).read_text(encoding="utf-8").splitlines()
+pytestmark = pytest.mark.usefixtures("thawed")
 STEPS = 12
 OUTPUT = OutputOptions(summary=False, on_error="raise", report=False, curves=False)
 
@@ -94,6 +96,21 @@ def test_the_holder_and_the_line_of_its_variable_are_named(tmp_path: Path, kind:
     assert 6 << 20 < row["added_bytes"] < 20 << 20
     assert row["asked"]
     assert len([other for other in found if other.get("place")]) == 1
+
+
+class Frozen(leaking.InList):
+    """Exempts from garbage collection what is there when the training starts."""
+
+    def on_train_start(self) -> None:
+        gc.collect()
+        gc.freeze()
+
+
+def test_a_holder_that_the_program_has_frozen_is_named_and_stays_frozen(tmp_path: Path) -> None:
+    (row,) = searched(tmp_path, Frozen())
+    assert (row["place"], row["line"]) == ("Frozen.history[...]", line_of("list"))
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
 
 
 def test_arrays_that_a_callback_keeps_are_found_without_any_tensor(tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
     """Return a trace whose device ledger, idle times and gaps are those of a step outside windows.
 
     The device's work takes as long while it is recorded; it is idle for the rest of ``step_ns``, for the recorded
-    causes in their recorded proportion; calls to the driver for memory are as long as they were recorded. Where
-    recorded steps are no longer than the others, their shares stay as they are. A cold start is not part of a steady state, and neither is what collectors do between two recorded steps.
+    causes in their recorded proportion; calls to the driver for memory take as long as recorded. Where recorded
+    steps are no longer than the others, their shares stay as they are. A cold start is not part of a steady state, and
+    neither is what collectors do between two recorded steps.
     What the host does in a step beside the passes and the optimizer is the first cause, and one line ``idle_data``.
 
     Args:

@@ -13,7 +13,7 @@ from lightning_memprof.artifacts.naming import holders_name
 from lightning_memprof.artifacts.series import HolderRow, columns_of, encode_rows
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, SkipWindow, StepRecord
-from lightning_memprof.capture.census import Census, large_objects, take_census
+from lightning_memprof.capture.census import Census, large_objects, take_census, thawed
 from lightning_memprof.capture.sources.growth import grown_holders
 from lightning_memprof.capture.sources.memory import ResidentSize, memory_stats, without_statistics
 from lightning_memprof.capture.sources.tensors import storage_sizes
@@ -149,6 +149,7 @@ class _Growth:
                 # Not again in this run.
                 self._level = sys.maxsize
 
+    @thawed()
     def _search(self, used: int) -> None:
         if self._searches < _MOST_SEARCHES:
             self._searched = used - self._counted
@@ -184,6 +185,7 @@ def _parameters(run: RunContext) -> set[int]:
     return set(storage_sizes([*run.model.parameters(), *run.model.buffers()]))
 
 
+@thawed()
 def _census(run: RunContext, step: int) -> Census | None:
     """Count the objects; None in a program with too many, which is noted."""
     with closing(ResidentSize()) as resident:
@@ -194,6 +196,7 @@ def _census(run: RunContext, step: int) -> Census | None:
             return None
 
 
+@thawed()
 def _search(run: RunContext, before: Census | None, step: int, seconds: float, *, asked: bool) -> list[HolderRow]:
     now = _census(run, step) if before is not None else None
     if before is None or now is None:

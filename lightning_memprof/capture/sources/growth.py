@@ -24,6 +24,7 @@ from lightning_memprof.capture.census import (
     graphs,
     grouped,
     large_objects,
+    thawed,
 )
 from lightning_memprof.capture.sources.assignments import Assignments
 from lightning_memprof.capture.sources.holders import (
@@ -407,6 +408,7 @@ def _is_within(place: str, other: str) -> bool:
     return place != other and place.startswith(other)
 
 
+@thawed()
 def holders_of(wanted: Any, model: nn.Module | None, seconds: float = 2.0) -> list[str]:
     """Return the holders of an object, or of the objects of a type, in words.
 

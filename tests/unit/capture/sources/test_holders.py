@@ -17,6 +17,7 @@ from torch import nn
 from lightning_memprof.capture.sources.growth import holders_of
 from lightning_memprof.capture.sources.holders import HolderSearch, entries_of, length_of
 
+pytestmark = pytest.mark.usefixtures("thawed")
 GLOBAL: dict[str, Any] = {}
 
 
