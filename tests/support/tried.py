@@ -32,13 +32,13 @@ class Augmented(Dataset[torch.Tensor]):
 
 
 class Large(Dataset[torch.Tensor]):
-    """Samples of one MiB."""
+    """Samples of four MiB."""
 
     def __len__(self) -> int:
         return 512
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(1 << 15, 8)
+        return torch.ones(1 << 17, 8)
 
 
 def network(dropout: float = 0.2) -> nn.Sequential:
