@@ -143,7 +143,7 @@ def test_a_group_of_parameters_per_tensor_is_named(shown: Any, is_joined: bool) 
     found = shown("run", Grouped(is_joined=is_joined), batches(30, 8, 32))
     # An optimizer without needless groups may be named too, if it takes most of so small a model's step.
     named = found.get("optimizer_bound", {"sentence": "", "next_steps": [""]})
-    assert ("with 480 parameter groups" in named["sentence"]) == (not is_joined)
+    assert ("in 480 parameter groups" in named["sentence"]) == (not is_joined)
     assert ("2 instead of 480" in named["next_steps"][0]) == (not is_joined)
 
 

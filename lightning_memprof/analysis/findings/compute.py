@@ -291,8 +291,8 @@ def optimizer_bound(facts: Facts) -> Finding | None:
     return Finding(
         rule="optimizer_bound",
         sentence=(
-            f"Optimizer-bound: {name} takes {ledger.share_text(optimizer_ns)}{facts.on_rank(rank)}"
-            f"{f', with {optimizer.groups:,} parameter groups' if _has_needless_groups(optimizer) else ''}."
+            f"Optimizer-bound: {name} updates {_tensors(optimizer, is_loop=bool(slow))} and takes "
+            f"{ledger.share_text(optimizer_ns)}{facts.on_rank(rank)}."
         ),
         why=(
             f"{format_ns(optimizer_ns)} of {ledger.length_text}: {name} updates its "
@@ -331,6 +331,12 @@ def _loops(optimizer: OptimizerFacts) -> bool:
     if _has_few_tensors(optimizer) and optimizer.name not in SEVERAL_PASSES:
         return False
     return not (fused or foreach or (foreach is None and _device(optimizer).startswith(FOREACH_BY_DEFAULT)))
+
+
+def _tensors(optimizer: OptimizerFacts, *, is_loop: bool) -> str:
+    tensors = f"{optimizer.parameters:,} tensors" if optimizer.parameters else "the parameters"
+    in_groups = f" in {optimizer.groups:,} parameter groups" if _has_needless_groups(optimizer) else ""
+    return f"{tensors}{in_groups or (' one by one' if is_loop else '')}"
 
 
 def _has_few_tensors(optimizer: OptimizerFacts) -> bool:
@@ -393,8 +399,8 @@ def dense_embedding(facts: Facts) -> Finding | None:
     return Finding(
         rule="dense_embedding",
         sentence=(
-            f"Optimizer-bound: the optimizer takes {ledger.share_text(spent)}, mostly for "
-            f"the embedding {embedding.name}{facts.on_rank(rank)}."
+            f"Optimizer-bound: the optimizer takes {ledger.share_text(spent)}{facts.on_rank(rank)}, mostly to update "
+            f"all rows of the embedding {embedding.name}."
         ),
         why=(
             f"{embedding.name} ({format_bytes(embedding.bytes)}) is {percent(share)} of the parameters; its "

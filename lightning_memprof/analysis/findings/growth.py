@@ -247,7 +247,8 @@ def _held(holder: HolderRow) -> _Cause:
     advice = f"Clear or bound {place}{assigned_in(holder)}"
     if "Tensor" in (holder.content or ""):
         advice += "; store .detach() or .item() where the tensor is not needed"
-    return _Cause(f" in {place}{line}", why, f"{advice}.")
+    graph = ", which keeps its graph" if "with its graph" in (holder.content or "") else ""
+    return _Cause(f" in {place}{graph}{line}", why, f"{advice}.")
 
 
 def _outside(holders: Holders) -> _Cause | None:

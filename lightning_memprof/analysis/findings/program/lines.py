@@ -65,6 +65,10 @@ CHEAPER: Final = (
     "Make {name} cheaper, or run it less often: compute what stays the same only once, in __init__ or setup, and keep "
     "it (register_buffer)."
 )
+COPY_LESS: Final = (
+    "Copy less in {name}: refer to what does not change, copy tensors in place (torch._foreach_copy_), or copy in "
+    "every Nth batch."
+)
 # Of a line's source, and of the functions of libraries that it calls: in steps, and anywhere.
 OF_LOADERS: Final = (
     (
@@ -81,10 +85,7 @@ OF_LOADERS: Final = (
 )
 CALLS: Final = (
     (
-        (
-            "Copy less in {name}: refer to what does not change, copy tensors in place (torch._foreach_copy_), or copy "
-            "in every Nth batch."
-        ),
+        COPY_LESS,
         re.compile(r"deepcopy|\bcopy\.copy\(|\.state_dict\("),
     ),
     (

@@ -9,7 +9,7 @@ import msgspec
 
 from lightning_memprof.analysis.findings.measures import MOST, OF_VALUES, READS, VIEWS
 from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery
-from lightning_memprof.analysis.findings.program.lines import CHEAPER, has, of_action, of_spot
+from lightning_memprof.analysis.findings.program.lines import COPY_LESS, has, of_action, of_spot
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import FORWARD
 from lightning_memprof.analysis.steps.lines import Spot, lines, spots
@@ -36,6 +36,10 @@ COLLECTED_AFTER: Final = 700
 # What torch calls to write a tensor as text, beside the reads of its values.
 FORMATS: Final = frozenset({"aten::masked_select", "aten::resolve_conj"})
 NO_TEXT: Final = 'Write tensors as text once in many steps, and in messages that are read: logger.debug("%s", tensor).'
+AT_ONCE: Final = (
+    "Do the work of {name} for all values at once, on tensors or NumPy arrays, not in Python loops; or in the "
+    "DataLoader's workers."
+)
 NO_LOOPS: Final = "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps."
 
 
@@ -91,7 +95,7 @@ def python_time(facts: Facts) -> Finding | None:
         next_steps=(
             *((NO_TEXT,) if python.formats else ()),
             *((NO_LOOPS,) if python.reads else ()),
-            *((of_spot(at) or (CHEAPER.format(name=at.function),)) if at else ()),
+            *((of_spot(at) or (AT_ONCE.format(name=at.function),)) if at else ()),
             "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
             *(() if python.reads else (NO_LOOPS,)),
             "See the functions: ExtendedPyTorchProfiler(with_stack=True).",
@@ -146,7 +150,7 @@ ADVICE: Final = {
     "TQDMProgressBar": "Draw less often: TQDMProgressBar(refresh_rate=20).",
 }
 # Hooks that look at gradients, which are as many tensors as the model has parameters.
-AT_ONCE: Final = (
+GRADIENTS: Final = (
     "Handle all gradients in one call in {name}, or every N batches: Trainer(gradient_clip_val=1.0), "
     "torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), torch._foreach_norm."
 )
@@ -159,7 +163,7 @@ SCHEDULE: Final = (
     'Compute the factors of the learning rate once, into a list, or update it once per epoch: {{"interval": "epoch"}}.'
 )
 OF_HOOKS: Final = {
-    **dict.fromkeys(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"), AT_ONCE),
+    **dict.fromkeys(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"), GRADIENTS),
     **dict.fromkeys(ONCE, BUILD_ONCE),
     "lr_scheduler_step": SCHEDULE,
 }
@@ -185,6 +189,7 @@ SYNCED: Final = (
 )
 # Parts whose modules and operators are those of an action.
 LOOKS_INSIDE: Final = frozenset({"callback", "module_hook", "transfer"})
+COPIES: Final = frozenset({"aten::copy_", "aten::clone"})
 # Fewer calls of an operator in a hook are not a loop over samples, parameters or values.
 OFTEN: Final = 32
 # Fewer collectives in a step are a few values.
@@ -226,6 +231,9 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
     steps = (*fit, *steps)
     loop = max(loops, key=lambda line: line.ns, default=None)
     often = f"{loop.operator} {loop.called / calls:,.0f} times" if loop else ""
+    if loop and loop.operator in COPIES and not is_transfer:
+        steps = tuple(dict.fromkeys((COPY_LESS.format(name=action.name), *steps)))
+        often = f"{often}, copies of tensors"
     does = has(at, "it", action.name) if at is not None and at.place else ""
     # Other hooks need not run for each batch.
     whole = (WHOLE.format(name=action.name, often=often),) if loop and is_transfer else ()

@@ -223,7 +223,8 @@ def test_sentence_and_table_agree_where_median_and_mean_differ(tmp_path: Path) -
     run = load_run(make_run(tmp_path, FakeRun(phases=uneven, training=optimizer())))
     said, statistics = verdict(run), Facts.of(run).statistics[0]
     assert statistics.share("optimizer") > statistics.median_shares["optimizer"] + 0.02
-    assert said.sentence == (f"Optimizer-bound: AdamW takes {percent(statistics.share('optimizer'))} of each step.")
+    share = percent(statistics.share("optimizer"))
+    assert said.sentence == f"Optimizer-bound: AdamW updates 1,000 tensors one by one and takes {share} of each step."
     assert format_ns(statistics.mean_ns) in said.why
 
 

@@ -76,6 +76,15 @@ def test_a_hook_that_reads_many_values_from_a_gpu_waits_for_each(
     assert finding.next_steps[0].startswith(f"Read one value in {name}") is is_told
 
 
+def test_a_hook_that_copies_many_tensors_is_to_copy_less(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=9 * MS)))
+    name = "Average.on_train_batch_end"
+    host = (line(name, "aten::copy_", 8e6, part="callback", called=64), line(name, "aten::mul", 1e6, part="callback"))
+    finding = found(directory, action(f"[Callback]{name}", 9 * MS, "callbacks"), host=host)["callback_bound"]
+    assert finding.sentence.endswith("of each step: it calls aten::copy_ 64 times, copies of tensors.")
+    assert finding.next_steps[0].startswith(f"Copy less in {name}")
+
+
 def test_work_before_the_transfer_may_be_the_gpus(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(other=20 * MS), device_bytes=lambda _: MIB))
     finding = found(directory, action("[LightningModule]Net.on_before_batch_transfer", 18 * MS))["transfer_bound"]

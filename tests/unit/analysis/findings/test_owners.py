@@ -298,6 +298,12 @@ def test_growth_names_its_holder_and_the_line_that_assigns_it(tmp_path: Path) ->
     assert "memprofiler/holders.rank00000.jsonl" in {source.artifact for source in finding.evidence}
 
 
+def test_a_holder_of_a_graph_says_so(tmp_path: Path) -> None:
+    finding = held(tmp_path, {**HISTORY, "content": "Tensor[] with its graph"})
+    assert finding is not None
+    assert finding.sentence.endswith(" in Net.history, which keeps its graph (a/train.py:14).")
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -96,4 +96,4 @@ def test_python_of_the_training_step_is_named_with_its_line_where_it_has_most_of
     assert (found is not None) == is_named
     if found is not None:
         assert "; Net.parse (net.py:5) has 100% of this time: `words = [w.lower() for w in text]`." in found.sentence
-        assert found.next_steps[0].startswith("Make Net.parse cheaper")
+        assert found.next_steps[0].startswith("Do the work of Net.parse for all values at once")
