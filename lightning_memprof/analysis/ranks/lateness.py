@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Final, Literal
 
 import msgspec
@@ -16,12 +18,18 @@ from lightning_memprof.artifacts.series import GC_PAUSE
 
 # Below this part of the step a rank that is never late would not make the run notably faster.
 MIN_WAIT_SHARE: Final = 0.05
+# Equal ranks that share the cores of a machine differ by some percent in forward, for a whole run.
+ON_SHARED_CORES: Final = 0.10
 # Clocks, schedulers and switches cause some waiting in every run.
 MIN_WAIT_NS: Final = 1_000_000
 # One rank is the straggler if it causes this part of all lateness; else they take turns.
 MAIN_SHARE: Final = 0.5
 # In fewer steps, one slow step decides.
 FEW_STEPS: Final = 5
+# Lateness lasts for some steps, so single steps are dependent samples: its scatter is that of parts of the run.
+PARTS: Final = 8
+# By chance a mean is this many standard errors above 0 in 1 of 100 runs.
+ERRORS: Final = 3.0
 # The others spend at least this part of a rank's lateness in passes, which hold the collectives.
 WAITED: Final = 0.5
 # GC pauses of this part of the lateness are its cause, in whichever phase they are.
@@ -68,8 +76,8 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
     A rank is late in a step by the time by which its data wait, callbacks and optimizer exceed those of every other
     rank, who then wait in collectives, in their other phases. A longer forward, or more untracked time, counts if the
     others' backward is longer for it, or their collectives outside the passes, such as those of ``self.log``. One slow
-    step is chance, and so are ranks that are late in turns: the largest step of a rank, and the lateness of the second
-    rank, are subtracted before the sum counts.
+    step is chance, and so are ranks that are late in turns: lateness of other ranks is subtracted, and the mean must
+    exceed its scatter over the parts of the run.
     """
     typical = {rank.rank: rank.typical_steps for rank in ranks if rank.in_full}
     if len(typical) < max(len(ranks), 2) or any(each is None or each.clock != "host" for each in typical.values()):
@@ -80,8 +88,10 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
         return None
     table = {rank: [steps[step] for step in common] for rank, steps in found.items()}
     whole = statistics.mean(duration for each in typical.values() if each for _, duration, _ in each.steps)
-    threshold_ns = max(MIN_WAIT_NS, MIN_WAIT_SHARE * whole)
-    late = _late(table, threshold_ns) or _late(table, threshold_ns, "forward") or _late(table, threshold_ns, "other")
+    least = ON_SHARED_CORES if share_cores(ranks) else MIN_WAIT_SHARE
+    late = _late(table, max(MIN_WAIT_NS, MIN_WAIT_SHARE * whole))
+    for phase in ("forward", "other"):
+        late = late or _late(table, max(MIN_WAIT_NS, least * whole), phase)
     if late is None:
         return PulseLateness(steps=len(common), late=None)
     rank, caused, share = late
@@ -104,6 +114,11 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
     )
 
 
+def share_cores(ranks: Sequence[Rank]) -> bool:
+    """Return whether all ranks compute on the cores of one machine."""
+    return all(rank.facts.is_cpu for rank in ranks) and len({rank.facts.host for rank in ranks}) == 1
+
+
 def _ns(phases: Breakdown, *names: str) -> int:
     return sum(phases.get(name) or 0 for name in names)
 
@@ -119,7 +134,7 @@ def _late(
         meeting: compare this phase, in which a rank may wait itself, and not those in which it does not.
     """
     steps = len(next(iter(table.values())))
-    caused, largest = Counter[int](), Counter[int]()
+    found: list[tuple[int, int]] = []
     for at in range(steps):
         own = {rank: _ns(rows[at], *((meeting,) if meeting else _OWN)) for rank, rows in table.items()}
         (rank, most), (_, second), *_ = Counter(own).most_common(2)
@@ -127,13 +142,12 @@ def _late(
         if meeting:
             meets = {each: _ns(rows[at], *({"backward", "other"} - {meeting})) for each, rows in table.items()}
             late = min(late, min(ns for each, ns in meets.items() if each != rank) - meets[rank])
-        if late > 0:
-            caused[rank] += late
-            largest[rank] = max(largest[rank], late)
-    if not caused:
-        return None
-    (rank, ns), (_, next_ns), *_ = (*caused.most_common(2), (-1, 0))
-    if ns - largest[rank] - next_ns < least_ns * steps or ns < MAIN_SHARE * caused.total():
+        found.append((rank, max(late, 0)))
+    caused = Counter[int]()
+    for rank, late in found:
+        caused[rank] += late
+    ((rank, ns),) = caused.most_common(1)
+    if ns < least_ns * steps or not _exceeds_chance([late if each == rank else -late for each, late in found]):
         return None
     if not meeting:
         passes = {each: sum(_ns(phases, *_MEETING) for phases in rows) for each, rows in table.items()}
@@ -141,6 +155,14 @@ def _late(
         if waited < WAITED * ns:
             return None
     return rank, ns / steps, ns / caused.total()
+
+
+def _exceeds_chance(late_ns: Sequence[float]) -> bool:
+    """Return whether the mean lateness of one rank, less that of the others, exceeds its scatter over the run."""
+    count = min(PARTS, len(late_ns))
+    edges = [len(late_ns) * part // count for part in range(count + 1)]
+    parts = [statistics.mean(late_ns[begin:end]) for begin, end in pairwise(edges)]
+    return statistics.mean(parts) > ERRORS * statistics.stdev(parts) / math.sqrt(count)
 
 
 def _cause(

@@ -29,6 +29,7 @@ from lightning_memprof.analysis.ranks.lateness import (
     Cause,
     PulseLateness,
     pulse_lateness,
+    share_cores,
 )
 from lightning_memprof.analysis.ranks.summary import Arrivals, Figures, RankSummary, read_summary
 from lightning_memprof.analysis.run.locate import names_in
@@ -162,7 +163,7 @@ def rank_report(run: Run, pulses: Mapping[int, PulseStatistics]) -> RankReport |
         summaries=gathered.count,
         spreads=_spreads(ranks),
         waiting=waiting,
-        straggler=_straggler(ranks, waiting, pulse, is_cpu=run.lead.facts.is_cpu),
+        straggler=_straggler(ranks, waiting, pulse, on_cores=share_cores(run.ranks)),
         problems=tuple(gathered.problems),
         waits_ns=pulse.waits_ns if pulse is not None else {},
         lead_waits_ns=gathered.lead_waits_ns,
@@ -313,7 +314,7 @@ def _phases(ranks: tuple[RankTimes, ...]) -> list[str]:
 
 
 def _straggler(
-    ranks: tuple[RankTimes, ...], waiting: Waiting | None, pulse: PulseLateness | None, *, is_cpu: bool
+    ranks: tuple[RankTimes, ...], waiting: Waiting | None, pulse: PulseLateness | None, *, on_cores: bool
 ) -> Straggler | None:
     """Return the late rank of the whole pulse; else that of recorded collectives, if the pulse cannot know it."""
     if len(ranks) < 2:
@@ -331,9 +332,8 @@ def _straggler(
     if found is None or pulse is None:
         return found
     # The phases outside the passes, and forward, are those of every step: few recorded ones do not refute them.
-    shares_cores = is_cpu and len({rank.host for rank in ranks}) == 1
     in_passes = found.cause in {None, "compute"} and found.caused_ns is not None
-    return found if in_passes and not (shares_cores and waiting is not None and waiting.steps < COIN_FLIP) else None
+    return found if in_passes and not (on_cores and waiting is not None and waiting.steps < COIN_FLIP) else None
 
 
 def _of_windows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,13 @@ MS = 1_000_000
 USUAL = {"data_wait": 1, "forward": 20, "backward": 40, "optimizer": 5, "callbacks": 1, "other": 1}
 
 
-def compared(directory: Path, more_ms: Callable[[int, int], dict[str, int]], *, waits: bool = True) -> PulseLateness:
+def compared(
+    directory: Path,
+    more_ms: Callable[[int, int], dict[str, int]],
+    *,
+    waits: bool = True,
+    hosts: Sequence[str] = ("node0", "node0"),
+) -> PulseLateness:
     """Compare two ranks; who does less in a step than the other has a longer backward, where it waits."""
 
     def phases(rank: int, step: int) -> dict[str, int]:
@@ -27,7 +33,10 @@ def compared(directory: Path, more_ms: Callable[[int, int], dict[str, int]], *, 
         own = {name: ms + mine.get(name, 0) for name, ms in USUAL.items()}
         return {name: (ms + wait * (name == "backward")) * MS for name, ms in own.items()}
 
-    found = pulse_lateness(load_run(make_run(directory, FakeRun(world_size=2, phases=phases))).ranks)
+    ranks = load_run(make_run(directory, FakeRun(world_size=2, phases=phases))).ranks
+    for rank, host in zip(ranks, hosts, strict=True):
+        rank.facts.host = host
+    found = pulse_lateness(ranks)
     assert found is not None
     return found
 
@@ -57,12 +66,20 @@ def test_a_rank_that_is_late_in_each_fifth_step_is_late_on_average(tmp_path: Pat
         pytest.param(lambda rank, step: {"data_wait": 60} if (step % 2) == rank else {}, id="in turns"),
         pytest.param(lambda rank, step: {"data_wait": 900} if rank == 1 and step == 9 else {}, id="one step"),
         pytest.param(lambda rank, _step: {"data_wait": 2} if rank == 1 else {}, id="little"),
+        pytest.param(lambda rank, _step: {"forward": 6} if rank == 1 else {}, id="little on shared cores"),
+        pytest.param(lambda rank, step: {"forward": 30} if rank == (step // 5) % 3 % 2 else {}, id="in long turns"),
     ],
 )
 def test_ranks_that_are_late_by_chance_or_in_turns_or_by_little_are_no_straggler(
     more_ms: Callable[[int, int], dict[str, int]], tmp_path: Path
 ) -> None:
     assert compared(tmp_path, more_ms).late is None
+
+
+def test_a_rank_with_cores_of_its_own_is_late_by_a_few_percent_in_forward(tmp_path: Path) -> None:
+    late = compared(tmp_path, lambda rank, _: {"forward": 6} if rank == 1 else {}, hosts=("node0", "node1")).late
+    assert late is not None
+    assert (late.rank, late.cause, late.caused_ns) == (1, "compute", 6 * MS)
 
 
 def test_the_others_wait_in_the_phases_that_are_longer_than_the_late_ranks(tmp_path: Path) -> None:
