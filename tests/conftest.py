@@ -52,9 +52,32 @@ def no_pages() -> Iterator[None]:
         yield
 
 
+FROZEN = gc.get_freeze_count
+
+
+def _freeze() -> None:
+    """Exempt what is loaded, millions of objects, from collections and from searches for tensors and holders."""
+    gc.collect()
+    gc.freeze()
+    own = FROZEN()
+    # A search thaws what a program has frozen; this is not the program's.
+    pytest.MonkeyPatch().setattr(gc, "get_freeze_count", lambda: max(FROZEN() - own, 0))
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Show the garbage collector all objects, for tests whose own module is the holder or that freeze objects."""
+    gc.unfreeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", FROZEN)
+        yield
+    _freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def clean_module(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail, naming the culprit, if what a module's shared fixtures took is not given back."""
+    _freeze()
     before = leaks.state()
     yield
     _report(before, None, request.node.nodeid)
@@ -85,32 +108,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("browser") is not None:
             item.add_marker(pytest.mark.flaky(reruns=1))
-
-
-FROZEN = gc.get_freeze_count
-
-
-def _freeze() -> None:
-    """Exempt the tests' own code, millions of objects, from collections and from searches for tensors and holders."""
-    gc.collect()
-    gc.freeze()
-    own = FROZEN()
-    # A search thaws what a program has frozen; this is not the program's.
-    pytest.MonkeyPatch().setattr(gc, "get_freeze_count", lambda: max(FROZEN() - own, 0))
-
-
-def pytest_collection_finish() -> None:
-    _freeze()
-
-
-@pytest.fixture(scope="module")
-def thawed() -> Iterator[None]:
-    """Show the garbage collector all objects, for tests whose own module is the holder or that freeze objects."""
-    gc.unfreeze()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "get_freeze_count", FROZEN)
-        yield
-    _freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -30,8 +30,8 @@ from lightning_memprof.report.view import run_view
 from training import Noise, loader, only_run, trainer
 
 SOURCE = Path(leaking.__file__).read_text(encoding="utf-8").splitlines()
-pytestmark = pytest.mark.usefixtures("thawed")
 STEPS = 12
+OF_MODULE = ("global", "lru_cache", "class attribute", "default")
 OUTPUT = OutputOptions(summary=False, on_error="raise", report=False, curves=False)
 
 
@@ -84,7 +84,11 @@ def line_of(mark: str) -> str:
 
 
 @pytest.mark.parametrize("kind", LEAKS)
-def test_the_holder_and_the_line_of_its_variable_are_named(tmp_path: Path, kind: str) -> None:
+def test_the_holder_and_the_line_of_its_variable_are_named(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str
+) -> None:
+    if kind in OF_MODULE:
+        request.getfixturevalue("thawed")
     model, place = LEAKS[kind]
     options = {"logger": Images(), "default_root_dir": tmp_path} if kind == "logger" else {}
     found = searched(tmp_path, model(), **options)
@@ -106,6 +110,7 @@ class Frozen(leaking.InList):
         gc.freeze()
 
 
+@pytest.mark.usefixtures("thawed")
 def test_a_holder_that_the_program_has_frozen_is_named_and_stays_frozen(tmp_path: Path) -> None:
     (row,) = searched(tmp_path, Frozen())
     assert (row["place"], row["line"]) == ("Frozen.history[...]", line_of("list"))
