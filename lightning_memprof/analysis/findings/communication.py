@@ -429,7 +429,7 @@ def _longer_on_host(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int)
 # Ranks of one kind differ by the lengths of their batches and by rank 0's extra work: by less than this on a device.
 DEVICE_SHARE: Final = 0.15
 # On the host, rank 0 also writes logs and checkpoints, and touched memory stays resident.
-HOST_SHARE: Final = 0.50
+HOST_SHARE: Final = 0.25
 MIN_BYTES: Final = 256 * MIB
 # From twice the other ranks' memory on, half of theirs is unused.
 SEVERE_SHARE: Final = 1.0

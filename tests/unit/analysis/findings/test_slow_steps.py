@@ -233,10 +233,10 @@ def test_a_checkpoint_that_only_one_step_of_many_saved_is_no_finding(tmp_path: P
     assert "checkpoint_bound" not in found_in(with_checkpoint(make_run(tmp_path, fake), 20, 100 * MS))
 
 
-def set_device_peak(directory: Path, rank: int, size: int) -> None:
+def set_peak(directory: Path, rank: int, size: int, column: str = "device_peak_bytes") -> None:
     pulse = directory / f"pulse.rank{rank:05d}.csv"
     header, *lines = pulse.read_text().splitlines()
-    index = header.split(",").index("device_peak_bytes")
+    index = header.split(",").index(column)
     rows = [line.split(",") for line in lines]
     for row in rows:
         row[index] = str(size)
@@ -248,12 +248,22 @@ def set_device_peak(directory: Path, rank: int, size: int) -> None:
 )
 def test_a_device_that_is_fuller_than_the_others_is_named(tmp_path: Path, size: int, severity: Severity | None) -> None:
     directory = make_run(tmp_path, FakeRun(world_size=4, device_bytes=lambda _: GIB))
-    set_device_peak(directory, 2, size)
+    set_peak(directory, 2, size)
     finding = found_in(directory).get("memory_imbalance")
     assert (finding.severity if finding else None) is severity
     if finding is not None:
         assert finding.numbers["rank"] == 2
         assert "on its device" in finding.sentence
+
+
+@pytest.mark.parametrize(("more", "is_found"), [(0.31, True), (0.2, False)])
+def test_without_a_device_a_rank_that_needs_more_of_the_host_is_named(
+    tmp_path: Path, more: float, is_found: bool
+) -> None:
+    directory = make_run(tmp_path, FakeRun(world_size=2, rss_bytes=lambda _: 2 * GIB))
+    set_peak(directory, 0, round((1 + more) * 2 * GIB), "rss_bytes")
+    finding = found_in(directory).get("memory_imbalance")
+    assert (finding is not None and "Rank 0 peaks at 2.62 GiB on the host" in finding.sentence) == is_found
 
 
 def test_evidence_of_a_window_has_its_file_its_steps_and_their_time(tmp_path: Path) -> None:
