@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.cli.main import main
@@ -249,6 +251,38 @@ def test_thousands_of_samples_that_are_fetched_one_by_one_are_named(shown: Any, 
     assert any(step.startswith("Fetch all samples of a batch at once: ") for step in steps) == (not at_once)
     if not at_once:
         assert "one by one for 3,000 samples" in found["input_bound"]["sentence"]
+
+
+class Tables(Dataset[tuple[Tensor]]):
+    """Numbers; each process first computes a table for 150 ms."""
+
+    def __init__(self) -> None:
+        self.numbers, self.has_table = torch.randn(60 * 256, 32), False
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        end = 0.0 if self.has_table else time.process_time() + 0.15
+        while time.process_time() < end:
+            pass
+        self.has_table = True
+        return (self.numbers[index],)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the cores of a process cannot be limited")
+@pytest.mark.parametrize("workers", [6, 1])
+def test_the_start_of_more_workers_than_cores_is_named(shown: Any, workers: int) -> None:
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        found = shown("run", Model(), DataLoader(Tables(), 256, num_workers=workers, persistent_workers=True))
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert ("worker_start" in found) == (workers > 1)
+    if workers > 1:
+        assert found["worker_start"]["sentence"].startswith("6 DataLoader workers for 1 core: their start takes ")
+        assert "Use DataLoader(num_workers=1): " in found["worker_start"]["next_steps"][0]
 
 
 class Ticker(pl.Callback):

@@ -24,16 +24,17 @@ from lightning_memprof.analysis.findings.compute import (
     thread_oversubscription,
 )
 from lightning_memprof.analysis.findings.data import (
-    blocking_transfers,
     input_bound,
     input_bound_trace,
     padding,
+    worker_start,
     workers_restart,
 )
 from lightning_memprof.analysis.findings.device import allocator_thrash, gpu_idle, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
 from lightning_memprof.analysis.findings.host import actions_bound, between_steps, core_wait, gc_pauses, slow_steps
 from lightning_memprof.analysis.findings.kernels import (
+    blocking_transfers,
     busy_thread,
     many_small_kernels,
     many_small_operators,
@@ -112,6 +113,7 @@ RULES: Final[tuple[Rule, ...]] = (
     buffer_broadcast,
     input_bound,
     workers_restart,
+    worker_start,
     padding,
     anomaly_detection,
     double_precision,

@@ -13,6 +13,7 @@ from lightning_memprof.analysis.findings.measures import (
     line_of_samples,
     more_workers,
     one_by_one,
+    ranks_on_host,
     rhythm,
     sample_method,
     slow_function,
@@ -31,24 +32,23 @@ from lightning_memprof.analysis.findings.model import (
 )
 from lightning_memprof.analysis.findings.program.lines import has, of_samples
 from lightning_memprof.analysis.findings.traces import (
+    BESIDE_THE_STEP,
     MIN_TRACE_STEPS,
     NOTABLE_SHARE,
     exposed_loading,
     longest_in,
     on_rank,
     recovered_ns,
-    remedies,
-    remedy,
     seen_in,
     severity_of,
-    times,
 )
 from lightning_memprof.analysis.ledger.model import TimeLedger, total
 from lightning_memprof.analysis.ledger.run import RESTART
 from lightning_memprof.analysis.run.model import Rank
-from lightning_memprof.analysis.trace.model import Copies, TraceReport
+from lightning_memprof.analysis.steps.workers import loading, private_memory
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
-from lightning_memprof.artifacts.series import ThroughputRow
+from lightning_memprof.artifacts.series import ProcessRow, ThroughputRow
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 # The Trainer fetches a batch that is ready in less: no setting of the loader saves it.
@@ -79,8 +79,6 @@ FASTER: Final = {
 
 # One step with this share of the loading is a start of workers or of an epoch, not the usual step.
 ONE_STEP: Final = 0.75
-# Of exposed loading, and of copies from pageable memory: both can run beside the step.
-BESIDE_THE_STEP: Final = (0.5, 1.0)
 WORKERS: Final = (
     "Load in worker processes: DataLoader(num_workers=4, persistent_workers=True); if there are any, use more."
 )
@@ -182,6 +180,74 @@ def _restarting(ledger: TimeLedger) -> float:
     return sum(line.ns for line in ledger.of("data_wait") if line.name == RESTART)
 
 
+# Of the steps, at most the first third are the start.
+MOST_OF_STEPS: Final = 1 / 3
+
+
+def worker_start(facts: Facts) -> list[Finding]:
+    """Find more DataLoader workers than cores, whose start delays the first batches of the run.
+
+    The start is what the first batch of each worker waits beyond the mean wait of later steps, at most the mean time
+    that a worker waits for a core until its first sample: workers that start from disk or network start together.
+    With ``n`` workers instead of ``w`` the run is shorter by ``1 - n / w`` of the start to the whole start, once: as
+    many as there are cores, or as many as a step needs where they mostly wait. The steps of the ledger, and so what a
+    finding recovers, do not include the first one.
+    """
+    found = [finding for rank in facts.run.ranks if (finding := _start_of(facts, rank)) is not None]
+    return sorted(found, key=lambda finding: -finding.weight)[:1]
+
+
+def _start_of(facts: Facts, rank: Rank) -> Finding | None:
+    ledger, loaders = facts.ledgers.get(rank.rank), rank.training.dataloaders if rank.training else []
+    workers = max((loader.num_workers or 0 for loader in loaders), default=0)
+    cores = max((rank.facts.cpu_count or workers) // len(ranks_on_host(facts, rank)), 1)
+    # Recording makes batches late, too.
+    waits = [row["data_wait_ns"] or 0 for row in rank.pulse if row["window"] is None]
+    turn = min(workers, int(len(waits) * MOST_OF_STEPS))
+    samples = [row for row in rank.read(ProcessRow).rows if row.kind == "worker"]
+    firsts = {row.pid: row.core_wait_ns or 0 for row in reversed(samples)}
+    if ledger is None or workers <= cores or not turn or not firsts:
+        return None
+    cost, step_ns = loading(rank), ledger.running_ns - ledger.ns("data_wait")
+    needed = cost.workers_for(step_ns) if cost is not None else cores
+    wanted = needed if cost is not None and not cost.is_cpu_bound else min(needed, cores)
+    usual_ns, waited_ns = stats.mean(waits[turn:]), stats.mean(firsts.values())
+    delay_ns = sum(waits[:turn]) - turn * usual_ns
+    run_ns, most_ns = sum(row["duration_ns"] or 0 for row in rank.pulse), min(delay_ns, waited_ns)
+    least_ns = most_ns * (1 - max(wanted, cores) / workers)
+    share = (least_ns + most_ns) / 2 / run_ns if run_ns else 0.0
+    if wanted >= workers or share < NOTABLE:
+        return None
+    private = max(private_memory(rank), default=0)
+    held = f"; all workers have {format_bytes(private)} of private memory" if private else ""
+    needs = f"a worker needs {format_ns(cost.fetch_ns)} per batch, a step {format_ns(step_ns)}" if cost else ""
+    return Finding(
+        rule="worker_start",
+        severity=Severity.WARNING,
+        sentence=(
+            f"{workers} DataLoader workers for {format_count(cores, 'core')}{facts.on_rank(rank)}: their start takes "
+            f"{format_ns(delay_ns)}, {percent(delay_ns / run_ns)} of the run."
+        ),
+        why=(
+            f"A worker waits {format_ns(waited_ns)} for a core by its first sample; later steps wait "
+            f"{format_ns(usual_ns)} for a batch{held}."
+        ),
+        next_steps=(f"Use DataLoader(num_workers={wanted}): {needs or 'not more than there are cores'}.",),
+        evidence=(facts.pulse(rank),),
+        numbers={
+            "rank": rank.rank,
+            "workers": workers,
+            "cores": cores,
+            "start_ns": round(delay_ns),
+            "core_wait_ns": round(waited_ns),
+            "saved_ns": (round(least_ns), round(most_ns)),
+            "run_ns": run_ns,
+            "private_bytes": private,
+        },
+        weight=share,
+    )
+
+
 def _recovery(
     facts: Facts, rank: Rank, ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float
 ) -> Recovery:
@@ -190,12 +256,12 @@ def _recovery(
         return Recovery(unit="ns", min=wait * at_epoch_starts / 2, max=wait * at_epoch_starts, whole=ledger.running_ns)
     workers = (loaders[0].num_workers or 0) if loaders else 0
     cores, others = rank.facts.cpu_count or MORE_WORKERS, ledger.step_ns - wait
-    # One batch every `loading` ns from one worker; the loop takes one every `others` ns at best.
-    loading = wait if not workers else ledger.step_ns * workers
+    # One batch every `batch_ns` from one worker; the loop takes one every `others` ns at best.
+    batch_ns = wait if not workers else ledger.step_ns * workers
     wanted = min(MORE_WORKERS, cores) if not workers else min(2 * workers, max(cores, workers))
     if (turns := takes_turns(rank)) is not None:
-        loading, wanted = loading * (1 - turns.lock_share), workers
-    least, most = max(ledger.step_ns - max(others, loading / wanted), 0.0), wait
+        batch_ns, wanted = batch_ns * (1 - turns.lock_share), workers
+    least, most = max(ledger.step_ns - max(others, batch_ns / wanted), 0.0), wait
     if not workers and (busy := cores_of_loading(facts, rank, ledger)) is not None:
         most = min(wait, max(ledger.step_ns * (1 - busy / cores), 0.0))
         least = 0.0 if (torch_threads(rank) or 1) >= cores else least
@@ -409,92 +475,3 @@ def _most_severe(*, in_one: bool, steps: int) -> Severity:
     if in_one:
         return Severity.INFO
     return Severity.CRITICAL if steps >= MIN_TRACE_STEPS else Severity.WARNING
-
-
-# Below 1%, pinned memory, which takes time to allocate and cannot be swapped, does not pay off.
-NOTABLE_COPIES: Final = 0.01
-COPY_NEXT: Final = {
-    "HtoD": (
-        remedy(
-            "Pin the batches: DataLoader(pin_memory=True); Lightning then copies them without blocking.", "lightning"
-        ),
-        remedy("Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).", "other program"),
-        "Pin the program's own tensors: tensor.pin_memory().to(device, non_blocking=True).",
-    ),
-    "DtoH": (
-        remedy(
-            "Move results to the host less often: .cpu() every N steps, self.log(name, tensor) instead of a list.",
-            "lightning",
-        ),
-        remedy("Move results to the host less often: .cpu() every N steps.", "other program"),
-        "Copy into pinned memory: torch.empty(shape, pin_memory=True).copy_(x, non_blocking=True).",
-    ),
-}
-DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
-# Copies of as many bytes in both directions are of the same tensors.
-SAME: Final = 0.1
-STAY: Final = "Leave it on the GPU: remove the .to(device) and .cpu() of a module or tensor from the steps."
-
-
-def blocking_transfers(trace: TraceReport) -> list[Finding]:
-    """Find copies from or to pageable memory that no computation overlaps, by direction.
-
-    Recovers half to all of their exposed time: from pinned memory they are faster, and run beside kernels.
-    """
-    window = trace.gpu_window
-    if window is None or not window.window_ns:
-        return []
-    found = [
-        _transfer(trace, copies, window.window_ns)
-        for kind in DIRECTIONS
-        for copies in trace.copies
-        if copies.kind == kind and copies.is_pageable
-    ]
-    return [finding for finding in found if finding is not None]
-
-
-def _transfer(trace: TraceReport, copies: Copies, window_ns: int) -> Finding | None:
-    # A copy from pageable memory blocks the host until it ends: without the overlap its total time counts.
-    share = (copies.total_ns if copies.exposed_ns is None else copies.exposed_ns) / window_ns
-    if share <= NOTABLE_COPIES:
-        return None
-    is_round_trip = any(_is_return(copies, other) for other in trace.copies)
-    size = f"{format_bytes(copies.bytes)} in " if copies.bytes is not None else ""
-    rate = f", {format_bytes(copies.bytes * 1e9 / copies.total_ns)}/s" if copies.bytes and copies.total_ns else ""
-    return Finding(
-        rule="blocking_transfers",
-        severity=severity_of(share),
-        sentence=(
-            f"Blocking copies {DIRECTIONS[copies.kind]} take {share:.1%} of the time{on_rank(trace)}"
-            f"{': as many bytes move back and forth' if is_round_trip else ''}."
-        ),
-        why=(
-            f"{times(copies.count).capitalize()}, {size}{format_ns(copies.total_ns)}{rate}: pageable memory is copied "
-            "twice, and the call blocks until the copy ends."
-        ),
-        # The same number of bytes may be a batch and an output of its size.
-        next_steps=((STAY,) if is_round_trip else ()) + remedies(trace, *COPY_NEXT[copies.kind]),
-        evidence=longest_in(trace, copies.longest_start_ns, copies.total_ns // max(copies.count, 1)),
-        numbers={
-            "kind": copies.kind,
-            "share": share,
-            "exposed_ns": copies.exposed_ns,
-            "total_ns": copies.total_ns,
-            "count": copies.count,
-            "bytes": copies.bytes,
-            "window_ns": window_ns,
-        },
-        weight=share,
-        recovers=recovered_ns(
-            trace.device_ledger,
-            BESIDE_THE_STEP,
-            "copy",
-            recorded_ns=share * window_ns,
-            name=f"{copies.kind} (pageable)",
-        ),
-    )
-
-
-def _is_return(copies: Copies, other: Copies) -> bool:
-    moved, returned = copies.bytes or 0, other.bytes or 0
-    return other.kind != copies.kind and bool(other.is_pageable) and abs(moved - returned) < SAME * moved

@@ -14,6 +14,8 @@ from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
 from lightning_memprof.analysis.trace.kernel_names import kernel_name, kernel_names
 from lightning_memprof.analysis.trace.model import Cause, CollectiveTotals, IdleCause, Kernel, TraceReport
 
+# Of exposed loading, and of copies from pageable memory: both can run beside the step.
+BESIDE_THE_STEP: Final = (0.5, 1.0)
 # A remedy for less than 10% makes the program less than 1.12 times as fast.
 NOTABLE_SHARE: Final = 0.10
 # From 30% on, it decides how long the run takes: the program would be 1.4x as fast or faster without it.

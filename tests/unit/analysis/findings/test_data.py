@@ -200,3 +200,41 @@ def test_a_function_with_most_of_a_fetch_is_the_cause(tmp_path: Path, share: flo
     else:
         # The rest is the data set's own: 50% of a fetch.
         assert finding.sentence.endswith("of each step: Images.__getitem__ takes 50% of a fetch.")
+
+
+@pytest.mark.parametrize(
+    ("workers", "waits_ms", "cpu_ms", "wanted"),
+    [
+        (32, (800, 700), 390, 8),
+        (32, (800, 700), 10, 23),  # they mostly wait, and a step of 18 ms needs 23 of them
+        (20, (800, 700), 10, None),
+        (8, (800, 700), 390, None),  # as many as cores
+        (32, (800, 20), 390, None),  # the first batches do not wait for cores
+        (32, (40, 700), 390, None),  # nor the training for them
+    ],
+)
+def test_a_start_of_more_workers_than_cores_is_found(
+    tmp_path: Path, workers: int, waits_ms: tuple[int, int], cpu_ms: int, wanted: int | None
+) -> None:
+    start_ms, core_wait_ms = waits_ms
+    loader = {"num_workers": workers, "persistent_workers": True}
+    fake = FakeRun(
+        steps=120,
+        phases=lambda _, step: {**HEALTHY, "data_wait": start_ms * MS if step == 0 else HEALTHY["data_wait"]},
+        training={"dataloaders": [loader]},
+    )
+    directory = make_run(tmp_path, fake)
+    rows = [
+        {"kind": "worker", "pid": pid, "worker": pid, "step": n, "time_ns": n * 10**9, "batches": 2 * n,
+         "fetch_ns": 800 * MS * n, "fetch_cpu_ns": 2 * cpu_ms * MS * n, "core_wait_ns": core_wait_ms * MS}
+        for n in (1, 3)
+        for pid in range(workers)
+    ]  # fmt: skip
+    (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
+    assert ("worker_start" in findings) == (wanted is not None)
+    if wanted is not None:
+        finding = findings["worker_start"]
+        assert finding.sentence.startswith("32 DataLoader workers for 8 cores: their start takes 800 ms, 27% of the")
+        assert f"num_workers={wanted}): a worker needs 400 ms per batch" in finding.next_steps[0]
+        assert finding.numbers["saved_ns"] == (pytest.approx((1 - wanted / 32) * 700 * MS, rel=1e-6), 700 * MS)
