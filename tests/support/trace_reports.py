@@ -13,6 +13,7 @@ from lightning_memprof.analysis.trace.model import (
     GpuTimes,
     IdleCause,
     Kernel,
+    RuntimeCall,
     StepTimes,
     TraceReport,
     TraceStep,
@@ -64,6 +65,10 @@ def collective(**changes: Any) -> CollectiveTotals:
         "exposed_ns": 5 * MS,
     }
     return CollectiveTotals(**{**usual, **changes})
+
+
+def call(name: str, count: int, total_ns: int, at_ns: int | None = None) -> RuntimeCall:
+    return RuntimeCall(name=name, count=count, total_ns=total_ns, max_ns=total_ns // count, longest_start_ns=at_ns)
 
 
 def trace(steps: int = 5, *, loading_ns: int = 0, causes: tuple[IdleCause, ...] = (), **changes: Any) -> TraceReport:

@@ -132,17 +132,17 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
     kernels = sum(kernel.count for kernel in computing(trace))
     mean_ns = round(total_ns(computing(trace)) / kernels) if kernels else 0
     cold = _cold_start(trace, main, rest_ns)
-    in_one_gap = main is not None and main.longest_ns >= MAIN_PART * rest_ns
     launching_ns = sum(cause.total_ns for cause in causes if cause.cause in LAUNCHING)
-    is_launching = launching_ns >= MAIN_PART * rest_ns and not in_one_gap and cold is None
+    is_launching = main is not None and launching_ns >= MAIN_PART * rest_ns > main.longest_ns and cold is None
     launch_bound = is_launching and bool(kernels) and mean_ns <= SHORT_KERNEL_NS
-    # Without the recording, the host is faster by its cost.
+    # Without the recording, the host is faster by its cost; other causes than the main one stay.
     of_recording = 0 if trace.steady is not None else min(max(recording_ns(trace)[:2]), launching_ns)
-    of_program = share - of_recording / idle.span_ns
     is_sample = is_short(trace) or cold is not None
+    worth = None if cold else _recovery(trace, idle, main, launch_bound=launch_bound)
+    stake = min(share - of_recording / idle.span_ns, worth.max / worth.whole if worth else 1.0)
     return Finding(
         rule="gpu_idle",
-        severity=Severity.INFO if is_sample else severity_of(of_program),
+        severity=Severity.INFO if is_sample else severity_of(stake),
         sentence=_sentence(trace, idle, share, "launches" if launch_bound else cold or _activity(trace, main, rest_ns)),
         why=_why(trace, idle, causes, kernels, mean_ns),
         next_steps=(
@@ -162,8 +162,8 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
             "kernels": kernels,
             "mean_kernel_ns": mean_ns,
         },
-        weight=share,
-        recovers=None if cold else _recovery(trace, idle, main, launch_bound=launch_bound),
+        weight=stake,
+        recovers=worth,
     )
 
 

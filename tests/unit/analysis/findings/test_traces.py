@@ -14,19 +14,14 @@ from lightning_memprof.analysis.trace.model import (
     Copies,
     HostOperators,
     Program,
-    RuntimeCall,
     Synchronization,
     TraceReport,
 )
-from trace_reports import MS, START, STEP_NS, collective, gpu_times, idle, kernel, trace
+from trace_reports import MS, START, STEP_NS, call, collective, gpu_times, idle, kernel, trace
 
 
 def found(report: TraceReport) -> dict[str, Finding]:
     return {finding.rule: finding for finding in examine_files((report,), ())}
-
-
-def call(name: str, count: int, total_ns: int, at_ns: int | None = None) -> RuntimeCall:
-    return RuntimeCall(name=name, count=count, total_ns=total_ns, max_ns=total_ns // count, longest_start_ns=at_ns)
 
 
 def copies(**changes: Any) -> Copies:

@@ -15,7 +15,7 @@ from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, TimePa
 from lightning_memprof.analysis.ledger.steady import in_steady_state
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.model import TraceReport
-from trace_reports import MS, START, STEP_NS, gpu_times, idle, trace
+from trace_reports import MS, START, STEP_NS, call, gpu_times, idle, trace
 
 STEPS = 5
 
@@ -83,6 +83,14 @@ def test_the_driver_takes_as_long_for_memory_as_it_was_recorded() -> None:
     assert found.gpu_window is not None
     assert sum(cause.total_ns for cause in found.idle) == pytest.approx(found.gpu_window.idle_ns, abs=2)
     assert next(cause.total_ns for cause in found.idle if cause.cause == "allocator") == 28 * STEPS * MS
+
+
+def test_of_a_device_that_waits_for_several_causes_the_largest_is_first() -> None:
+    # The allocator's calls are more than the operators, which are the most of what remains.
+    report = recorded(compute=25, python=24, operators=30, allocator=16)
+    calls = (call("cudaMalloc", 40 * STEPS, 8 * STEPS * MS), call("cudaFree", 40 * STEPS, 8 * STEPS * MS))
+    found = in_steady_state(replace(report, steady_allocations=calls), 65 * MS)
+    assert [finding.rule for finding in examine_files((found,), ())][:2] == ["allocator_thrash", "gpu_idle"]
 
 
 @pytest.mark.parametrize(("step", "allocator"), [(45, 20), (25, 0), (256, 56)])
