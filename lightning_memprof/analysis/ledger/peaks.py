@@ -1,4 +1,4 @@
-"""What devices reach at most: the figures of vendors for known GPUs, and two measurements of this machine."""
+"""What devices reach at most, by the figures of vendors or measured on this machine, and what operators reach of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import asdict
 
-from lightning_memprof.units import format_bytes
+from lightning_memprof.analysis.ledger.model import OperatorWork
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 SWITCH: Final = "LIGHTNING_MEMPROF_BENCHMARK"
 """Environment variable: with the value 0 this machine is not measured."""
@@ -24,6 +25,9 @@ _CACHE: Final = "machine.json"
 _SIDE: Final = 1024
 _COPIED: Final = 64 << 20
 _REPEATS: Final = 5
+# Finding, calling and recording an operator takes the host some µs, a launch as long: shorter calls compute little.
+TINY_NS: Final = {True: 10_000, False: 20_000}
+TERA: Final = 1e12
 
 
 class Peaks(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,3 +137,75 @@ def _fastest(run: Callable[[], object]) -> float:
         run()
         times.append(perf_counter() - begin)
     return max(min(times), 1e-9)
+
+
+class Achieved(msgspec.Struct, frozen=True, kw_only=True):
+    """What operators reach, against what their device reaches at most.
+
+    Attributes:
+        on: their most expensive operands, for a sentence: ``" on 64x64 tensors"``.
+        text: a sentence with the rates.
+        is_tiny: whether a call takes no longer than it costs to make it.
+        by_memory: whether memory bounds them, and not arithmetic.
+        share: of the peak that bounds them, None where it is unknown.
+        dtype: of the operands.
+        numbers: the same for programs: FLOP/s, bytes/s, and the peaks with their source.
+        pairs: operands that are broadcast to a value for each pair of theirs, if most of the work is on that result.
+    """
+
+    on: str
+    text: str
+    is_tiny: bool
+    by_memory: bool
+    share: float | None
+    dtype: str
+    numbers: Mapping[str, Any]
+    pairs: str = ""
+
+
+def achieved_by(work: Sequence[OperatorWork], peaks: Peaks | None, *, on_device: bool) -> Achieved | None:
+    """Return the rates of operators together; None where no inputs were recorded.
+
+    Args:
+        work: the operators.
+        peaks: of their device; None where it is unknown, and only the rates are known.
+        on_device: whether they run on an accelerator.
+    """
+    ns, count = sum(each.ns for each in work), sum(each.count for each in work)
+    if not work or not ns or not count:
+        return None
+    first = max(work, key=lambda each: each.ns)
+    flops, moved = 1e9 * sum(each.flops for each in work) / ns, 1e9 * sum(each.bytes for each in work) / ns
+    most = dict(peaks.flops_per_s) if peaks else {}
+    # Tensor cores multiply float32 as TF32 where the program allows it: then it is faster than float32 can be.
+    known = most.get("tf32" if first.dtype == "float32" and flops > most.get("float32", flops) else first.dtype)
+    of_flops = flops / known if known else None
+    of_memory = moved / peaks.bytes_per_s if peaks else None
+    by_memory = not flops or (of_flops is not None and of_memory is not None and of_memory > of_flops)
+    share, peak = (of_memory, peaks and peaks.bytes_per_s) if by_memory else (of_flops, known)
+    if by_memory:
+        rate, limit = f"{format_bytes(moved)}/s", f"{format_bytes(peak or 0)}/s"
+    else:
+        rate, limit = _flops(flops), _flops(peak or 0)
+    against = f", {percent(share)} of the {limit} of {peaks.source}" if peaks and share is not None else ""
+    return Achieved(
+        on=f" on {first.shapes} tensors",
+        text=f"{first.operator} in {first.dtype} reaches {rate}{against}; a call takes {format_ns(ns / count)}.",
+        is_tiny=ns / count < TINY_NS[on_device],
+        by_memory=by_memory,
+        share=share,
+        dtype=first.dtype,
+        numbers={
+            "shapes": first.shapes,
+            "dtype": first.dtype,
+            "flops_per_s": flops,
+            "bytes_per_s": moved,
+            "peak_flops_per_s": known,
+            "peak_bytes_per_s": peaks.bytes_per_s if peaks else None,
+            "peak_source": peaks.source if peaks else None,
+        },
+    )
+
+
+def _flops(per_s: float) -> str:
+    return f"{per_s / 1e12:,.3g} TFLOP/s" if per_s >= TERA else f"{per_s / 1e9:,.3g} GFLOP/s"

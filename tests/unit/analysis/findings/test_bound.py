@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from device_traces import Recording
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, nothing_in_files
-from lightning_memprof.analysis.findings.bound import achieved_by, nothing_found
-from lightning_memprof.analysis.ledger.model import OperatorWork
-from lightning_memprof.analysis.ledger.peaks import Peaks
+from lightning_memprof.analysis.findings.bound import nothing_found
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
 
@@ -86,64 +83,6 @@ def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) ->
                     made.launch(3_000)
             made.synchronize()
     assert bound(made, tmp_path).sentence.startswith("Compute-bound: matrix multiplication takes 67% of each step")
-
-
-PEAKS = Peaks(source="a device", bytes_per_s=1e12, flops_per_s={"bfloat16": 100e12, "float32": 10e12, "tf32": 50e12})
-
-
-def work(**changes: Any) -> OperatorWork:
-    usual: dict[str, Any] = {
-        "part": "compute",
-        "module": "net",
-        "operator": "aten::mm",
-        "shapes": "64x64",
-        "dtype": "bfloat16",
-        "ns": 1e6,
-        "count": 2.0,
-        "flops": 40e9,
-        "bytes": 1e8,
-    }
-    return OperatorWork(**{**usual, **changes})
-
-
-def test_the_rates_of_operators_are_shares_of_what_their_device_reaches() -> None:
-    achieved = achieved_by([work(), work(shapes="8x8", ns=1e6 - 1, flops=20e9)], PEAKS, on_device=True)
-    assert achieved is not None
-    assert achieved.on == " on 64x64 tensors"
-    assert achieved.share == pytest.approx(0.3)
-    assert achieved.text == (
-        "aten::mm in bfloat16 reaches 30 TFLOP/s, 30% of the 100 TFLOP/s of a device; a call takes 500 µs."
-    )
-    assert not achieved.is_tiny
-    assert not achieved.by_memory
-
-
-def test_the_nearer_of_the_two_peaks_bounds_an_operator() -> None:
-    achieved = achieved_by([work(operator="aten::add", flops=0, bytes=8e8)], PEAKS, on_device=True)
-    assert achieved is not None
-    assert achieved.by_memory
-    assert achieved.share == pytest.approx(0.8)
-    product = achieved_by([work(flops=1e9, bytes=8e8)], PEAKS, on_device=True)
-    assert product is not None
-    assert product.by_memory
-
-
-def test_float32_faster_than_float32_can_be_is_tf32() -> None:
-    slow = achieved_by([work(dtype="float32", flops=9e9)], PEAKS, on_device=True)
-    fast = achieved_by([work(dtype="float32", flops=40e9)], PEAKS, on_device=True)
-    assert slow is not None
-    assert fast is not None
-    assert slow.share == pytest.approx(0.9)
-    assert fast.share == pytest.approx(0.8)
-
-
-def test_without_peaks_the_rate_alone_is_known_and_without_inputs_nothing() -> None:
-    achieved = achieved_by([work(ns=1e4, count=10)], None, on_device=True)
-    assert achieved is not None
-    assert achieved.share is None
-    assert achieved.is_tiny
-    assert " of the " not in achieved.text
-    assert achieved_by([], PEAKS, on_device=True) is None
 
 
 def test_a_busy_device_says_what_its_operators_reach_and_what_makes_them_faster(tmp_path: Path) -> None:
