@@ -19,7 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.analysis.findings import Facts
+from lightning_memprof.analysis.findings.bound import nothing_found
+from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.cli.main import main
+from lightning_memprof.report.view import run_view
 from training import only_run, trainer
 
 Shown = dict[str, dict[str, Any]]
@@ -384,3 +388,42 @@ def test_a_tensor_of_all_pairs_is_named(tmp_path: Path, shown: Any, is_broadcast
     told = json.dumps([page["verdict"], *page["findings"]])
     assert ("on all pairs of 400x1x32 and 1x400x32" in told) == is_broadcast
     assert ("Make no tensor of all pairs: use torch.cdist" in told) == is_broadcast
+
+
+class Repeated(Model):
+    """Runs a network once, or more often: for a metric, for pairs of inputs, block by block, or again in backward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)))
+        self.enter, self.how = nn.Linear(256, 256) if how == "shared block" else nn.Identity(), how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.enter(batch[0])
+        if self.how == "checkpoint":
+            y = checkpoint(self.network, x.requires_grad_(), use_reentrant=False)
+        elif self.how in {"shared block", "loop"}:
+            y = self.network(self.network(x))
+            y = y if self.how == "shared block" else self.network(self.network(y))
+        elif self.how == "pairs":
+            first, second = x.chunk(2)
+            y = self.network(first) - self.network(second)
+        else:
+            y = self.network(x)
+        if self.how == "metric":
+            with torch.no_grad():
+                self.log("mean", self.network(x).mean())
+        return y.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "forwards"),
+    [("once", 1), ("metric", 2), ("pairs", 2), ("shared block", 1), ("loop", 1), ("checkpoint", 1)],
+)
+def test_a_model_that_runs_several_times_per_step_is_told(tmp_path: Path, shown: Any, how: str, forwards: int) -> None:
+    shown("run", Repeated(how), batches(24, 512, 256))
+    run = load_run(only_run(tmp_path / "run"))
+    found = nothing_found(Facts.of(run, run_view(run).traces))
+    assert found.numbers["forwards"] == forwards
+    assert found.sentence.startswith("Compute-bound: ")
+    assert (f" in {forwards} forwards per step (" in found.sentence) == (forwards > 1)
+    assert found.next_steps[0].startswith("Run the forward once per step and reuse its output") == (forwards > 1)

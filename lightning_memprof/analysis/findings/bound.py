@@ -20,9 +20,11 @@ from lightning_memprof.analysis.findings.model import (
     Severity,
 )
 from lightning_memprof.analysis.findings.modules import (
+    FORWARD_ONCE,
     ROOT,
     Heaviest,
     faster,
+    forwards_per_step,
     heaviest_module,
     in_compiled,
     operator_family,
@@ -144,19 +146,21 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     # A device that mostly waits is not what bounds the step.
     owner = ledger if device is None or device.ns("compute") < COMPUTE_BOUND * device.step_ns else device
     heaviest, achieved = heaviest_module(owner.passes or owner.of("forward", "backward")), None
+    forwards = forwards_per_step(rank)
+    often, once = (f" in {forwards} forwards per step", (FORWARD_ONCE,)) if forwards > 1 else ("", ())
     if heaviest is None:
         sentence = (
-            f"Compute-bound: forward and backward take {ledger.share_text(passes_ns)} "
+            f"Compute-bound: forward and backward take {ledger.share_text(passes_ns)}{often} "
             f"({format_ns(passes_ns)} of {format_ns(ledger.running_ns)})"
         )
         why = f"Forward takes {format_ns(ledger.ns('forward'))}, backward {format_ns(ledger.ns('backward'))} per step."
-        steps: tuple[str, ...] = (_look_further(facts.run),)
+        steps: tuple[str, ...] = (*once, _look_further(facts.run))
     else:
         achieved = _of_module(facts, rank, heaviest)
         at = of_forward(rank) if owner is ledger and rank.facts.is_cpu else None
         compiled = " (compiled)" if in_compiled(heaviest.module, rank) else ""
         sentence = (
-            f"Compute-bound: {heaviest.module}{compiled} takes {owner.share_text(heaviest.ns)} "
+            f"Compute-bound: {heaviest.module}{compiled} takes {owner.share_text(heaviest.ns)}{often} "
             f"({format_ns(heaviest.ns)} of {format_ns(owner.running_ns)}), "
             f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
             f"{has(at, 'the forward') if at else ''}"
@@ -166,7 +170,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
             f"{format_ns(ledger.ns('backward'))} per step."
         )
         batch = (PAIRS,) if achieved and achieved.pairs else (BATCH,) if achieved and achieved.is_tiny else ()
-        steps = (*batch, *fitting(heaviest.family, at), *faster(heaviest, rank), _look_further(facts.run))
+        steps = (*once, *batch, *fitting(heaviest.family, at), *faster(heaviest, rank), _look_further(facts.run))
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
@@ -179,6 +183,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
             "module": heaviest.module if heaviest else None,
             "module_ns": heaviest.ns if heaviest else None,
             "operators": heaviest.family if heaviest else None,
+            "forwards": forwards,
             "passes_ns": passes_ns,
             "duration_ns": ledger.step_ns,
             **(achieved.numbers if achieved else {}),

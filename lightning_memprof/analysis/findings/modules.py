@@ -13,10 +13,11 @@ from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, R
 from lightning_memprof.analysis.ledger.growth import steady_growth
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import rank_events
+from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.memory.model import DeviceAllocations
@@ -121,6 +122,34 @@ def operator_family(operator: str | None) -> str:
     if operator is None:
         return "unprofiled"
     return next((name for name, matches in FAMILIES if matches.match(operator)), operator or "Python")
+
+
+# Pairs and triplets of inputs; more forwards are a loop over time, or over samples.
+MAX_FORWARDS: Final = 3
+FORWARD_ONCE: Final = (
+    "Run the forward once per step and reuse its output; where the inputs differ, join them into one batch (torch.cat)."
+)
+
+
+def forwards_per_step(rank: Rank) -> int:
+    """Return how often each recorded step calls the whole model before its one backward; 1 where steps or parts differ.
+
+    The whole model is the LightningModule, else all outermost modules with parameters: around a block that one forward
+    repeats, others run once.
+    """
+    rows = [row for window in rank.windows for row in window.read(SavedTensorsRow).recorded]
+    trained = {path for row in rows for path, sizes in row.parameters.items() if sizes[0]}
+    backwards, found = [row for row in rows if row.modules], set[int]()
+    for row in backwards:
+        calls = {path: cells[2] for path, cells in row.modules.items() if cells[2] and path in trained}
+        found |= {count for path, count in calls.items() if not path or not _is_inside(path, calls)}
+    count, *others = found or {1}
+    is_once = others or len({row.step for row in backwards}) < len(backwards) or count > MAX_FORWARDS
+    return 1 if is_once else count
+
+
+def _is_inside(path: str, others: Container[str]) -> bool:
+    return any(path[:end] in others for end in (0, *(dot.start() for dot in re.finditer(r"\.", path))))
 
 
 def in_compiled(module: str, rank: Rank) -> bool:
