@@ -2976,4 +2976,1142 @@ EXPECTED: Final = (
             r"(dominat|most|spent)\w*.{0,60}\boptimizer",
         ),
     ),
+    # Pictures are decoded in the dataset, in the main process.
+    Expected(
+        name="leaf_photos",
+        script="vision.py",
+        cause=(
+            r"decod|jpe?g|to_pixels|\bPIL\b|pillow|Image\.(open|convert|resize)|convert\b.*image|resiz",
+            r"LeafDataset.*__getitem__|__getitem__.*LeafDataset",
+            r"(no|without|0) (loader |data ?loader )?workers?|num_workers ?(=|is) ?0",
+        ),
+        near=(r"input[- ]bound|wait\w* (for|on) (the )?(data|input|batch|loader)|data ?load|dataset|__getitem__",),
+        fix=(
+            r"num_workers|\bworkers?\b",
+            (
+                r"decod\w* (once|ahead|before|offline|beforehand)|pre-?decod|"
+                r"pre-?process|cach\w+|store\w* .*(decoded|array|tensor)"
+            ),
+            r"(faster|quicker) (jpeg )?decod|turbo|torchvision\.io|draft",
+        ),
+        near_fix=(r"decod|resiz|to_pixels|__getitem__|dataset",),
+        accuse=(r"decod|jpe?g|to_pixels|\bPIL\b|pillow", r"input[- ]bound"),
+    ),
+    # A callback saves a contact sheet after every step.
+    Expected(
+        name="tile_compression",
+        script="vision.py",
+        cause=(
+            r"ReconstructionSheet",
+            r"callback.*on_train_batch_end|on_train_batch_end.*callback",
+            r"(sav|writ|encod|compress)\w* .*(png|image|picture|sheet)|Image\.save|\bpng\b",
+        ),
+        near=(r"callback|on_train_batch_end|hook|\bPIL\b|\bsave\b",),
+        fix=(
+            r"ReconstructionSheet",
+            (
+                r"callback.*(every|less|rare|seldom|fewer|\bN\b|interval|"
+                r"end of (the|each) epoch|thread|background|remove|cheap)"
+            ),
+            (
+                r"(every|once (in|per)|less often|rarely|fewer|only|"
+                r"interval).*(callback|on_train_batch_end|image|png|sav)|every (\d+|N|few) (steps|batches)"
+            ),
+            r"(save|write|encode)\w* .*(less|every|rare|fewer|thread|background|process)",
+        ),
+        near_fix=(r"callback|on_train_batch_end|sav(e|ing)|image",),
+        accuse=(r"ReconstructionSheet|\bpng\b", r"callback.*on_train_batch_end|on_train_batch_end.*callback"),
+    ),
+    # Forward hooks take statistics of each ReLU in each step.
+    Expected(
+        name="texture_network",
+        script="vision.py",
+        cause=(
+            r"(forward|module|registered|user)[ _-]?hooks?",
+            r"\bhooks?\b.*(layer|module|ReLU|activation|record|forward)",
+            r"ActivationStatistics|\brecord(er)?\b",
+        ),
+        near=(r"\bhooks?\b|histc|statistic|\brecord\b",),
+        fix=(
+            r"(remov|detach|unregister|drop|skip|limit|disable|run|call|register)\w* .*hooks?",
+            r"hooks?.*(remov|every|less|rare|only|fewer|sampl|cheap|interval|\bN\b)",
+            r"statistic\w*.*(every|less|rare|only|fewer|sampl|subset|cheap)",
+            r"ActivationStatistics|\brecord(er)?\b",
+        ),
+        near_fix=(r"hook|statistic|histc|\.item\(",),
+        accuse=(r"(forward|module|registered|user)[ _-]?hooks?", r"ActivationStatistics|\brecorder\b|histc"),
+    ),
+    # Targets are assigned in Python lists, box by box, in training_step.
+    Expected(
+        name="pedestrians",
+        script="vision.py",
+        cause=(
+            r"\bassign\b|\biou\b",
+            r"python.*(loop|list|per[- ]sample|element|training_step|code|lines?)|(loop|list)s?.*python",
+            (
+                r"(time|spent|spend|cost|take).*\btraining_step\b.*(not|"
+                r"outside|no) .*operators?|pure[- ]python|interpreter"
+            ),
+        ),
+        near=(r"training_step|\bpython\b|tolist|host[- ]bound|overhead",),
+        fix=(
+            (
+                r"vectori[sz]|tensor (op|code)|batched|whole (batch|"
+                r"tensor)|broadcast|torch (op|func)|instead of .*(loop|list)"
+            ),
+            r"(replace|move|avoid|rewrite|write)\w* .*(python|loop|assign|iou|tolist|list)",
+            (
+                r"(dataset|collate|worker).*(target|assign|work)|(target|"
+                r"assign|work|move)\w*.*(to|in|into) .*(dataset|collate|worker)"
+            ),
+            r"box_iou",
+        ),
+        near_fix=(r"\bassign\b|\biou\b|\bpython\b|training_step|tolist|\bloop",),
+        accuse=(r"\biou\b|tolist|python.*loop|loop.*python|pure[- ]python|interpreter", r"\bassign\b.*\d\d ?%"),
+    ),
+    # The collate function makes a tensor per token.
+    Expected(
+        name="masked_sentences",
+        script="texts.py",
+        cause=(r"collat", r"MaskingCollator"),
+        near=(
+            (
+                r"input[- ]bound|wait\w* (for|on) (the )?(data|input|batch|"
+                r"loader)|data ?load|main process|num_workers|workers?\b"
+            ),
+        ),
+        fix=(
+            r"collat",
+            r"MaskingCollator",
+            r"vectori[sz]|whole batch|batch(ed)? (tensor|operat)|num_workers|\bworkers?\b",
+        ),
+        near_fix=(r"data ?load|python|\bloop|torch\.tensor",),
+        accuse=(r"collat\w* (takes|is|costs|spends|function)|slow.*collat|MaskingCollator|input[- ]bound",),
+    ),
+    # Layer norm and GELU are written out as elementwise operators.
+    Expected(
+        name="novel_characters",
+        script="texts.py",
+        cause=(
+            r"NewGELU|\bLayerNorm\b|layer ?norm|gelu",
+            r"element-?wise|point-?wise|un-?fused|hand-?written|written out|naive|many (small |separate )?operators",
+        ),
+        near=(
+            (
+                r"\bact\b|aten::(pow|tanh|mul|add|div|mean|sqrt)|\bpow\b|"
+                r"\btanh\b|activation|memory[- ]bound|CharacterBlock"
+            ),
+        ),
+        fix=(
+            (
+                r"nn\.(functional\.)?(GELU|LayerNorm)|functional\.(gelu|"
+                r"layer_norm)|F\.(gelu|layer_norm)|torch\.compile|fus(e|ed|ing)"
+            ),
+            r"(built-?in|native|torch'?s?( own)?) .*(gelu|layer ?norm|module|operator|activation|function)",
+        ),
+        near_fix=(r"NewGELU|LayerNorm|layer ?norm|gelu|element-?wise|\bpow\b|x ?\* ?x",),
+        accuse=(r"NewGELU|element-?wise|un-?fused|hand-?written|written out|naive|aten::pow",),
+    ),
+    # The loss of each of 160 topics is logged in each step.
+    Expected(
+        name="news_topics",
+        script="texts.py",
+        cause=(
+            r"(self\.)?\blog(_dict)?\b.*(call|value|metric|\d{2,}|times|often|each|every|per step|name|key)",
+            r"logg(ing|ed)|(\d{2,}|many|hundreds).*(logged|metrics|self\.log|log calls)|topic_",
+        ),
+        near=(r"metrics?|self\.log|\blog\b|result ?collection",),
+        fix=(
+            r"(log|record)\w* .*(fewer|less|rare|every|once|only|mean|one |epoch|together|aggregat|vector|\bN\b)",
+            (
+                r"(fewer|less|batch|combine|aggregate|average|group|stack|"
+                r"drop|remove|reduce|collect|gather)\w* .*(log|metric|value)"
+            ),
+            r"log_dict|on_epoch|on_step|\bTensorBoard|histogram",
+        ),
+        near_fix=(r"self\.log|\blog(ging|ged)?\b|metric",),
+        accuse=(
+            r"(\d{2,}|many|hundreds).*(logged|metrics|log calls|calls of self\.log)|logging (takes|costs|is)|topic_",
+        ),
+    ),
+    # One worker fetches clips from a file server, with moderate work.
+    Expected(
+        name="keyword_clips",
+        script="audio.py",
+        cause=(
+            r"(one|single|lone|1|only|too few|few|more|fewer|not enough|enough)\b.{0,30}workers?",
+            (
+                r"workers? .*(cannot|can't|do(es)? not|don't|not) (keep|"
+                r"deliver|suffice|enough)|num_workers ?(=|is|of|:) ?1"
+            ),
+            r"workers? .*(slower|behind|busy all|always busy|the limit|never idle)",
+            r"\breceive\b|RemoteKeywords|time\.sleep|\bsleep",
+        ),
+        near=(
+            (
+                r"input[- ]bound|wait\w* (for|on) (the )?(data|input|"
+                r"batch|loader|worker)|data ?load|__getitem__|\bworkers?\b"
+            ),
+        ),
+        fix=(
+            r"num_workers|(more|add|raise|increase|several|additional|second|[2-9]) .*workers?|workers? (to|from) \d",
+            r"\breceive\b.*(cache|local|ahead|parallel|thread|async|batch)|cach(e|ing)|in parallel|asynchron",
+        ),
+        near_fix=(r"\bworkers?\b|__getitem__|\breceive\b|prefetch|dataset",),
+        accuse=(
+            (
+                r"input[- ]bound|(too few|not enough|more|one|single) workers?|"
+                r"wait\w* (for|on) (the )?(data|input|batch|loader)"
+            ),
+        ),
+    ),
+    # Utterances are padded to the longest of the data set.
+    Expected(
+        name="utterances",
+        script="audio.py",
+        cause=(
+            r"\bpad",
+            r"(unused|wasted|empty|masked|zero|useless) (frames|positions|elements|values|steps|part|time)",
+        ),
+        near=(r"lengths?\b|\bmask|longest|zeros",),
+        fix=(
+            (
+                r"\bpad\w*|bucket|(sort|group|batch)\w* .*(length|similar)|"
+                r"pack(ed)?\b|nested|longest (of|in) (the|each|its) batch"
+            ),
+        ),
+        near_fix=(r"length|collat|shorter|trim|crop|mask",),
+        accuse=(
+            r"([4-9]\d|100) ?%[^.]{0,60}\bpad|\bpad\w*[^.]{0,60}([4-9]\d|100) ?%",
+            r"longest (utterance |sample |sequence |item )?(of|in) (the |all )?(data|training)",
+        ),
+    ),
+    # An archive is opened and decompressed every ten batches.
+    Expected(
+        name="bird_calls",
+        script="audio.py",
+        cause=(
+            r"open_evening|BirdArchive|np\.load|numpy\.load|\bnpz\b|(de|un)compress|unzip|\bzip|zlib",
+            r"(every|each|once (in|per|every)) (about |some |~)?(\d+|ten|ninth|tenth|few|N)\w*\b.*(batch|step|item)",
+            (
+                r"(periodic|regular|recurring|repeated|occasional|(some|few|"
+                r"single|\d+) (slow |of the )?(batch|item|call)\w*).*(slow|long|late|wait|stall|spik|batch)"
+            ),
+            r"(slow|long|late|stall|spik)\w*.*(every|periodic|regular|recurring|each \d+)",
+            r"shard|archive|\bopen(s|ed|ing)?\b.*file|file.*\bopen",
+        ),
+        near=(
+            (
+                r"input[- ]bound|wait\w* (for|on) (the )?(data|input|batch|"
+                r"loader)|data ?load|__getitem__|main process|workers?\b"
+            ),
+        ),
+        fix=(
+            (
+                r"(open|load|read|unpack|decompress|prefetch|fetch)\w* .*(ahead|"
+                r"before|background|next|early|advance|once|thread|in time)"
+            ),
+            (
+                r"uncompressed|memory[- ]map|mmap|(smaller|split|more) (shard|"
+                r"archive|file)|num_workers|\bworkers?\b|prefetch"
+            ),
+            r"without compression|npy\b|keep .*open",
+        ),
+        near_fix=(r"open_evening|np\.load|npz|decompress|shard|archive|__getitem__|dataset|file",),
+    ),
+    # The loader's workers start again in each short epoch.
+    Expected(
+        name="shop_sales",
+        script="sales.py",
+        cause=(
+            r"(re-?start|re-?creat|start|spawn|fork|launch)\w*.*(worker|process)",
+            r"workers?.*(re-?start|re-?creat|start|spawn|fork|launch|each epoch|every epoch|persist)",
+            r"persistent_workers",
+        ),
+        near=(
+            r"(start|begin|first batch|change|end|between)\w* .*epochs?|short epochs?|epochs?.*(short|start|boundar)",
+            r"input[- ]bound|wait\w* (for|on) (the )?(data|input|batch|loader|worker)",
+        ),
+        fix=(r"persistent_workers|keep .*workers|workers? .*(alive|persist|between epochs|over epochs)",),
+        near_fix=(r"longer epochs|fewer epochs|num_workers|\bworkers?\b",),
+        accuse=(
+            (
+                r"(re-?start|re-?creat|spawn|fork)\w*.*worker|"
+                r"workers?.*(re-?start|re-?creat|each epoch|every epoch)"
+            ),
+        ),
+    ),
+    # The area under the curve of all payments so far is computed in each step.
+    Expected(
+        name="card_payments",
+        script="sales.py",
+        cause=(
+            r"auroc|\.compute\b|\bcompute\(|torchmetrics|roc\b",
+            r"metrics?\b.*(comput|each step|every step|grow|per step|tak|cost|updat|slow)|(comput|updat)\w* .*metric",
+            r"(all|everything|whole|entire) .*(so far|seen|history|previous)",
+        ),
+        near=(r"\bmetrics?\b|\bsort\b|aten::sort|grow(s|ing)?|slows? down|slower",),
+        fix=(
+            (
+                r"(comput|evaluat)\w*.*(epoch|less|rare|every|once|\bN\b|"
+                r"validation|fewer)|(epoch|once|less often).*(comput|metric|auroc)"
+            ),
+            r"thresholds|binned|on_epoch|on_(train_)?epoch_end|log (the )?(metric|auroc|object)",
+            r"(only )?update\b.*(each|every|per) (step|batch)",
+        ),
+        near_fix=(r"metric|auroc|\bcompute\(|\bsort\b",),
+        accuse=(r"auroc.{0,40}comput|comput\w*.{0,40}auroc|aten::sort", r"(slows down|gets slower|grows? with)"),
+    ),
+    # The collector is called after each step, beside many live objects.
+    Expected(
+        name="shopping_baskets",
+        script="sales.py",
+        cause=(r"gc\.collect|garbage|\bgc\b|collector|collections? (of|by)",),
+        near=(r"on_train_batch_end|live (python )?objects|(many|\d+) .*objects|\bhook\b",),
+        fix=(
+            r"gc\.collect|garbage|\bgc\b|collector",
+            r"(fewer|less often|rare|remove|drop|every).*collect|collect.*(fewer|less|rare|every|epoch)",
+        ),
+        near_fix=(r"on_train_batch_end|objects",),
+    ),
+    # A logger writes its whole history again at each record.
+    Expected(
+        name="turbine_output",
+        script="sales.py",
+        cause=(
+            r"JsonHistory|log_metrics|write_text|json",
+            (
+                r"logger.*(rewrit|writ|whole|entire|grow|again|slow|tak|cost|"
+                r"spen|file)|(rewrit|writ)\w* .*(whole|entire|again|file).*"
+            ),
+            r"(file|history|record)s?.*(grow|rewrit|whole)",
+        ),
+        near=(r"logger|logging|\blog\b|grow(s|ing)?|slows? down|slower|writ(es|ing)",),
+        fix=(
+            r"append|(one|a|single|new) (line|record|row)|jsonl|json lines|rewrit|incremental",
+            (
+                r"log_every_n_steps|(log|write|flush|save)\w* .*(less|rare|every|"
+                r"fewer|background|thread|buffer|end)|(less|rare|fewer).*(log|writ)"
+            ),
+            r"(other|another|different|csv|tensorboard).*logger|JsonHistory|log_metrics",
+        ),
+        near_fix=(r"logger|logging|json|writ",),
+        accuse=(
+            r"logger.*(rewrit|whole|entire|grow|again)|rewrit|(slows down|gets slower|grows with)",
+            r"write_text|JsonHistory.*(\d\d) ?%",
+        ),
+    ),
+    # Data from numpy is of 64 bits, and so the model was made.
+    Expected(
+        name="power_load",
+        script="sales.py",
+        cause=(r"float ?64|\bdoubles?\b(?! the)|64[- ]bits?|fp64|f64",),
+        near=(r"precision|dtype|data type",),
+        fix=(
+            (
+                r"float ?32|single precision|\.float\(\)|32[- ]bits?|"
+                r"fp32|(remove|drop|without|avoid).*\.?double|np\.float32"
+            ),
+        ),
+        near_fix=(r"precision|dtype|bf16|bfloat16|mixed|double|float ?64",),
+        accuse=(r"float ?64|double precision|64[- ]bits?|fp64|\bdoubles?\b",),
+    ),
+    # Sixteen threads on two cores.
+    Expected(
+        name="cart_policy",
+        script="agents.py",
+        cause=(
+            (
+                r"(16|sixteen|too many|more|many) threads?|over-?subscri|"
+                r"threads?.*(\b16\b|too many|over-?subscri|(than|on|for|with|share) .*cores?)"
+            ),
+            r"over-?subscri|set_num_threads|num_threads",
+        ),
+        near=(r"threads?\b|(wait|share|compet|contend)\w*.*(cores?|cpus?)|context switch|synchroni[sz]|barrier",),
+        fix=(
+            (
+                r"set_num_threads|num_threads|(fewer|less|reduce|lower|limit|"
+                r"as many|one|two|2|1)\b.*threads?|threads? .*(cores?|2|two)"
+            ),
+        ),
+        near_fix=(r"threads?\b|cores?\b",),
+        accuse=(r"over-?subscri|too many threads|more threads than|16 threads|set_num_threads",),
+    ),
+    # detect_anomaly=True.
+    Expected(
+        name="robot_steps",
+        script="agents.py",
+        cause=(r"anomaly",),
+        near=(r"debug|\bnan\b|stack traces?|traceback",),
+        fix=(r"anomaly",),
+        near_fix=(r"debug|\bnan\b",),
+    ),
+    # The readout takes the molecules of a batch one by one.
+    Expected(
+        name="solubility",
+        script="agents.py",
+        cause=(
+            r"\bpool\b|MoleculeNet\.pool",
+            r"(many|\d{3,}|thousands|tiny|small|short|little).*(operator|op|kernel|call|operation)s?\b",
+            (
+                r"(python )?loop|one (by|at a time)|per[- ](sample|molecule|"
+                r"graph|item)|dispatch|overhead[- ]bound|operator overhead"
+            ),
+        ),
+        near=(
+            (
+                r"overhead|host[- ]bound|\bpython\b|MoleculeNet|"
+                r"nonzero|boolean (index|mask)|aten::(index|nonzero|eq)"
+            ),
+        ),
+        fix=(
+            (
+                r"vectori[sz]|batch(ed|ing)?\b.*(op|loop|call|whole|one)|(one|"
+                r"single|fewer|larger|whole) (\w+ )?(op|call|tensor|batch)"
+            ),
+            (
+                r"scatter|index_add|segment|bincount|global_.*pool|torch\.compile|"
+                r"\bcompile\b|(replace|avoid|remove|instead of)\w* .*loop"
+            ),
+            r"pad(ded)? .*(batch|molecule)|nested",
+        ),
+        near_fix=(r"\bpool\b|\bloop|tiny|small|operators?|python|MoleculeNet",),
+        accuse=(
+            r"\bpool\b.*\d\d ?%|(python )?loop\b|one by one|per[- ](molecule|graph)|overhead[- ]bound|aten::nonzero",
+        ),
+    ),
+    # The average of the weights copies the network several times in each step.
+    Expected(
+        name="digit_diffusion",
+        script="agents.py",
+        cause=(
+            r"deep-?cop|\bcop(y|ies|ied|ying)\b.*(model|network|weight|parameter|state|denoiser|module|each|every)",
+            r"state_dict|\bEMA\b|(moving |weight |exponential )average|averag\w* .*(weight|parameter|model)",
+            r"(model|network|weight|parameter|denoiser|state)s?.*\b(is|are|was|were) copied",
+        ),
+        near=(r"on_train_batch_end|\bcop(y|ies|ied|ying)\b|\bhook\b",),
+        fix=(
+            (
+                r"in[- ]place|lerp|foreach|(without|avoid|remove|instead of|"
+                r"no)\b.*(cop|deepcopy)|AveragedModel|swa_utils|EMAWeightAveraging"
+            ),
+            (
+                r"(every|less often|rare|fewer|once|only).*(step|cop|averag|updat)|"
+                r"(cop|averag|updat)\w* .*(every|less|rare|fewer|\bN\b|once)"
+            ),
+        ),
+        near_fix=(r"deep-?cop|\bcop(y|ies|ied|ying)\b|state_dict|\bEMA\b|averag|on_train_batch_end",),
+        accuse=(r"deep-?cop|state_dict|\bcop(y|ies|ied|ying)\b.*(model|network|weight|parameter|state|denoiser)",),
+    ),
+    # Fifteen batches of validation after every five of training.
+    Expected(
+        name="weather_maps",
+        script="agents.py",
+        cause=(r"validat|val_check_interval|\bval(_loop)?\b|evaluat",),
+        near=(r"between (the )?steps|outside (of )?(the )?(training )?steps?",),
+        fix=(
+            (
+                r"val_check_interval|check_val_every_n_epoch|limit_val_batches|"
+                r"(less|rare|fewer|smaller|seldom|every)\w*.*(validat|evaluat)"
+            ),
+            r"validat\w*.*(less|rare|fewer|smaller|seldom|every|once|subset|larger batch)",
+        ),
+        near_fix=(r"validat|evaluat",),
+        accuse=(
+            r"(validat|evaluat)\w*.*(([2-9]\d)(\.\d+)? ?%|too often|frequent|every \d|most)|val_check_interval",
+            r"(too often|frequent)\w*.*validat",
+        ),
+    ),
+    # A checkpoint every two steps.
+    Expected(
+        name="plant_dynamics",
+        script="agents.py",
+        cause=(
+            r"check-?point",
+            r"every_n_train_steps|torch\.save|sav(es|ed|ing)\b.*(model|state|weight|every|each|disk)",
+        ),
+        near=(r"\bsav(e|es|ed|ing)\b|callback|disk|writ(es|ing|ten)|on_train_batch_end",),
+        fix=(
+            r"every_n_train_steps|every_n_epochs|train_time_interval|save_top_k|save_weights_only|async\w*",
+            (
+                r"(less|rare|fewer|seldom)\w*.*(check-?point|sav)|(check-?point|"
+                r"sav)\w*.*(less|rare|fewer|seldom|every|async|background|weights only)"
+            ),
+        ),
+        near_fix=(r"check-?point|\bsav(e|ing)\b",),
+        accuse=(
+            r"check-?point\w*.*(([2-9]\d)(\.\d+)? ?%|too often|frequent|every (2|two)\b|each step)",
+            r"(too often|frequent)\w*.*check-?point",
+        ),
+    ),
+    # The script has torch's profiler on, with stacks and shapes.
+    Expected(
+        name="lander_policy",
+        script="agents.py",
+        cause=(
+            (
+                r"(torch|pytorch|autograd|kineto|another|other|second|own|user|"
+                r"script)\W*('s)?.*profil|profiler.*(on|run|activ|record|left|stack|cost|tak)"
+            ),
+            r"with_stack|record_shapes|trace_handler|export_chrome_trace|TracedPolicy|\btrace\b",
+        ),
+        near=(r"profil|on_train_batch_end|tracing",),
+        fix=(
+            (
+                r"(remove|turn off|disable|stop|drop|limit|end|switch off|without|"
+                r"shorten|close|take out)\b.*(profil|with_stack|record_shapes|trac)"
+            ),
+            (
+                r"profil\w*.*(off|remove|only|few|once|schedule|repeat|disable|"
+                r"less)|with_stack ?= ?False|repeat ?=|with_stack|record_shapes"
+            ),
+        ),
+        near_fix=(r"profil|\btrace\b|tracing|on_train_batch_end",),
+        accuse=(
+            (
+                r"torch\.profiler|(another|second|other|user'?s?|"
+                r"script'?s?) profiler|with_stack|record_shapes|trace_handler"
+            ),
+        ),
+    ),
+    # The target network runs with gradients, and the loss goes back through it.
+    Expected(
+        name="arcade",
+        script="games.py",
+        cause=(
+            (
+                r"(target|teacher|second|other|frozen|following|bellman).{0,120}(no_grad|gradient|graph|backward"
+                r"|attached)"
+            ),
+            r"(gradient|graph|backward|attached|no_grad|detach).{0,120}(target|teacher|bellman|frozen)",
+            (
+                r"gradients?.{0,80}(that )?(no optimizer|nothing|nobody|never|not|none).{0,40}(use|need|update"
+                r"|step|read|appl)"
+            ),
+            r"(unneeded|unused|needless|unnecessary|wasted?).{0,40}(graph|gradient|backward|autograd)",
+            r"(no|not|outside|without|any) (any )?optimi[sz]er.{0,80}gradient",
+            r"parameters.{0,60}(not|no|outside|without).{0,30}optimi[sz]er",
+        ),
+        near=(r"\bbackward\b", r"self\.target", r"bellman_targets", r"autograd"),
+        fix=(r"no_grad", r"inference_mode", r"detach", r"requires_grad"),
+        near_fix=(r"bellman_targets", r"\btarget\b", r"fewer gradients"),
+        accuse=(
+            (
+                r"gradients?.{0,80}(that )?(no optimizer|nothing|nobody|never|not|none).{0,40}(use|need|update"
+                r"|step|read|appl)"
+            ),
+            r"(unneeded|unused|needless|unnecessary|wasted?).{0,40}(graph|gradient|backward|autograd)",
+            r"no_grad|detach",
+            r"(no|not|outside|without) (any )?optimi[sz]er.{0,80}gradient",
+        ),
+    ),
+    # Two backward passes over the same trunk, with retain_graph.
+    Expected(
+        name="road_scenes",
+        script="scenes.py",
+        cause=(
+            r"retain_graph|retain(s|ed|ing)? (the |its )?graph|graph.{0,30}(kept|retained)",
+            r"\b(two|second|twice|several|multiple|double|more than one|another|repeated|extra)\b.{0,60}backward",
+            r"\b2(\.0)? (calls of |calls to |times )?(self\.)?(manual_)?backward",
+            (
+                r"backward.{0,80}\b(twice|two|second|several|multiple|repeated|more than once|again|2 times"
+                r"|2(\.0)? (calls|passes))\b"
+            ),
+            r"(same|one|shared) (graph|trunk|part).{0,60}(twice|again|two)",
+        ),
+        near=(r"\bbackward\b", r"manual_backward"),
+        fix=(
+            r"(sum|add|combine|join|merge|total|plus).{0,60}loss",
+            r"loss(es)?.{0,60}(sum|add|combine|together|once|at once|joint|merge)",
+            r"(one|single|1) (call of |call to )?(manual_)?backward",
+            r"backward.{0,50}(once|only one|one time)",
+            r"(without|remove|drop|no).{0,20}retain_graph",
+        ),
+        near_fix=(r"backward", r"retain_graph", r"fewer backward"),
+        accuse=(
+            r"retain_graph",
+            r"(two|second|twice|several|multiple|double|more than one)\b.{0,60}backward",
+            r"backward.{0,80}(twice|two|second|several|multiple|more than once)",
+        ),
+    ),
+    # Adam touches all 60,000 rows, a batch reads about 5,000.
+    Expected(
+        name="catalogue",
+        script="tables.py",
+        cause=(
+            (
+                r"(embedding|table|items).{0,160}(few|dense|all (its |the )?rows|every row|unused|sparse|only"
+                r"|not (read|used|looked))"
+            ),
+            r"(few|dense|all (its |the )?rows|every row|unused|sparse|only).{0,160}(embedding|table|items)",
+            r"(dense|full).{0,40}(gradient|update|adam).{0,80}(rows|embedding|table)",
+            r"rows?.{0,80}(not|without|zero|no).{0,30}(gradient|used|read)",
+        ),
+        near=(r"optimi[sz]er", r"\badam\b", r"embedding"),
+        fix=(
+            r"sparse",
+            r"only (the |those )?rows",
+            r"rows? (that|which) (a |the )?batch",
+            r"(row|lazy).{0,20}(update|adam)",
+        ),
+        near_fix=(r"fused", r"foreach", r"smaller (embedding|table)", r"\bsgd\b", r"embedding"),
+        accuse=(
+            r"(embedding|table).{0,120}(dense|all (its |the )?rows|every row|unused rows)",
+            r"dense.{0,60}(gradient|update).{0,60}(embedding|rows|table)",
+            r"\badam\b.{0,60}(of|is|takes).{0,40}%",
+        ),
+    ),
+    # An own optimizer that loops over some 360 small parameters.
+    Expected(
+        name="house_prices",
+        script="tables.py",
+        cause=(
+            (
+                r"(optimi[sz]er|adabelief|\bstep\b).{0,160}(loop|one by one|one at a time|each (parameter"
+                r"|tensor)|per (parameter|tensor)"
+                r"|parameter by parameter|tensor by tensor|small (operat|kernel|op|tensor|parameter)|tiny|many)"
+            ),
+            (
+                r"(loop|one by one|each parameter|per parameter|small (operat|kernel|op|tensor|parameter)|tiny"
+                r"|many).{0,160}"
+                r"(optimi[sz]er|adabelief)"
+            ),
+        ),
+        near=(r"optimi[sz]er", r"adabelief", r"(small|tiny) (operat|op|kernel)", r"python"),
+        fix=(
+            r"foreach",
+            r"fused",
+            r"flat(ten)?",
+            r"(all|many|several) (parameters|tensors).{0,40}(at once|together|in one)",
+            r"(one|single) (call|tensor|operation|vector|buffer)",
+            r"vectori[sz]",
+            r"torch'?s? own|built-?in|torch\.optim",
+        ),
+        near_fix=(r"optimi[sz]er", r"adabelief", r"compile", r"fewer (parameters|tensors|calls|operat)", r"loop"),
+        accuse=(
+            (
+                r"(optimi[sz]er|adabelief).{0,120}(loop|one by one|each parameter|per parameter"
+                r"|parameter by parameter)"
+            ),
+            r"(loop|one by one|each parameter|per parameter).{0,120}(optimi[sz]er|adabelief)",
+        ),
+    ),
+    # AdamW's default form on two matrices of 4.6 million numbers.
+    Expected(
+        name="cells",
+        script="tables.py",
+        cause=(
+            (
+                r"(optimi[sz]er|adamw?).{0,160}(fused|foreach|for-?loop|single.tensor|unfused|slow form|\bform\b"
+                r"|implementation"
+                r"|variant|several passes|memory (traffic|bandwidth)|elementwise)"
+            ),
+            r"(fused|foreach|unfused|single.tensor|implementation).{0,120}(optimi[sz]er|adamw?)",
+            r"(optimi[sz]er|adamw?).{0,80}(large|few|huge|big).{0,40}(parameter|tensor|matri|weight)",
+        ),
+        near=(r"optimi[sz]er", r"adamw?"),
+        fix=(r"fused",),
+        near_fix=(r"foreach", r"\bsgd\b", r"(other|cheaper|lighter) optimi[sz]er", r"accumulate", r"compile"),
+        accuse=(
+            r"(not|un)\W?fused|without fused|fused=False|for-?loop|single.tensor|foreach",
+            r"slow (form|implementation|variant) of (the )?(optimi[sz]er|adamw?)",
+        ),
+    ),
+    # The table of 8,192 positions is made in each forward.
+    Expected(
+        name="letters",
+        script="words.py",
+        cause=(
+            (
+                r"(sinusoid|positional|positions?\b|\bpe\b|\btable|\bconstant|same (value|result|tensor"
+                r"|table)).{0,160}"
+                r"(each|every|again|rebuil[dt]|recomput|remade|made|anew|repeat|per (step|forward|call)|once)"
+            ),
+            (
+                r"(rebuil[dt]|recomput|remade|made (again|anew|in each|each)|repeat|again|each (step|forward"
+                r"|time)).{0,160}"
+                r"(sinusoid|positional|position|\bpe\b|table|constant)"
+            ),
+            r"(does|do|did) not (change|depend).{0,120}(each|every|again|recomput|made|forward)",
+            r"(each|every|again|recomput).{0,120}(does|do|did) not (change|depend)",
+        ),
+        near=(r"sinusoids", r"PositionalEncoding", r"\bsin\b|\bcos\b", r"positions"),
+        fix=(
+            r"register_buffer|\bbuffer",
+            r"\bonce\b",
+            r"cache|lru_cache|precomput|store|keep (it|the)",
+            r"__init__|constructor|setup|outside (of )?(the )?(step|forward)|before (the )?training",
+        ),
+        near_fix=(r"sinusoids", r"PositionalEncoding", r"(shorter|only).{0,30}(positions|length|table)", r"max_len"),
+    ),
+    # The feature maps of all steps stay in a deque of the module.
+    Expected(
+        name="shop_photos",
+        script="scenes.py",
+        cause=(
+            (
+                r"(grow|leak|accumulat|kept|keeps|retain|pile|more).{0,160}(\bseen\b|deque|list|append|Contrast"
+                r"|tensors)"
+            ),
+            r"(\bseen\b|deque|list|append|tensors).{0,160}(grow|leak|accumulat|kept|keeps|retain|pile|never)",
+        ),
+        near=(r"(memory|rss|heap).{0,80}(grow|leak|ris|increas)", r"(grow|leak|ris|increas).{0,80}(memory|rss)"),
+        fix=(
+            r"maxlen|bounded?\b|limit (the|its)|fixed (size|length)",
+            r"clear|\bpop\b|empt(y|ied)|drop|remove|free|delete|release|discard",
+            r"(keep|append|store|hold).{0,60}(only|last|few|fewer|recent|number|scalar|mean|float|item|less|not)",
+            r"\.item\(\)|float\(",
+        ),
+        near_fix=(r"\bseen\b", r"append", r"deque", r"grow", r"snapshot"),
+        accuse=(
+            r"(grow|leak).{0,120}(\bseen\b|deque|list|append|tensors|step)",
+            r"(\bseen\b|deque).{0,120}(grow|leak|accumulat)",
+            r"(memory|rss|heap).{0,80}(grow|leak)",
+        ),
+    ),
+    # The sum of a loss that no backward reaches holds the graphs of all steps.
+    Expected(
+        name="satellite_tiles",
+        script="scenes.py",
+        cause=(
+            (
+                r"(graph|autograd|grad_fn|saved (tensor|activation)|not detached|undetached|without detach)"
+                r".{0,200}(total_edge_loss|edge_loss|kept|keep|grow|leak|accumulat|retain|held|hold|stay|alive"
+                r"|each step|all steps)"
+            ),
+            (
+                r"(total_edge_loss|edge_loss|kept|keep|grow|leak|accumulat|retain|held|hold|stay|alive).{0,200}"
+                r"(graph|autograd|grad_fn|saved (tensor|activation)|attached|not detached|undetached|without detach)"
+            ),
+        ),
+        near=(
+            r"(memory|rss|heap).{0,80}(grow|leak|ris|increas)",
+            r"(grow|leak|ris|increas).{0,80}(memory|rss|heap|tensor)",
+            r"total_edge_loss",
+        ),
+        fix=(
+            r"detach",
+            r"\.item\(\)|\bitem\(|float\(",
+            r"no_grad",
+            r"(plain|python) (number|float)",
+            r"without (its|the) graph",
+        ),
+        near_fix=(r"total_edge_loss", r"edge_loss", r"clear|release|drop|reset", r"grow"),
+    ),
+    # The dataset of each worker keeps what it decoded.
+    Expected(
+        name="wind_farms",
+        script="tables.py",
+        cause=(
+            r"worker.{0,200}(grow|leak|cache|unpacked|keep|kept|accumulat|more memory|ris)",
+            r"(grow|leak|cache|unpacked|keep|kept|accumulat|ris).{0,200}worker",
+            r"(dataset|Records|unpacked).{0,120}(grow|leak|cache|keeps|accumulat)",
+        ),
+        near=(r"(memory|rss|pss).{0,80}(grow|leak|ris|increas)", r"(grow|leak|ris|increas).{0,80}(memory|rss|pss)"),
+        fix=(
+            r"cache|unpacked|memo",
+            r"(bound|limit|lru|clear|empty|evict|drop|remove).{0,60}(dataset|dict|store|item|worker|entries|size)?",
+            r"(dataset|__getitem__).{0,80}(not|less|no longer|stop|bounded|limit).{0,30}(keep|store|hold)?",
+            r"(keep|store|hold).{0,40}(less|fewer|only|nothing|not)",
+        ),
+        near_fix=(r"persistent_workers", r"(fewer|less|no) workers", r"num_workers", r"dataset", r"restart"),
+    ),
+    # 96 images at once where 4 x 24 would do.
+    Expected(
+        name="plankton",
+        script="scenes.py",
+        cause=(
+            r"activation",
+            r"saved (for (the )?backward|tensors)",
+            (
+                r"(forward|intermediate).{0,80}(tensor|output|result|buffer).{0,80}(peak|memory|hold|kept|mib"
+                r"|gib|mb|gb)"
+            ),
+            r"(peak|memory).{0,120}(intermediate|saved|kept for (the )?backward|batch( size)?)",
+        ),
+        near=(r"\bpeak\b", r"memory"),
+        fix=(
+            r"checkpoint",
+            r"(small|less|lower|reduc|half|halv).{0,40}batch",
+            r"batch.{0,30}(small|less|lower|reduc|half|halv)",
+            r"microbatch|micro-batch|accumulat",
+            r"bf16|bfloat16|half precision|16-?bit|mixed precision|inplace|in-place|offload",
+        ),
+        near_fix=(r"batch", r"precision", r"activation"),
+        accuse=(r"activation.{0,80}(most|main|largest|half|dominat|[6-9]\d ?%)",),
+        is_note=True,
+    ),
+    # AdamW keeps two more copies of 27 million weights.
+    Expected(
+        name="vocoder",
+        script="sounds.py",
+        cause=(
+            r"optimi[sz]er('s)?.{0,40}(state|memory|moment|buffer|average)",
+            r"(\bstates?\b|moments?\b|exp_avg|averages).{0,60}(optimi[sz]er|adamw?)",
+            r"adamw?.{0,80}(state|moment|exp_avg|memory|two (copies|tensors)|twice)",
+        ),
+        near=(r"\bpeak\b", r"optimi[sz]er", r"memory"),
+        fix=(
+            r"(8-?bit|low-?bit|quanti[sz]ed)",
+            r"adafactor|\bsgd\b|\blion\b|\bgalore\b|\bmuon\b",
+            r"optimi[sz]er (with|that|which|of).{0,40}(less|fewer|no|smaller|without|one)",
+            r"(smaller|less|lighter|other|cheaper|memory-?efficient).{0,30}optimi[sz]er",
+            r"shard|zero\b|fsdp|deepspeed|offload",
+            r"state.{0,60}(bf16|bfloat16|16|lower precision|half)",
+            r"without momentum|no momentum",
+        ),
+        near_fix=(r"optimi[sz]er", r"precision", r"smaller model|fewer (parameters|weights)"),
+        accuse=(r"optimi[sz]er('s)? state", r"(moment|exp_avg).{0,60}optimi[sz]er"),
+        is_note=True,
+    ),
+    # The bytes of all frames, made to floats at the start.
+    Expected(
+        name="gesture_video",
+        script="scenes.py",
+        cause=(
+            (
+                r"(dataset|data set|training data|frames|input data).{0,160}"
+                r"(memory|float32|copy|copies|copied|peak|\bmib\b|\bgib\b|\bmb\b|\bgb\b|holds|uint8|materiali[sz]ed)"
+            ),
+            (
+                r"(memory|float32|peak|\bmib\b|\bgib\b|\bmb\b|\bgb\b|holds).{0,160}(dataset|data set"
+                r"|training data|frames|input data)"
+            ),
+            r"NormalizedFrames",
+        ),
+        near=(r"\bpeak\b", r"memory", r"before (the )?(training|first step)", r"host"),
+        fix=(
+            r"uint8|bytes|8-?bit|integer",
+            (
+                r"(convert|normali[sz]e|cast|scale|decode).{0,60}(item|batch|sample|__getitem__|on the fly|later"
+                r"|when|each)"
+            ),
+            r"memmap|memory.map|mmap|lazy|lazily|stream|on demand|from (the )?disk|read .{0,30}(when|as|needed)",
+            r"(smaller|lower|compact|half|narrow|16).{0,30}(type|dtype|precision|form|float)",
+            r"float16|bfloat16|fp16|bf16",
+            r"(part|parts|shards|less|only what).{0,40}(data|needed|memory)",
+        ),
+        near_fix=(r"dataset", r"frames", r"\bdata\b", r"free|release|delete"),
+        accuse=(
+            r"float32.{0,60}(copy|dataset|frames)",
+            r"(copy|copies) of the (dataset|data|frames)",
+            r"NormalizedFrames",
+        ),
+        is_note=True,
+    ),
+    # Rank 1 decompresses its records.
+    Expected(
+        name="reactions",
+        script="pairs.py",
+        cause=(
+            r"(rank|process).{0,160}(data|input|batch|dataset|decompress|bz2|Archive|__getitem__|load|read)",
+            r"(data|input|dataset|decompress|bz2|Archive|__getitem__|loader).{0,160}(rank|process)",
+        ),
+        near=(
+            r"rank",
+            r"straggl|uneven|imbalanc|apart|slowest",
+            r"(wait|barrier|all-?reduce|collective|synchroni[sz])",
+            r"input-?bound|data",
+        ),
+        fix=(
+            r"decompress|bz2|packed|unpack|compress|Archive",
+            (
+                r"(speed|faster|move|same|shar|balanc|even|equal|cache|prepare|store).{0,80}(data|input|dataset"
+                r"|rank|reading|decod|__getitem__|load)"
+            ),
+            r"num_workers|worker",
+            r"(data|dataset|input|__getitem__|load).{0,80}(rank|faster|balanc|even|same|equal)",
+        ),
+        near_fix=(r"\brank", r"data", r"balanc"),
+        accuse=(
+            r"rank \d.{0,100}(slow|late|longer|straggl|behind|last)",
+            r"straggl|uneven|imbalanc",
+            r"decompress|bz2",
+        ),
+    ),
+    # Rank 1 gets the long half of the lines.
+    Expected(
+        name="server_logs",
+        script="pairs.py",
+        cause=(
+            (
+                r"rank.{0,200}(long|length|more (work|tokens|samples|data|comput)|larger|bigger|comput|forward"
+                r"|backward|work|shape|uneven|imbalanc|padd)"
+            ),
+            (
+                r"(long|length|more (work|tokens|samples|data|comput)|larger|bigger|uneven|imbalanc|straggl"
+                r"|shape).{0,200}rank"
+            ),
+        ),
+        near=(
+            r"rank",
+            r"straggl|uneven|imbalanc|apart|slowest",
+            r"(wait|barrier|all-?reduce|collective|synchroni[sz])",
+        ),
+        fix=(
+            (
+                r"balanc|even(ly)?\b|equal|same (work|length|number|amount|size)|distribut|spread|interleav|mix"
+                r"|shuffle|redistribut"
+            ),
+            r"(length|long|token|sampler|bucket|shard|split).{0,100}(rank|process|across|between|each|both)",
+            r"(rank|process|across|between|each|both).{0,100}(length|long|token|sampler|bucket|shard|split)",
+        ),
+        near_fix=(r"\brank", r"sampler", r"length", r"pad"),
+        accuse=(r"rank \d.{0,100}(slow|late|longer|straggl|behind|last|more)", r"straggl|uneven|imbalanc"),
+    ),
+    # Rank 0 draws in each step, rank 1 waits.
+    Expected(
+        name="routes",
+        script="pairs.py",
+        cause=(
+            r"RouteMaps|\bdraw\b|canvas",
+            r"rank (0|zero).{0,160}(callback|hook|on_train_batch_end|python|own code|log|extra)",
+            r"(callback|hook|on_train_batch_end).{0,160}(rank|process|straggl|wait)",
+        ),
+        near=(
+            r"rank",
+            r"callback|hook|on_train_batch_end",
+            r"straggl|uneven|imbalanc|apart|slowest",
+            r"(wait|barrier|all-?reduce|collective|synchroni[sz])",
+        ),
+        fix=(
+            r"RouteMaps|\bdraw\b",
+            (
+                r"(callback|hook|on_train_batch_end).{0,100}(less|rare|every|seldom|few|faster|cheaper|move"
+                r"|remove|outside|after|thread|process|interval|n-?th)"
+            ),
+            r"(less often|rarely|every \w+ (steps|batches)|every_n|seldom).{0,80}",
+        ),
+        near_fix=(r"callback|hook|on_train_batch_end", r"\brank", r"balanc"),
+        accuse=(
+            r"RouteMaps|\bdraw\b",
+            r"rank \d.{0,100}(slow|late|longer|straggl|behind|last)",
+            r"straggl|uneven|imbalanc",
+        ),
+    ),
+    # Rank 0 holds the whole gallery, rank 1 nothing.
+    Expected(
+        name="identities",
+        script="pairs.py",
+        cause=(
+            r"rank.{0,200}(memory|peak|rss|pss|mib|gib|mb|gb)",
+            r"(memory|peak|rss|pss).{0,200}rank",
+            r"(gallery|Faces).{0,160}(memory|mib|gib|mb|gb|peak|rank)",
+        ),
+        near=(r"\brank", r"gallery", r"memory", r"\bpeak\b", r"uneven|imbalanc"),
+        fix=(
+            r"gallery",
+            (
+                r"(shard|split|spread|distribut|share|balanc|even|partition|divide|part).{0,80}(rank|process"
+                r"|memory|tensor|data)"
+            ),
+            r"(rank|process|memory|tensor|data).{0,80}(shard|split|spread|distribut|balanc|even|partition|divide)",
+            r"(only|what).{0,40}rank (0|zero).{0,60}(hold|keep|load|alloc|more)",
+            r"memmap|mmap|memory.map|shared memory|lazily|when (it is )?needed",
+        ),
+        near_fix=(r"\brank", r"memory", r"snapshot|compare|tensors"),
+        accuse=(
+            (
+                r"rank.{0,120}(more|less|uneven|imbalanc|differ|larger|apart|most).{0,60}(memory|peak|rss|mib"
+                r"|gib|mb|gb)"
+            ),
+            r"(memory|peak|rss).{0,80}(uneven|imbalanc|differ|apart).{0,60}rank",
+        ),
+        is_note=True,
+    ),
+    # Twelve worker processes on two cores.
+    Expected(
+        name="voices",
+        script="sounds.py",
+        cause=(
+            r"\b(12|twelve|too many|more|many|number of)\b.{0,40}worker",
+            r"num_workers.{0,20}\b(12|cores?|cpus?|too)\b",
+            r"worker.{0,120}(cores?|cpus?|compete|contend|oversubscri|too many|start-?up|starting)",
+            r"(cores?|cpus?|oversubscri|contention|compete).{0,120}worker",
+        ),
+        near=(
+            r"worker",
+            r"(cores?|cpus?).{0,60}(busy|taken|share|wait|oversubscri|contend)",
+            r"wait.{0,40}(core|cpu)",
+            r"thread",
+            r"start-?up|first (batch|step)",
+        ),
+        fix=(
+            r"(fewer|less|reduce|lower|decrease).{0,40}(worker|num_workers|process)",
+            (
+                r"(num_workers|workers?).{0,40}(fewer|less|lower|reduce|to (0|1|2|one|two|zero)\b|= ?(0|1|2)\b"
+                r"|at most|number of cores)"
+            ),
+            r"(one|two|1|2|0|no) workers?",
+        ),
+        near_fix=(r"num_workers|worker", r"cores?", r"thread"),
+        accuse=(
+            r"(too many|more|12|twelve).{0,40}workers?",
+            r"workers?.{0,100}(compete|contend|oversubscri|too many|more than)",
+        ),
+    ),
+    # A text is written after every fourth step.
+    Expected(
+        name="stories",
+        script="words.py",
+        cause=(
+            r"\bwrite\b|Storyteller\.(write|on_)",
+            r"on_train_batch_end",
+            (
+                r"(sampl|generat|writ|stories|inference|evaluat|show).{0,120}(every|each|often|step|hook"
+                r"|training|%|ms)"
+            ),
+            r"hook.{0,80}(model|forward|generat|sampl|write|on_train)",
+        ),
+        near=(r"\bhook\b", r"callback", r"forward.{0,60}(more|outside|several|extra)", r"multinomial", r"show_every"),
+        fix=(
+            (
+                r"(less often|rarely|seldom|fewer|every (\w+ )?(hundred|thousand|epoch|n)|less frequent"
+                r"|lower frequency|reduce).{0,80}"
+            ),
+            r"show_every|\bwrite\b|on_train_batch_end",
+            r"(once|end|after).{0,30}(epoch|validation|training)",
+            r"(k/?v|key.value|past).{0,20}cache",
+            r"(shorter|fewer (tokens|words|steps))",
+        ),
+        near_fix=(r"hook", r"callback", r"Storyteller", r"compile"),
+        accuse=(
+            r"\bwrite\b",
+            r"on_train_batch_end.{0,100}(%|ms|slow|cost|tak)",
+            r"(sampl|generat).{0,60}(text|stor|too often|every)",
+        ),
+    ),
+    # The norm of each gradient is logged in each step.
+    Expected(
+        name="bird_songs",
+        script="sounds.py",
+        cause=(
+            r"on_before_optimizer_step",
+            r"(norm|gradient norm|grad_norm).{0,120}(each|every|log|hook|parameter|item|%|ms)",
+            (
+                r"(self\.log|\blog\b|logging|logged|\.item|item\(\)).{0,120}(each|every|many|per|parameter|norm"
+                r"|hook|values|times|calls|%|ms)"
+            ),
+            r"hook.{0,80}(%|ms|slow|norm|log|each step|on_before)",
+            r"(many|\d+) (values|calls|metrics).{0,60}log",
+        ),
+        near=(r"\bhook\b", r"\blog", r"norm", r"callback"),
+        fix=(
+            (
+                r"(less often|rarely|seldom|every (\w+ )?(step|batch|n\b|n-?th)|fewer|interval|not (in )?each"
+                r"|once|less frequent).{0,100}"
+            ),
+            r"on_before_optimizer_step",
+            r"foreach_norm|_foreach|get_total_norm|(one|single|total) (norm|value|number|call)|log_dict|stack",
+            r"(without|remove|avoid|no|drop).{0,30}(\.item|item\(\)|log|norm|hook)",
+            r"every_n|log_every",
+        ),
+        near_fix=(r"hook", r"\blog", r"norm", r"item"),
+        accuse=(
+            r"on_before_optimizer_step.{0,100}(%|ms|slow|cost|tak)",
+            r"(norm|\.item|item\(\)).{0,80}(each|every) (step|parameter)",
+            r"(too many|many|\d{2,}) (values|metrics|calls).{0,40}log",
+        ),
+    ),
+    # The network runs for the loss, and again for the accuracy.
+    Expected(
+        name="wake_words",
+        script="sounds.py",
+        cause=(
+            (
+                r"\b(second|two|twice|repeated|again|extra|another|double|duplicate|several|more than once"
+                r"|redundant)\b"
+                r".{0,120}(forward|model|network|same input|Keywords|accuracy)"
+            ),
+            (
+                r"(forward|model|network|same input|Keywords).{0,120}"
+                r"\b(second|two|twice|repeated|again|extra|another|double|duplicate|more than once|recomput\w*"
+                r"|2(\.0)? times)\b"
+            ),
+            r"\baccuracy\b.{0,120}(forward|model|network|again|second|run|%|ms)",
+            r"forward.{0,80}\baccuracy\b",
+            r"forward.{0,60}(no|never|without|not).{0,30}backward",
+        ),
+        near=(r"\bforward\b", r"recomput"),
+        fix=(
+            r"(reuse|re-use|share|keep|pass|use|store).{0,80}(output|logit|result|prediction|forward|them|it)",
+            r"(one|single|only) forward|forward.{0,40}once|\bonce\b",
+            r"accuracy",
+        ),
+        near_fix=(r"no_grad|inference_mode", r"forward", r"metric"),
+        accuse=(
+            r"(second|two|twice|repeated|extra|another|double|duplicate|more than once|redundant).{0,80}forward",
+            r"forward.{0,80}(second|twice|repeated|again|double|duplicate|more than once)",
+            r"\baccuracy\b.{0,60}(%|ms)",
+        ),
+    ),
+    # One sentence at a time, sixteen for a step.
+    Expected(
+        name="parts_of_speech",
+        script="words.py",
+        cause=(
+            r"batch(es)?( size)?( is| of|es of)? ?(of |is |= ?)?(1|one)\b",
+            r"(one|1|single) (sample|sequence|sentence|item|example|row)",
+            r"(small|tiny) (micro-?)?batch",
+            r"batch.{0,60}(too small|small|tiny)",
+            r"accumulat.{0,120}(batch|small|1|one)",
+            r"(tiny|small|many) (operat|kernel|op).{0,160}(batch|sample|accumulat)",
+        ),
+        near=(
+            r"(tiny|small|short) (operat|kernel|op\b|ops)",
+            r"overhead|python|dispatch",
+            r"accumulat",
+        ),
+        fix=(
+            r"(larger|bigger|increase|raise|greater|more).{0,60}batch",
+            r"batch.{0,60}(larger|bigger|increase|raise|up|16|more|of \d+)",
+            r"(more|several|many) (samples|sentences|sequences|items).{0,60}(batch|at once|together|step)",
+            r"(instead of|without|fewer|less|lower|reduce).{0,40}accumulat",
+        ),
+        near_fix=(r"batch", r"accumulat", r"compile", r"fewer (operat|op)"),
+        accuse=(
+            r"(small|tiny) batch|batch.{0,30}(too small|tiny)|batch( size)? of (1|one)\b",
+            r"accumulate_grad_batches|gradient accumulation",
+        ),
+    ),
+    # The penalty is a loop over all parameters.
+    Expected(
+        name="insurance",
+        script="tables.py",
+        cause=(
+            r"\bpenalty\b|Premium",
+            (
+                r"(loop|one by one|each parameter|every parameter|per parameter|parameter by parameter"
+                r"|all parameters|many small|tiny|small (operat|op|tensor)).{0,160}"
+                r"(regulari[sz]|penalt|weight|abs|pow|parameter)"
+            ),
+            (
+                r"(regulari[sz]|penalt|weight|abs|pow).{0,160}(loop|one by one|each parameter|per parameter"
+                r"|parameter by parameter|many small|tiny|small (operat|op|tensor))"
+            ),
+        ),
+        near=(
+            r"(small|tiny|short|many) (operat|op\b|ops|kernel|tensor)",
+            r"python",
+            r"overhead",
+            r"training_step",
+            r"loop",
+        ),
+        fix=(
+            r"weight_decay|weight decay",
+            r"\bpenalty\b",
+            (
+                r"foreach|flat(ten)?|concatenat|(all|many|several) (parameters|tensors).{0,40}(at once|together"
+                r"|in one)"
+            ),
+            r"(one|single) (call|tensor|operation|vector)",
+            r"vectori[sz]",
+        ),
+        near_fix=(r"compile", r"fewer (operat|op|tensor|parameter|call)", r"loop", r"batch"),
+        accuse=(
+            r"\bpenalty\b",
+            r"(python loop|loop over|one by one|parameter by parameter).{0,80}(parameter|weight)",
+            r"regulari[sz]",
+        ),
+    ),
 )
