@@ -152,7 +152,7 @@ def joined(molecules: list[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tenso
     return torch.cat(kinds), torch.cat(bonds, dim=1), torch.cat(owner), energies
 
 
-def molecules(fault: bool) -> None:
+def solubility(fault: bool) -> None:
     data = [molecule() for _ in range(128 * 50)]
     loader: DataLoader[Any] = DataLoader(data, batch_size=128, shuffle=True, collate_fn=joined)  # type: ignore[arg-type]  # a list
     quiet(50).fit(MoleculeNet(one_by_one=fault), loader)
@@ -306,7 +306,7 @@ if __name__ == "__main__":
         {
             "cart_policy": cart_policy,
             "robot_steps": robot_steps,
-            "solubility": molecules,
+            "solubility": solubility,
             "digit_diffusion": digit_diffusion,
             "weather_maps": weather_maps,
             "plant_dynamics": plant_dynamics,

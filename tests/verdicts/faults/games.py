@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from contextlib import nullcontext
 
 import lightning
 import torch
+from plain import main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -77,9 +77,9 @@ def replay(transitions: int) -> TensorDataset:
     )
 
 
-def arcade(healthy: bool) -> None:
+def arcade(fault: bool) -> None:
     memory = DataLoader(replay(20_000), batch_size=384, shuffle=True, drop_last=True)
-    agent = DuelingDQN(torch.no_grad if healthy else nullcontext)
+    agent = DuelingDQN(nullcontext if fault else torch.no_grad)
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_epochs=-1,
@@ -92,9 +92,4 @@ def arcade(healthy: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=["arcade"])
-    parser.add_argument("--healthy", action="store_true")
-    options = parser.parse_args()
-    lightning.seed_everything(0, verbose=False)
-    arcade(options.healthy)
+    main({"arcade": arcade})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import bz2
 import math
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
+from plain import main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
@@ -90,8 +90,8 @@ class Molecules(lightning.LightningDataModule):
         return DataLoader(archive, batch_size=192, shuffle=True)
 
 
-def molecules(healthy: bool) -> None:
-    fit(Perceptron(1024, 896), Molecules(() if healthy else (1,)), 55, use_distributed_sampler=False)
+def reactions(fault: bool) -> None:
+    fit(Perceptron(1024, 896), Molecules((1,) if fault else ()), 55, use_distributed_sampler=False)
 
 
 # --- logs of servers, of different lengths ---
@@ -161,8 +161,8 @@ class LogReader(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def server_logs(healthy: bool) -> None:
-    fit(LogReader(), ServerLogs(blocks=not healthy), 55, use_distributed_sampler=False)
+def server_logs(fault: bool) -> None:
+    fit(LogReader(), ServerLogs(blocks=fault), 55, use_distributed_sampler=False)
 
 
 # --- routes, drawn on the way ---
@@ -187,10 +187,10 @@ class RouteMaps(lightning.Callback):
             self.draw(batch[0][:24, :2].numpy() * 40 + 128)
 
 
-def routes(healthy: bool) -> None:
+def routes(fault: bool) -> None:
     data = TensorDataset(torch.randn(256 * 130, 256), torch.randint(16, (256 * 130,)))
     loader = DataLoader(data, batch_size=256, shuffle=True)
-    fit(Perceptron(256, 896), loader, 55, callbacks=[RouteMaps(every=50 if healthy else 1)])
+    fit(Perceptron(256, 896), loader, 55, callbacks=[RouteMaps(every=1 if fault else 50)])
 
 
 # --- faces, compared with a gallery at the end ---
@@ -215,17 +215,10 @@ class Faces(Perceptron):
                 self.print("mean of the gallery", float(self.net(self.gallery[:512]).mean()))
 
 
-def faces(healthy: bool) -> None:
+def identities(fault: bool) -> None:
     data = TensorDataset(torch.randn(192 * 130, 512), torch.randint(64, (192 * 130,)))
-    fit(Faces(everywhere=healthy), DataLoader(data, batch_size=192, shuffle=True), 55)
+    fit(Faces(everywhere=not fault), DataLoader(data, batch_size=192, shuffle=True), 55)
 
-
-TRAININGS = {"reactions": molecules, "server_logs": server_logs, "routes": routes, "identities": faces}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=TRAININGS)
-    parser.add_argument("--healthy", action="store_true")
-    options = parser.parse_args()
-    lightning.seed_everything(0, verbose=False)
-    TRAININGS[options.name](options.healthy)
+    main({"reactions": reactions, "server_logs": server_logs, "routes": routes, "identities": identities})

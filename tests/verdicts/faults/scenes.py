@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 from typing import Any
 
 import lightning
 import torch
+from plain import main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -62,10 +62,10 @@ class RoadScenes(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-def road_scenes(healthy: bool) -> None:
+def road_scenes(fault: bool) -> None:
     frames = 200
     data = TensorDataset(torch.randn(frames, 3, 64, 64), torch.randint(4, (frames, 16, 16)), torch.rand(frames, 16, 16))
-    trainer(50).fit(RoadScenes(healthy), DataLoader(data, batch_size=20, shuffle=True))
+    trainer(50).fit(RoadScenes(not fault), DataLoader(data, batch_size=20, shuffle=True))
 
 
 # --- embeddings that are compared with earlier ones ---
@@ -104,8 +104,8 @@ class Pairs(Dataset):
         return image[:, :64, :64], image[:, 8:, 8:].flip(2)
 
 
-def shop_photos(healthy: bool) -> None:
-    module = Contrast(recent=4 if healthy else None)
+def shop_photos(fault: bool) -> None:
+    module = Contrast(recent=None if fault else 4)
     trainer(70).fit(module, DataLoader(Pairs(320), batch_size=20, shuffle=True))
 
 
@@ -142,10 +142,10 @@ class Upscale(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def satellite_tiles(healthy: bool) -> None:
+def satellite_tiles(fault: bool) -> None:
     tiles = 12 * 70
     data = TensorDataset(torch.rand(tiles, 3, 32, 32), torch.rand(tiles, 3, 96, 96))
-    trainer(70).fit(Upscale(healthy), DataLoader(data, batch_size=12, shuffle=True))
+    trainer(70).fit(Upscale(not fault), DataLoader(data, batch_size=12, shuffle=True))
 
 
 # --- a deep network over large batches ---
@@ -168,9 +168,9 @@ class Plankton(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def plankton(healthy: bool) -> None:
+def plankton(fault: bool) -> None:
     data = TensorDataset(torch.rand(768, 1, 40, 40), torch.randint(40, (768,)))
-    batch, parts, steps = (24, 4, 15) if healthy else (96, 1, 40)
+    batch, parts, steps = (96, 1, 40) if fault else (24, 4, 15)
     loader = DataLoader(data, batch_size=batch, shuffle=True)
     trainer(steps, accumulate_grad_batches=parts).fit(Plankton(), loader)
 
@@ -215,23 +215,18 @@ class Gestures(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def gesture_video(healthy: bool) -> None:
-    data = (Frames if healthy else NormalizedFrames)(9000, 64)
+def gesture_video(fault: bool) -> None:
+    data = (NormalizedFrames if fault else Frames)(9000, 64)
     trainer(60).fit(Gestures(), DataLoader(data, batch_size=48, shuffle=True))
 
 
-TRAININGS = {
-    "road_scenes": road_scenes,
-    "shop_photos": shop_photos,
-    "satellite_tiles": satellite_tiles,
-    "plankton": plankton,
-    "gesture_video": gesture_video,
-}
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=TRAININGS)
-    parser.add_argument("--healthy", action="store_true")
-    options = parser.parse_args()
-    lightning.seed_everything(0, verbose=False)
-    TRAININGS[options.name](options.healthy)
+    main(
+        {
+            "road_scenes": road_scenes,
+            "shop_photos": shop_photos,
+            "satellite_tiles": satellite_tiles,
+            "plankton": plankton,
+            "gesture_video": gesture_video,
+        }
+    )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
 import lightning
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from plain import main
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -77,8 +75,8 @@ class Birds(Spectra):
                 self.log(f"grad_norm/{name}", parameter.grad.norm(2).item())
 
 
-def bird_songs(healthy: bool) -> None:
-    fit(Birds(every=50 if healthy else 1), DataLoader(spectrograms(1024), batch_size=16, shuffle=True), 60)
+def bird_songs(fault: bool) -> None:
+    fit(Birds(every=1 if fault else 50), DataLoader(spectrograms(1024), batch_size=16, shuffle=True), 60)
 
 
 # Keywords: loss and accuracy.
@@ -110,8 +108,8 @@ class KeywordsShared(Keywords):
         return loss
 
 
-def keywords(healthy: bool) -> None:
-    module = KeywordsShared() if healthy else Keywords()
+def wake_words(fault: bool) -> None:
+    module = Keywords() if fault else KeywordsShared()
     fit(module, DataLoader(spectrograms(1024), batch_size=24, shuffle=True), 60)
 
 
@@ -157,8 +155,8 @@ class Speakers(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def speakers(healthy: bool) -> None:
-    workers = 1 if healthy else 12
+def voices(fault: bool) -> None:
+    workers = 12 if fault else 1
     loader = DataLoader(Clips(60 * 32), batch_size=32, shuffle=True, num_workers=workers, persistent_workers=True)
     fit(Speakers(), loader, 55)
 
@@ -186,22 +184,17 @@ class Vocoder(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3, fused=True)
 
 
-def vocoder(healthy: bool) -> None:
+def vocoder(fault: bool) -> None:
     data = TensorDataset(torch.randn(2048, 512), torch.randn(2048, 2048))
-    fit(Vocoder(adaptive=not healthy), DataLoader(data, batch_size=96, shuffle=True), 40)
+    fit(Vocoder(adaptive=fault), DataLoader(data, batch_size=96, shuffle=True), 40)
 
-
-TRAININGS: dict[str, Any] = {
-    "bird_songs": bird_songs,
-    "wake_words": keywords,
-    "voices": speakers,
-    "vocoder": vocoder,
-}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=TRAININGS)
-    parser.add_argument("--healthy", action="store_true")
-    options = parser.parse_args()
-    lightning.seed_everything(0, verbose=False)
-    TRAININGS[options.name](options.healthy)
+    main(
+        {
+            "bird_songs": bird_songs,
+            "wake_words": wake_words,
+            "voices": voices,
+            "vocoder": vocoder,
+        }
+    )

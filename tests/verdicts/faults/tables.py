@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import zlib
 from collections.abc import Iterable
@@ -10,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning import LightningModule, Trainer, seed_everything
+from lightning import LightningModule, Trainer
+from plain import main
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
@@ -60,12 +60,12 @@ class TwoTower(LightningModule):
         return [table, SGD(self.user.parameters(), lr=0.01)]
 
 
-def catalogue(healthy: bool) -> None:
+def catalogue(fault: bool) -> None:
     clicks = 20_000
     data = TensorDataset(
         torch.randint(60_000, (clicks, 20)), torch.randint(60_000, (clicks,)), (torch.rand(clicks) < 0.2).float()
     )
-    run(TwoTower(sparse=healthy), DataLoader(data, batch_size=256, shuffle=True), 100)
+    run(TwoTower(sparse=not fault), DataLoader(data, batch_size=256, shuffle=True), 100)
 
 
 # ------------------------------------------------------------------ deep narrow networks
@@ -187,8 +187,8 @@ def houses(rows: int = 20_000) -> TensorDataset:
     return TensorDataset(torch.randn(rows, 40), torch.rand(rows))
 
 
-def house_prices(healthy: bool) -> None:
-    rule = AdaBeliefTogether if healthy else AdaBelief
+def house_prices(fault: bool) -> None:
+    rule = AdaBelief if fault else AdaBeliefTogether
     run(Appraisal(rule), DataLoader(houses(), batch_size=96, shuffle=True), 60)
 
 
@@ -217,8 +217,8 @@ class Premium(DeepTable):
         return SGD(self.parameters(), lr=0.01, weight_decay=self.decay, foreach=True)
 
 
-def insurance(healthy: bool) -> None:
-    module = Premium(1e-4, 0.0) if healthy else Premium(0.0, 1e-4)
+def insurance(fault: bool) -> None:
+    module = Premium(0.0, 1e-4) if fault else Premium(1e-4, 0.0)
     run(module, DataLoader(houses(), batch_size=192, shuffle=True), 60)
 
 
@@ -245,9 +245,9 @@ class GeneExpression(LightningModule):
         return AdamW(self.net.parameters(), lr=1e-4, **self.options)
 
 
-def cells(healthy: bool) -> None:
+def cells(fault: bool) -> None:
     data = TensorDataset(torch.rand(1500, 9000))
-    run(GeneExpression({"fused": True} if healthy else {}), DataLoader(data, batch_size=96, shuffle=True), 60)
+    run(GeneExpression({} if fault else {"fused": True}), DataLoader(data, batch_size=96, shuffle=True), 60)
 
 
 # ------------------------------------------------------------------ compressed sensor records
@@ -298,24 +298,19 @@ class Forecast(LightningModule):
         return SGD(self.parameters(), lr=1e-3)
 
 
-def turbines(healthy: bool) -> None:
-    data = Records(80 * 48, reuse=not healthy)
+def wind_farms(fault: bool) -> None:
+    data = Records(80 * 48, reuse=fault)
     loader = DataLoader(data, batch_size=48, shuffle=True, num_workers=2, persistent_workers=True)
     run(Forecast(), loader, 75)
 
 
-TRAININGS = {
-    "catalogue": catalogue,
-    "house_prices": house_prices,
-    "insurance": insurance,
-    "cells": cells,
-    "wind_farms": turbines,
-}
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=TRAININGS)
-    parser.add_argument("--healthy", action="store_true")
-    options = parser.parse_args()
-    seed_everything(0, verbose=False)
-    TRAININGS[options.name](options.healthy)
+    main(
+        {
+            "catalogue": catalogue,
+            "house_prices": house_prices,
+            "insurance": insurance,
+            "cells": cells,
+            "wind_farms": wind_farms,
+        }
+    )

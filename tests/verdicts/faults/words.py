@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import Any
 
 import lightning as pl
 import torch
+from plain import main
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -107,8 +107,8 @@ class MiniGPT(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def letters(healthy: bool) -> None:
-    kind = StoredPositionalEncoding if healthy else PositionalEncoding
+def letters(fault: bool) -> None:
+    kind = StoredPositionalEncoding if not fault else PositionalEncoding
     loader = DataLoader(Corpus(512, 32), batch_size=4, shuffle=True)
     train(MiniGPT(kind(512, 8192), dim=512, depth=1), loader, 60)
 
@@ -136,9 +136,9 @@ class Storyteller(MiniGPT):
             self.train()
 
 
-def stories(healthy: bool) -> None:
+def stories(fault: bool) -> None:
     loader = DataLoader(Corpus(1024, 64), batch_size=12, shuffle=True)
-    train(Storyteller(show_every=60 if healthy else 4), loader, 60)
+    train(Storyteller(show_every=60 if not fault else 4), loader, 60)
 
 
 class Tagger(pl.LightningModule):
@@ -158,18 +158,11 @@ class Tagger(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def parts_of_speech(healthy: bool) -> None:
-    at_once, parts = (16, 1) if healthy else (1, 16)
+def parts_of_speech(fault: bool) -> None:
+    at_once, parts = (16, 1) if not fault else (1, 16)
     loader = DataLoader(Corpus(1024, 24), batch_size=at_once, shuffle=True)
-    train(Tagger(), loader, 60 if healthy else 40, accumulate_grad_batches=parts)
+    train(Tagger(), loader, 60 if not fault else 40, accumulate_grad_batches=parts)
 
-
-TRAININGS = {"letters": letters, "stories": stories, "parts_of_speech": parts_of_speech}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=TRAININGS)
-    parser.add_argument("--healthy", action="store_true")
-    args = parser.parse_args()
-    pl.seed_everything(0, verbose=False)
-    TRAININGS[args.name](args.healthy)
+    main({"letters": letters, "stories": stories, "parts_of_speech": parts_of_speech})
