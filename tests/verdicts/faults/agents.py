@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from plain import main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 
 def quiet(steps: int, **options: Any) -> lightning.Trainer:

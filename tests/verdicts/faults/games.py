@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import lightning
 import torch
-from plain import main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 OBSERVATION = 256
 ACTIONS = 18

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import bz2
 import math
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning
 import numpy as np
 import torch
-from plain import main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 
 def fit(module: lightning.LightningModule, data: Any, steps: int, **options: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import lightning
 import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import Logger
-from plain import main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import BinaryAUROC
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 
 def quiet(steps: int, **options: Any) -> lightning.Trainer:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from plain import main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 
 def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:

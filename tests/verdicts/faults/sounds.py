@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import lightning
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from plain import main
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 
 def fit(module: lightning.LightningModule, loader: DataLoader, steps: int) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from lightning import LightningModule, Trainer
-from plain import main
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 
 def run(module: LightningModule, loader: DataLoader, steps: int) -> None:

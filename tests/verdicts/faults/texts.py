@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from plain import main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 VOCABULARY = 800
 MASK, PAD, FIRST = 1, 0, 3

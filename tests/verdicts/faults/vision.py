@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import lightning
 import numpy as np
 import torch
 from PIL import Image
-from plain import main
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 SIDE = 256
 CROP = 96

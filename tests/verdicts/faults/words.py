@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning as pl
 import torch
-from plain import main
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 VOCAB = 2000
 
@@ -108,7 +113,7 @@ class MiniGPT(pl.LightningModule):
 
 
 def letters(fault: bool) -> None:
-    kind = StoredPositionalEncoding if not fault else PositionalEncoding
+    kind = PositionalEncoding if fault else StoredPositionalEncoding
     loader = DataLoader(Corpus(512, 32), batch_size=4, shuffle=True)
     train(MiniGPT(kind(512, 8192), dim=512, depth=1), loader, 60)
 
@@ -138,7 +143,7 @@ class Storyteller(MiniGPT):
 
 def stories(fault: bool) -> None:
     loader = DataLoader(Corpus(1024, 64), batch_size=12, shuffle=True)
-    train(Storyteller(show_every=60 if not fault else 4), loader, 60)
+    train(Storyteller(show_every=4 if fault else 60), loader, 60)
 
 
 class Tagger(pl.LightningModule):
@@ -159,9 +164,9 @@ class Tagger(pl.LightningModule):
 
 
 def parts_of_speech(fault: bool) -> None:
-    at_once, parts = (16, 1) if not fault else (1, 16)
+    at_once, parts = (1, 16) if fault else (16, 1)
     loader = DataLoader(Corpus(1024, 24), batch_size=at_once, shuffle=True)
-    train(Tagger(), loader, 60 if not fault else 40, accumulate_grad_batches=parts)
+    train(Tagger(), loader, 40 if fault else 60, accumulate_grad_batches=parts)
 
 
 if __name__ == "__main__":
