@@ -144,8 +144,7 @@ def unprofiled_parts(trainer: Trainer, stage: str) -> list[TimedPart]:
         *_of("Strategy", strategy, _STRATEGY),
         *_of("Strategy", strategy, shared, always=True, meets=True),
         *_of("CheckpointIO", strategy.checkpoint_io, ("save_checkpoint", "remove_checkpoint")),
-        *(part for logger in trainer.loggers for part in _of("Logger", logger, ("log_metrics",), always=True)),
-        *(part for logger in trainer.loggers for part in _of("Logger", logger, ("save",))),
+        *(part for logger in trainer.loggers for part in _of("Logger", logger, ("log_metrics", "save"), always=True)),
         *(part for metric in _metrics(trainer) for part in _of("Metric", metric, ("update",), always=True)),
         *(
             part

@@ -156,7 +156,7 @@ def test_the_totals_name_callbacks_hooks_validations_checkpoints_loggers_and_gc_
     assert {row.steps for row in rank.actions if not row.in_window} == {38}
     assert called["run_validation"] == 8
     assert called["save_checkpoint"] == 5
-    assert called["on_before_zero_grad"] == called["batch_to_device"] == called["log_metrics"] == 38
+    assert called["on_before_zero_grad"] == called["batch_to_device"] == called["log_metrics"] == called["save"] == 38
     assert called["gc_pause"] >= 38
     assert total_ms(rank, "Slow.on_train_batch_end", "callbacks") >= 38 * 4
     assert total_ms(rank, "Busy.on_before_zero_grad", "optimizer") >= 38 * 3

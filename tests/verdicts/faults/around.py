@@ -328,14 +328,14 @@ class JsonHistoryLogger(Logger):
         self.history.append({"step": step, **metrics})
         self.pending += 1
         if self.pending >= self.flush_every:
-            self.save()
+            self.write()
 
-    def save(self) -> None:
+    def write(self) -> None:
         self.path.write_text(json.dumps(self.history, indent=1))
         self.pending = 0
 
     def finalize(self, status: str) -> None:
-        self.save()
+        self.write()
 
 
 class DemandForecaster(L.LightningModule):
