@@ -78,7 +78,11 @@ class OptimizerFacts(OpenRow):
 
 
 class DataLoaderFacts(OpenRow):
-    """A DataLoader of the stage, by its arguments; ``is_iterable`` is whether its data set is an IterableDataset."""
+    """A DataLoader of the stage, by its arguments; ``is_iterable`` is whether its data set is an IterableDataset.
+
+    ``data_bytes`` are those of the tensors and arrays in memory that the data set refers to, at least; ``data_largest``
+    is the attribute that has the largest one, and ``data_dtype`` its dtype.
+    """
 
     num_workers: Int64 | None = None
     batch_size: Int64 | None = None
@@ -86,6 +90,9 @@ class DataLoaderFacts(OpenRow):
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
     is_iterable: bool | None = None
+    data_bytes: Int64 | None = None
+    data_largest: str | None = None
+    data_dtype: str | None = None
 
 
 class ParameterFacts(OpenRow):

@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sys
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -17,12 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 import lightning
 import psutil
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.capture.sources.compiled import compiled_modules
-from lightning_memprof.capture.sources.memory import cgroup_memory
+from lightning_memprof.capture.sources.memory import cgroup_memory, mapped_files
+from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_storage
 from lightning_memprof.schedule import Action, Schedule, no_window
 from lightning_memprof.units import format_count
 
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 
 # One embedding or head dominates; a few rows show it.
 _LARGEST: Final = 5
+# Of the objects that a data set refers to: a list of as many takes some ms.
+_MOST_OBJECTS: Final = 1000
 # Of a group of parameters, what is not a setting.
 _NAMES: Final = frozenset({"params", "param_names", "name"})
 _LIGHTNING: Final = frozenset({"lightning", "pytorch_lightning"})
@@ -213,7 +219,57 @@ def _loaders(trainer: Trainer) -> list[Any]:
 def _loader_facts(loader: Any) -> dict[str, Any]:
     names = ("num_workers", "batch_size", "pin_memory", "prefetch_factor", "persistent_workers")
     settings = {name: getattr(loader, name, None) for name in names}
-    return {**settings, "is_iterable": isinstance(getattr(loader, "dataset", None), IterableDataset)}
+    dataset = getattr(loader, "dataset", None)
+    return {**settings, "is_iterable": isinstance(dataset, IterableDataset), **_data_facts(dataset)}
+
+
+def _data_facts(dataset: Any) -> dict[str, Any]:
+    """Return the bytes of the tensors and arrays in memory that a data set refers to, and the largest with its dtype.
+
+    Read from its attributes, from lists, tuples, dicts and data sets in them, up to a number of objects; no code of the
+    program runs. Memory that several share counts once, and mapped files and devices not at all.
+    """
+    numpy = sys.modules.get("numpy")
+    arrays = (numpy.ndarray, numpy.memmap) if numpy is not None else ()
+    looked, files, left = [(type(dataset).__name__, dataset)], mapped_files(), 10 * _MOST_OBJECTS
+    sizes: dict[int, tuple[int, str, str]] = {}
+    for name, value in looked:
+        if type(value) in PLAIN_TENSORS or type(value) in arrays:
+            start, size, dtype = _memory_of(value, arrays)
+            before = bisect(files, start, key=lambda file: file.start)
+            if size > sizes.get(start, (0,))[0] and not (before and start in files[before - 1]):
+                sizes[start] = (size, name, dtype)
+            continue
+        with suppress(TypeError, RuntimeError):  # no __dict__; another thread adds to it
+            members = list(islice(_members(name, value), min(left, _MOST_OBJECTS)))
+            left -= len(members)
+            kinds = (*PLAIN_TENSORS, *arrays, list, tuple, dict)
+            more = [pair for pair in members if type(pair[1]) in kinds or issubclass(type(pair[1]), Dataset)]
+            looked += more[: max(_MOST_OBJECTS - len(looked), 0)]
+    whole = end = 0
+    for start, (size, *_) in sorted(sizes.items()):
+        whole += max(start + size - max(start, end), 0)
+        end = max(start + size, end)
+    largest = max(sizes.values(), default=(0, None, None))
+    return {"data_bytes": whole, "data_largest": largest[1], "data_dtype": largest[2]}
+
+
+def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) in {list, tuple, dict}:
+        return ((name, each) for each in (value.values() if type(value) is dict else value))
+    return ((f"{type(value).__name__}.{attribute}", each) for attribute, each in vars(value).items())
+
+
+def _memory_of(value: Any, arrays: tuple[Any, ...]) -> tuple[int, int, str]:
+    """Return address and bytes of the memory that a tensor or an array keeps, also as a view, and its dtype."""
+    if type(value) in PLAIN_TENSORS:
+        storage = local_storage(value)
+        if storage is None or storage.device.type != "cpu":
+            return 0, 0, ""
+        return storage.data_ptr(), storage.nbytes(), str(value.dtype).removeprefix("torch.")
+    while type(value.base) in arrays:
+        value = value.base
+    return value.__array_interface__["data"][0], value.nbytes, value.dtype.name
 
 
 def _finite(number: float) -> int | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -287,6 +288,30 @@ def test_the_start_of_more_workers_than_cores_is_named(shown: Any, workers: int)
     if workers > 1:
         assert found["worker_start"]["sentence"].startswith("6 DataLoader workers for 1 core: their start takes ")
         assert "Use DataLoader(num_workers=1): " in found["worker_start"]["next_steps"][0]
+
+
+class Converted(Dataset[tuple[Tensor]]):
+    """Numbers that are stored as they were read, or converted at once."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return 20 * 256
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        return (self.numbers[index].float(),)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_data_set_that_is_converted_at_once_is_a_note(shown: Any, dtype: torch.dtype) -> None:
+    rows = max(psutil.Process().memory_info().rss // 128, 20 * 256)
+    found = shown("run", Model(), DataLoader(Converted(torch.ones(rows, 32, dtype=dtype)), 256))
+    assert ("data_memory" in found) == (dtype == torch.float32)
+    if dtype == torch.float32:
+        assert "(Converted.numbers, float32)" in found["data_memory"]["sentence"]
+        assert found["data_memory"]["severity"] == "info"
+        assert "convert each one in __getitem__" in found["data_memory"]["next_steps"][0]
 
 
 class Ticker(pl.Callback):

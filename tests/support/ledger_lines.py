@@ -69,6 +69,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "registered_hook_bound": ("forward_hook", "backward_hook"),
     "slow_steps": ("stall", *WORK, "untracked"),
     "small_batch": (*WORK, "callback", "module_hook", "logging", "transfer", "untracked", "self_log", "data_wait"),
+    "data_memory": ("data_set",),
     "straggler": ("rank_wait",),
     "straggler_trace": ("rank_wait",),
     "synchronization": IDLE,

@@ -42,7 +42,7 @@ from lightning_memprof.analysis.findings.kernels import (
 )
 from lightning_memprof.analysis.findings.memory import (
     activation_peak,
-    allocator_retries,
+    data_memory,
     optimizer_state,
     out_of_memory,
     peak_elsewhere,
@@ -69,6 +69,7 @@ from lightning_memprof.analysis.findings.program.loops import python_loop
 from lightning_memprof.analysis.findings.program.python import python_time
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,
+    allocator_retries,
     failed_request,
     fragmentation,
     peak_holder,
@@ -138,6 +139,7 @@ RULES: Final[tuple[Rule, ...]] = (
     peak_elsewhere,
     activation_peak,
     optimizer_state,
+    data_memory,
     profiler_overhead,
 )
 TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (

@@ -1,21 +1,20 @@
-"""Memory of a run: at the peak, out of memory, and an allocator under pressure."""
+"""Memory of a run: at the peak, out of memory, of workers, and of the data set."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.findings.growth import dataset_name
 from lightning_memprof.analysis.findings.measures import sample_method
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity, recovered
-from lightning_memprof.analysis.findings.traces import times
 from lightning_memprof.analysis.ledger.growth import copied_on_write, validation_growth, worker_growth
 from lightning_memprof.analysis.oom.autopsy import autopsies
 from lightning_memprof.analysis.oom.causes import CAUSES
 from lightning_memprof.analysis.steps.events import VALIDATION, action_name
-from lightning_memprof.artifacts.naming import processes_name, series_path
-from lightning_memprof.artifacts.series import UNTRACKED, AllocatorRow, ProcessRow
+from lightning_memprof.artifacts.naming import processes_name
+from lightning_memprof.artifacts.series import UNTRACKED, ProcessRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
@@ -25,14 +24,11 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup
     from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
-    from lightning_memprof.analysis.run.model import Rank, RecordedWindow
+    from lightning_memprof.analysis.run.model import Rank
 
 
 # A smaller category fits everywhere.
 MIN_BYTES: Final = 64 * MIB
-LESS_MEMORY: Final = (
-    "Free memory: a smaller batch with Trainer(accumulate_grad_batches=2), or activation checkpointing."
-)
 
 # From this share of the memory at the start on, growth ends the run soon.
 SEVERE_GROWTH: Final = 0.5
@@ -411,90 +407,58 @@ def _risen(rank: Rank) -> int | None:
     return None
 
 
-# Ranks of one job are equally full: these many represent all.
-MAX_RANKS: Final = 32
-MAX_WINDOWS: Final = 16
-# A retry waits for all kernels, frees segments and allocates new ones: at one per step, every step pays for it.
-SEVERE_PER_STEP: Final = 1.0
-RETRIES_NEXT: Final = (
-    LESS_MEMORY,
-    "Reduce fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and batches of few different shapes.",
-    "Find the allocation sites at the peak: MemProfilerCallback(collectors=[AllocatorHistory()]).",
+# Below a quarter of the peak, something else comes first.
+NOTABLE_DATA: Final = 0.25
+# float16 has half of float32, uint8 a quarter; a mapped file needs none.
+SAVED_OF_DATA: Final = (0.5, 1.0)
+AS_STORED: Final = (
+    "Keep the samples as they are stored ({small}) and convert each one in {method}: they are {dtype} in {name}."
 )
+SMALLER_TYPES: Final = {
+    "float32": "uint8, float16", "float64": "uint8, float16, float32", "int64": "uint8, int16, int32",
+    "int32": "uint8, int16",
+}  # fmt: skip
+MAP: Final = "Map a file instead of reading it: numpy.load(path, mmap_mode='r'), torch.load(path, mmap=True)."
 
 
-class _Retries(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts in a window's rows: ``grown`` within the window, ``total`` since the process started."""
+def data_memory(facts: Facts) -> Finding | None:
+    """Find a data set whose tensors and arrays are much of the resident memory.
 
-    rank: int
-    window: RecordedWindow
-    device: str
-    grown: int
-    total: int
-    reserved_bytes: int | None
-
-
-def allocator_retries(facts: Facts) -> Finding | None:
-    """Find retries of the allocator, in the recorded steps or before them."""
+    Recovers half to all of the line ``data_set`` of the byte ledger; on an accelerator, whose ledger is that of the
+    device, the peak is that of the resident memory and nothing is recovered.
+    """
     found = [
-        retries
-        for rank in facts.run.ranks[:MAX_RANKS]
-        for window in rank.windows[-MAX_WINDOWS:]
-        if (retries := _retries(rank, window)) is not None
+        (loader.data_bytes or 0, rank, loader)
+        for rank in facts.run.ranks
+        for loader in (rank.training.dataloaders if rank.training else ())
     ]
     if not found:
         return None
-    worst = max(found, key=lambda retries: (retries.grown, retries.total))
-    steps = max(len(worst.window.steps) + len(worst.window.warmup_steps), 1)
-    rate = worst.grown / steps
-    severe = Severity.CRITICAL if rate >= SEVERE_PER_STEP else Severity.WARNING
-    device = f"{worst.device}{f' of rank {worst.rank}' if len(facts.run.ranks) > 1 else ''}"
-    reserved = f" with {format_bytes(worst.reserved_bytes)} reserved" if worst.reserved_bytes is not None else ""
+    size, rank, loader = max(found, key=lambda each: each[0])
+    ledger = facts.byte_ledgers.get(rank.rank) if rank.facts.is_cpu else None
+    peak = max((row["rss_bytes"] or 0 for row in rank.pulse), default=0)
+    size = min(size, ledger.bytes("data_set") if ledger is not None else peak)
+    if size < max(MIN_BYTES, NOTABLE_DATA * peak):
+        return None
+    least, most = (recovered(ledger, size * share, "data_set") for share in SAVED_OF_DATA)
+    recovers = replace(most, min=least.min) if least is not None and most is not None else None
+    name, dtype = loader.data_largest or "the data set", loader.data_dtype or ""
+    method, small = sample_method([loader]), SMALLER_TYPES.get(dtype)
+    convert = (AS_STORED.format(small=small, method=method, dtype=dtype, name=name),) if small else ()
     return Finding(
-        rule="allocator_retries",
-        severity=severe if worst.grown else Severity.INFO,
+        rule="data_memory",
+        severity=_severity(ledger, recovers),
         sentence=(
-            f"{device} is nearly full: the allocator emptied its cache {times(worst.grown)} in {steps} recorded steps."
-            if worst.grown
-            else f"{device} was full {times(worst.total)} before the recorded steps: the allocator emptied its cache."
+            f"The data set keeps {format_bytes(size)} in memory{facts.on_rank(rank)} ({name}, {dtype}), "
+            f"{percent(size / peak)} of the peak RSS."
         ),
         why=(
-            f"An allocation failed{reserved}: the allocator waited for all kernels, freed its cache and retried; "
-            "other ranks wait for that in their next collective."
+            f"Tensors and arrays that the data set refers to, without mapped files; peak RSS is {format_bytes(peak)}."
+            f"{_pressure(ledger)}"
         ),
-        next_steps=RETRIES_NEXT,
-        evidence=(
-            Evidence(
-                artifact=f"{facts.run.directory.name}/{series_path(worst.window.index, worst.rank, 'allocator')}",
-                rank=worst.rank,
-                window=worst.window.index,
-                steps=(min(worst.window.steps), max(worst.window.steps)) if worst.window.steps else None,
-            ),
-        ),
-        numbers={
-            "rank": worst.rank,
-            "device": worst.device,
-            "retries": worst.grown,
-            "retries_in_all": worst.total,
-            "steps": steps,
-            "reserved_bytes": worst.reserved_bytes,
-        },
-        weight=min(rate, 1.0),
-    )
-
-
-def _retries(rank: Rank, window: RecordedWindow) -> _Retries | None:
-    series = window.read(AllocatorRow)
-    rows = series.rows
-    counts = [row.num_alloc_retries for row in rows if row.num_alloc_retries is not None]
-    if series.problems or not counts or counts[-1] <= 0:
-        return None
-    reserved = [row.reserved_bytes for row in rows if row.reserved_bytes is not None]
-    return _Retries(
-        rank=rank.rank,
-        window=window,
-        device=next((row.device for row in rows if row.device), "the device"),
-        grown=max(counts[-1] - counts[0], 0),
-        total=counts[-1],
-        reserved_bytes=max(reserved, default=None),
+        next_steps=(*convert, MAP),
+        evidence=(facts.pulse(rank),),
+        numbers={"rank": rank.rank, "data_bytes": size, "peak_rss_bytes": peak, "largest": name, "dtype": dtype},
+        weight=size / peak,
+        recovers=recovers,
     )

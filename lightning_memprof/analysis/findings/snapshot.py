@@ -1,4 +1,4 @@
-"""Rules about one device of a CUDA allocator snapshot, whichever program recorded it."""
+"""The allocator: one device of a CUDA snapshot, whichever program recorded it, and the retries of a run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
-from lightning_memprof.analysis.findings.model import Evidence, Finding, Recovery, Severity
+import msgspec
+
+from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.findings.traces import times
 from lightning_memprof.analysis.ledger.memory import snapshot_bytes
+from lightning_memprof.analysis.run.model import Rank, RecordedWindow
 from lightning_memprof.analysis.snapshot.replay import GROWS, SHRINKS, free_ranges
 from lightning_memprof.analysis.snapshot.report import DeviceReport, FailedRequest, HeldLine, SnapshotReport, held_lines
 from lightning_memprof.analysis.stacks import user_frame
-from lightning_memprof.artifacts.naming import SnapshotName
+from lightning_memprof.artifacts.naming import SnapshotName, series_path
+from lightning_memprof.artifacts.series import AllocatorRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, percent
 
 # Fewer bytes do not decide whether another batch fits.
@@ -397,4 +402,93 @@ def peak_holder(snapshot: SnapshotReport, device: DeviceReport) -> Finding | Non
         weight=worth.share if worth else 0.0,
         recovers=worth,
         evidence=_seen_in(snapshot, device, device.peak_time_us),
+    )
+
+
+# Ranks of one job are equally full: these many represent all.
+MAX_RANKS: Final = 32
+MAX_WINDOWS: Final = 16
+# A retry waits for all kernels, frees segments and allocates new ones: at one per step, every step pays for it.
+SEVERE_PER_STEP: Final = 1.0
+RETRIES_NEXT: Final = (
+    "Free memory: a smaller batch with Trainer(accumulate_grad_batches=2), or activation checkpointing.",
+    "Reduce fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and batches of few different shapes.",
+    "Find the allocation sites at the peak: MemProfilerCallback(collectors=[AllocatorHistory()]).",
+)
+
+
+class _Retries(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts in a window's rows: ``grown`` within the window, ``total`` since the process started."""
+
+    rank: int
+    window: RecordedWindow
+    device: str
+    grown: int
+    total: int
+    reserved_bytes: int | None
+
+
+def allocator_retries(facts: Facts) -> Finding | None:
+    """Find retries of the allocator, in the recorded steps or before them."""
+    found = [
+        retries
+        for rank in facts.run.ranks[:MAX_RANKS]
+        for window in rank.windows[-MAX_WINDOWS:]
+        if (retries := _retries(rank, window)) is not None
+    ]
+    if not found:
+        return None
+    worst = max(found, key=lambda retries: (retries.grown, retries.total))
+    steps = max(len(worst.window.steps) + len(worst.window.warmup_steps), 1)
+    rate = worst.grown / steps
+    severe = Severity.CRITICAL if rate >= SEVERE_PER_STEP else Severity.WARNING
+    device = f"{worst.device}{f' of rank {worst.rank}' if len(facts.run.ranks) > 1 else ''}"
+    reserved = f" with {format_bytes(worst.reserved_bytes)} reserved" if worst.reserved_bytes is not None else ""
+    return Finding(
+        rule="allocator_retries",
+        severity=severe if worst.grown else Severity.INFO,
+        sentence=(
+            f"{device} is nearly full: the allocator emptied its cache {times(worst.grown)} in {steps} recorded steps."
+            if worst.grown
+            else f"{device} was full {times(worst.total)} before the recorded steps: the allocator emptied its cache."
+        ),
+        why=(
+            f"An allocation failed{reserved}: the allocator waited for all kernels, freed its cache and retried; "
+            "other ranks wait for that in their next collective."
+        ),
+        next_steps=RETRIES_NEXT,
+        evidence=(
+            Evidence(
+                artifact=f"{facts.run.directory.name}/{series_path(worst.window.index, worst.rank, 'allocator')}",
+                rank=worst.rank,
+                window=worst.window.index,
+                steps=(min(worst.window.steps), max(worst.window.steps)) if worst.window.steps else None,
+            ),
+        ),
+        numbers={
+            "rank": worst.rank,
+            "device": worst.device,
+            "retries": worst.grown,
+            "retries_in_all": worst.total,
+            "steps": steps,
+            "reserved_bytes": worst.reserved_bytes,
+        },
+        weight=min(rate, 1.0),
+    )
+
+
+def _retries(rank: Rank, window: RecordedWindow) -> _Retries | None:
+    series = window.read(AllocatorRow)
+    rows = series.rows
+    counts = [row.num_alloc_retries for row in rows if row.num_alloc_retries is not None]
+    if series.problems or not counts or counts[-1] <= 0:
+        return None
+    reserved = [row.reserved_bytes for row in rows if row.reserved_bytes is not None]
+    return _Retries(
+        rank=rank.rank,
+        window=window,
+        device=next((row.device for row in rows if row.device), "the device"),
+        grown=max(counts[-1] - counts[0], 0),
+        total=counts[-1],
+        reserved_bytes=max(reserved, default=None),
     )

@@ -26,7 +26,7 @@ UNATTRIBUTED: Final = "unattributed"
 PRESSURE: Final = 0.7
 # Twice the batch needs at most twice the memory.
 ROOM: Final = 0.5
-_NO_TENSORS: Final = frozenset({UNATTRIBUTED, "cached", "before_run", "workers", "growth", "validation"})
+_NO_TENSORS: Final = frozenset({UNATTRIBUTED, "cached", "data_set", "before_run", "workers", "growth", "validation"})
 _HOLDERS: Final = ("parameter", "gradient")
 
 
@@ -35,9 +35,10 @@ class ByteLine(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         category: category of tensors; on the host ``before_run`` (resident when the recording began, without the
-            parameters), ``workers``, ``growth`` (added steadily over the steps) and ``validation`` (added over its
-            batches); on a device ``cached`` (reserved and not allocated, at the peaks of
-            both); in a snapshot ``requested``, ``rounding``, ``free_segments`` and ``fragmentation``.
+            parameters and the data set), ``data_set`` (its tensors and arrays), ``workers``, ``growth`` (added steadily
+            over the steps) and ``validation`` (added over its batches); on a device ``cached`` (reserved and not
+            allocated, at the peaks of both); in a snapshot ``requested``, ``rounding``, ``free_segments`` and
+            ``fragmentation``.
         bytes: its bytes at the peak.
         module: path of the module, empty for the model itself; None if unknown.
         dtype: None if unknown, or if there are several.
@@ -146,7 +147,10 @@ def _on_host(rank: Rank, tensors: list[ByteLine], step: int | None, sharing: int
     samples = rank.read(ProcessRow).rows
     workers = _most(row.private_bytes for row in samples) or 0
     lines = [*tensors, *_growing(rank, process - sum(line.bytes for line in tensors))]
-    lines.append(_before_run(rank, process - sum(line.bytes for line in lines)))
+    # Several loaders may have the same data.
+    data = max((loader.data_bytes or 0 for loader in (rank.training.dataloaders if rank.training else ())), default=0)
+    lines.append(ByteLine(category="data_set", bytes=max(0, min(data, process - sum(line.bytes for line in lines)))))
+    lines.append(_before_run(rank, data, process - sum(line.bytes for line in lines)))
     found = _ledger(
         max(process, sum(line.bytes for line in lines)) + workers,
         [*lines, ByteLine(category="workers", bytes=workers)],
@@ -159,12 +163,13 @@ def _on_host(rank: Rank, tensors: list[ByteLine], step: int | None, sharing: int
     return replace(found, sharing=sharing)
 
 
-def _before_run(rank: Rank, most: int) -> ByteLine:
+def _before_run(rank: Rank, data: int, most: int) -> ByteLine:
     """Return what was resident when the recording began, at most ``most`` bytes: pages may be freed and used again."""
     start = rank.facts.environment.get("rss_at_start_bytes")
-    # Parameters that a strategy creates later are not among these bytes: the line is then too short, never too long.
+    # Parameters that a strategy creates later are not among these bytes, nor is a data set of a later moment: the line
+    # is then too short, never too long.
     parameters = sum(rank.training.parameter_dtypes.values()) if rank.training is not None else 0
-    size = start - parameters if type(start) is int else 0
+    size = start - parameters - data if type(start) is int else 0
     return ByteLine(category="before_run", bytes=max(0, min(size, most)))
 
 

@@ -134,6 +134,26 @@ def without_statistics(device: torch.device) -> str | None:
     return "a CUDAPluggableAllocator has no statistics" if allocator_backend(device) == "pluggable" else None
 
 
+def mapped_files() -> list[range]:
+    """Return the addresses at which files are mapped, in their order; empty without ``maps`` of proc(5)."""
+    try:
+        lines = Path("/proc/self/maps").read_bytes().splitlines()
+    except OSError:
+        return []
+    return [range(first, last) for first, last, path in map(_mapping, lines) if _is_file(path)]
+
+
+def _mapping(line: bytes) -> tuple[int, int, str]:
+    fields = line.split(None, 5)
+    first, last = (int(part, 16) for part in fields[0].split(b"-"))
+    return first, last, fields[5].decode("utf-8", "replace") if len(fields) > 5 else ""
+
+
+def _is_file(path: str) -> bool:
+    # Shared memory is memory; a deleted file's is too.
+    return path.startswith("/") and not path.startswith(_SHARED) and not path.endswith("(deleted)")
+
+
 def mapped_sizes() -> dict[str, int]:
     """Return the resident bytes of each mapped file by its path, and of each large block of memory by address and size.
 
@@ -150,12 +170,9 @@ def mapped_sizes() -> dict[str, int]:
     for line in lines:
         fields = line.split(None, 5)
         if not fields[0].endswith(b":"):
-            first, last = (int(part, 16) for part in fields[0].split(b"-"))
-            path = fields[5].decode("utf-8", "replace") if len(fields) > 5 else ""
-            # Shared memory is memory; a deleted file's is too.
-            is_file = path.startswith("/") and not path.startswith(_SHARED) and not path.endswith("(deleted)")
+            first, last, path = _mapping(line)
             block = f"{first:x}+{last - first:x}" if not path and last - first >= _BLOCK_BYTES else None
-            key = path if is_file else block
+            key = path if _is_file(path) else block
         elif key is not None and fields[0] == b"Rss:":
             sizes[key] = sizes.get(key, 0) + int(fields[1]) * KIB
     return sizes

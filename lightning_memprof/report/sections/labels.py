@@ -29,6 +29,7 @@ LABELS: Final[Mapping[str, str]] = {
     "compile": "torch.compile, compiling",
     "core_wait": "waiting for a core",
     "data_loading": "data wait",
+    "data_set": "data set",
     "idle_loading": "idle, data wait",
     "gc_pauses": "GC pauses",
     "launch": "kernel launch",

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -150,6 +153,52 @@ def test_a_loader_has_its_settings_and_whether_its_data_set_is_iterable() -> Non
     assert [(facts["batch_size"], facts["num_workers"], facts["is_iterable"]) for facts in found] == [
         (2, 0, True), (1, 0, False),
     ]  # fmt: skip
+
+
+class Images(torch.utils.data.Dataset[Any]):
+    """A data set whose code must not run."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    @property
+    def all(self) -> Any:
+        raise AssertionError("all")
+
+
+def held(dataset: Any) -> tuple[Any, ...]:
+    facts = _loader_facts(torch.utils.data.DataLoader(dataset, sampler=range(1)))
+    return facts["data_bytes"], facts["data_largest"], facts["data_dtype"]
+
+
+def test_a_loader_has_the_bytes_of_its_data_set() -> None:
+    pixels, labels = torch.zeros(1000, 8), np.zeros(100, dtype=np.int16)
+    images = Images(pixels=pixels, view=pixels[:10], labels=[labels], names=["a"] * 5000, more={"sizes": labels[:5]})
+    assert held(images) == (32_000 + 200, "Images.pixels", "float32")
+    parts = [torch.utils.data.Subset(images, [0]), torch.utils.data.TensorDataset(torch.zeros(20_000).double())]
+    assert held(torch.utils.data.ConcatDataset(parts)) == (192_200, "TensorDataset.tensors", "float64")
+    assert held(Images(path="a", itself=images)) == (32_200, "Images.pixels", "float32")
+    halves = {"first": torch.from_numpy(labels[:60]), "second": torch.from_numpy(labels[50:])}
+    assert held(Images(**halves, pairs=[(torch.zeros(2), 1), (torch.ones(2), 0)])) == (216, "Images.first", "int16")
+    assert held([torch.zeros(10)] * 5) == (40, "list", "float32")
+    itself = Images(rows=[])
+    itself.rows += [itself] * 5
+    assert held(itself) == (0, None, None)
+    assert held(Images(table=torch.zeros(10, device="meta"), sparse=torch.eye(3).to_sparse())) == (0, None, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mapped files are not known")
+def test_mapped_files_are_not_memory_of_the_data_set(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(1 << 16))
+    torch.save(torch.zeros(1 << 16), tmp_path / "b.pt")
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r+")
+    loaded = torch.load(tmp_path / "b.pt", mmap=True)
+    shared = torch.zeros(1 << 10).share_memory_()
+    everything = Images(a=mapped, b=mapped[5:], c=np.asarray(mapped), d=torch.from_numpy(mapped), e=loaded, f=shared)
+    assert held(everything) == (4096, "Images.f", "float32")
 
 
 def test_the_training_row_has_dtypes_the_largest_parameters_and_anomaly_detection(tmp_path: Any) -> None:

@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
 from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.units import GIB
+from lightning_memprof.units import GIB, MIB
 
 FAKE = FakeRun(device_bytes=lambda _step: 70 * GIB, windows=((2, 3), (12, 13)), world_size=2)
 
@@ -62,3 +65,37 @@ def test_damaged_rows_are_no_retries(tmp_path: Path) -> None:
     path = directory / "window000" / "rank00000.allocator.jsonl"
     path.write_text('{"num_alloc_retries": "many"}\nnot json\n{"num_alloc_retries": 3}\n')
     assert not [finding for finding in examine(Facts.of(load_run(directory))) if finding.rule == "allocator_retries"]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "device", "first"),
+    [
+        (512 * MIB, "float32", False, "Keep the samples as they are stored (uint8, float16) and convert each one in"),
+        (512 * MIB, "float32", True, "Keep the samples as they are stored"),
+        (512 * MIB, "uint8", False, "Map a file"),
+        (200 * MIB, "float32", False, None),
+        (0, None, False, None),
+    ],
+)
+def test_a_data_set_of_a_quarter_of_the_memory_is_a_note(
+    tmp_path: Path, size: int, dtype: str | None, device: bool, first: str | None
+) -> None:
+    loader = {"num_workers": 0, "data_bytes": size, "data_largest": dtype and "Clips.clips", "data_dtype": dtype}
+    fake = FakeRun(
+        rss_bytes=lambda _: GIB,
+        device_bytes=(lambda _: GIB) if device else None,
+        memory=FakeMemory(kept_bytes=MIB),
+        training={"dataloaders": [loader]},
+    )
+    facts = Facts.of(load_run(make_run(tmp_path, fake)))
+    finding = next((finding for finding in examine(facts) if finding.rule == "data_memory"), None)
+    assert (finding is not None) == (first is not None)
+    if finding is not None and first is not None:
+        assert finding.severity is Severity.INFO
+        assert finding.sentence == (
+            f"The data set keeps 512 MiB in memory (Clips.clips, {dtype}), 50% of the peak RSS."
+        )
+        assert finding.next_steps[0].startswith(first)
+        assert (finding.recovers is None) == device
+        if finding.recovers is not None:
+            assert (finding.recovers.min, finding.recovers.max) == (256 * MIB, 512 * MIB)

@@ -114,6 +114,20 @@ def test_memory_from_before_the_run_is_a_line_without_the_parameters_and_within_
     assert large.peak_bytes == unknown.peak_bytes
 
 
+def test_the_data_set_is_a_line_without_which_the_memory_before_the_run_is(tmp_path: Path) -> None:
+    def ledger(size: int, **facts: Any) -> ByteLedger:
+        loaders = {"dataloaders": [{"data_bytes": size}, {"data_bytes": size}]}
+        fake = FakeRun(rss_bytes=lambda _: GIB, memory=FakeMemory(kept_bytes=MIB), training=loaders)
+        return ledger_of(tmp_path / str(size), fake, **facts)
+
+    found = ledger(300 * MIB, rss_at_start_bytes=GIB // 2)
+    assert (found.bytes("data_set"), found.bytes("before_run")) == (300 * MIB, 212 * MIB)
+    # Pages that nothing has touched are not resident.
+    large = ledger(4 * GIB, rss_at_start_bytes=GIB // 2)
+    assert (large.peak_bytes, large.bytes("before_run"), large.bytes("unattributed")) == (found.peak_bytes, 0, 0)
+    assert large.bytes("data_set") > 300 * MIB
+
+
 def test_the_limit_is_the_smaller_one_and_ranks_of_a_host_share_it(tmp_path: Path) -> None:
     fake = FakeRun(rss_bytes=lambda _: 5 * GIB, memory=None)
     found = ledger_of(tmp_path, fake, memory_bytes=64 * GIB, memory_limit_bytes=7 * GIB)
