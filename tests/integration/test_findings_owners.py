@@ -22,9 +22,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.findings import Facts
 from lightning_memprof.analysis.findings.bound import nothing_found
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.cli.main import main
-from lightning_memprof.report.view import run_view
+from lightning_memprof.report.opened import opened
+from lightning_memprof.report.view import View
 from training import only_run, trainer
 
 Shown = dict[str, dict[str, Any]]
@@ -446,9 +446,27 @@ class Repeated(Model):
 )
 def test_a_model_that_runs_several_times_per_step_is_told(tmp_path: Path, shown: Any, how: str, forwards: int) -> None:
     shown("run", Repeated(how), batches(24, 512, 256))
-    run = load_run(only_run(tmp_path / "run"))
-    found = nothing_found(Facts.of(run, run_view(run).traces))
+    with opened([str(only_run(tmp_path / "run"))]) as view:
+        assert isinstance(view, View)
+        found = nothing_found(Facts.of(view.run, view.traces))
     assert found.numbers["forwards"] == forwards
-    assert found.sentence.startswith("Compute-bound: ")
+    assert found.sentence.startswith("Compute-bound: network")
     assert (f" in {forwards} forwards per step (" in found.sentence) == (forwards > 1)
     assert found.next_steps[0].startswith("Run the forward once per step and reuse its output") == (forwards > 1)
+
+
+class Sentences(Model):
+    """Many small layers on the vectors of a sentence."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(40))))
+
+
+@pytest.mark.parametrize("samples", [1, 16])
+def test_single_sentences_whose_gradients_accumulate_are_a_small_batch(shown: Any, samples: int) -> None:
+    data = DataLoader(TensorDataset(torch.randn(512 if samples == 16 else 64, 25, 16)), batch_size=samples)
+    found = shown("run", Sentences(), data, accumulate_grad_batches=16 // samples)
+    assert ("small_batch" in found) == (samples == 1)
+    if samples == 1:
+        step = found["small_batch"]["next_steps"][0]
+        assert step.endswith("DataLoader(batch_size=16), Trainer(accumulate_grad_batches=1).")

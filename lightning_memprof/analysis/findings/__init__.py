@@ -20,7 +20,6 @@ from lightning_memprof.analysis.findings.compute import (
     double_precision,
     idle_cores,
     optimizer_bound,
-    small_batch,
     thread_oversubscription,
 )
 from lightning_memprof.analysis.findings.data import (
@@ -65,7 +64,7 @@ from lightning_memprof.analysis.findings.profiler import (
     worker_died,
 )
 from lightning_memprof.analysis.findings.program.lines import costly_line
-from lightning_memprof.analysis.findings.program.loops import python_loop
+from lightning_memprof.analysis.findings.program.loops import python_loop, small_batch
 from lightning_memprof.analysis.findings.program.python import python_time
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,

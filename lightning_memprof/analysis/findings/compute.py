@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import statistics as stats
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import ranks_on_host, torch_threads
 from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, SHORT_STEP_NS, Facts, Finding, Recovery
 from lightning_memprof.analysis.ledger.model import total
-from lightning_memprof.artifacts.series import SavedTensorsRow, ThroughputRow
+from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
+    from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 
@@ -428,73 +427,3 @@ def _embedding(rank: Rank) -> tuple[ParameterFacts, float] | None:
     share = largest.bytes / max(sum(training.parameter_dtypes.values()), 1)
     is_dense = largest.module in {"Embedding", "EmbeddingBag"} and not largest.sparse
     return (largest, share) if is_dense and share >= MIN_EMBEDDING else None
-
-
-# More samples are a choice of the optimization, not an oversight; so are more positions, in a batch of sequences.
-FEW_SAMPLES: Final = 8
-# Python, autograd and the dispatcher take this for each operator that a program calls, on CPUs of 2020 and later. Calls
-# of less than PARALLEL_NS compute little in any case, and read parameters, whatever the number of samples.
-CALL_NS: Final = 10_000
-# More calls of an operator in a module are a loop.
-CALLS: Final = 8
-# Below this share a larger batch changes little.
-MIN_FIXED: Final = 0.25
-# A batch of twice the size pays the fixed part half as often, one of eight times the size an eighth as often.
-LARGER_BATCH: Final = (1 / 2, 7 / 8)
-TIMES_LARGER: Final = 8
-
-
-def small_batch(facts: Facts) -> Finding | None:
-    """Find steps of few samples that take much time for work that does not depend on their number.
-
-    Recovers 1/2 to 7/8 of that work for the same number of samples, in batches of twice to eight times the size: of the
-    optimizer, of the Trainer and callbacks, of operators and Python in forward and backward that take less than 0.1 ms
-    per call, and of 10 µs for each call of the others.
-    """
-    heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward", "optimizer"))
-    if heaviest is None or not facts.is_fit:
-        return None
-    rank, ledger = heaviest
-    samples = _samples(rank)
-    if samples is None or samples > FEW_SAMPLES:
-        return None
-    lines = [line for line in ledger.of("forward", "backward") if line.operator is not None]
-    called, calling = sum(min(line.count, CALLS) for line in lines if line.operator), sum(map(_calling, lines))
-    optimizer, around = ledger.ns("optimizer"), ledger.ns("untracked", "callback")
-    fixed = optimizer + around + calling
-    if not called or fixed < MIN_FIXED * ledger.running_ns:
-        return None
-    worth = Recovery(unit="ns", min=fixed * LARGER_BATCH[0], max=fixed * LARGER_BATCH[1], whole=ledger.running_ns)
-    return Finding(
-        rule="small_batch",
-        sentence=(
-            f"Small batch: {ledger.share_text(fixed)} is overhead that more than "
-            f"{samples} sample{'s' * (samples > 1)} would share{facts.on_rank(rank)}."
-        ),
-        why=(
-            f"Of a {format_ns(ledger.step_ns)} step, the optimizer takes {format_ns(optimizer)}, the Trainer "
-            f"{format_ns(around)}, and calling {called:,.0f} operators {format_ns(calling)}, whatever the batch "
-            "size."
-        ),
-        next_steps=(
-            f"Use larger batches: DataLoader(batch_size={samples * TIMES_LARGER}), with a learning rate to match.",
-            "Where memory is short, step less often: Trainer(accumulate_grad_batches=8).",
-        ),
-        evidence=(facts.pulse(rank), *facts.recorded(rank, "throughput")),
-        numbers={"rank": rank.rank, "samples": samples, "fixed_ns": fixed, "called": called},
-        **worth.parts,
-    )
-
-
-def _calling(line: TimeLine) -> float:
-    """Return the time of a line that does not depend on the number of samples, without that of a loop."""
-    calls = max(line.count, 1)
-    each = line.ns / calls
-    return min(calls, CALLS) * (each if each < PARALLEL_NS else CALL_NS)
-
-
-def _samples(rank: Rank) -> int | None:
-    """Return the median number of samples, or of positions, of the recorded batches."""
-    rows = [row for window in rank.windows for row in window.read(ThroughputRow).recorded]
-    sizes = [max(row.samples, row.positions or 0) for row in rows if row.samples]
-    return stats.median_low(sizes) if sizes else None

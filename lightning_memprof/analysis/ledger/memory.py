@@ -26,6 +26,8 @@ UNATTRIBUTED: Final = "unattributed"
 PRESSURE: Final = 0.7
 # Twice the batch needs at most twice the memory.
 ROOM: Final = 0.5
+# Saved and temporary tensors together, of saved ones.
+TEMPORARY: Final = 2
 _NO_TENSORS: Final = frozenset({UNATTRIBUTED, "cached", "data_set", "before_run", "workers", "growth", "validation"})
 _HOLDERS: Final = ("parameter", "gradient")
 
@@ -97,7 +99,7 @@ class ByteLedger(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def filled(self) -> float | None:
         """The share of what the machine can hold, if every rank on it has this peak; None if that is unknown."""
-        return (self.peak_bytes * self.sharing + self.outside_bytes) / self.limit_bytes if self.limit_bytes else None
+        return self._filled_by(self.peak_bytes)
 
     @property
     def is_under_pressure(self) -> bool:
@@ -108,6 +110,14 @@ class ByteLedger(msgspec.Struct, frozen=True, kw_only=True):
     def has_room(self) -> bool:
         """Whether a larger batch fits."""
         return (self.filled or 1.0) <= ROOM
+
+    def fits(self, times: int) -> bool:
+        """Return whether a batch of this many times the size fits: temporary tensors grow like saved ones."""
+        more = TEMPORARY * (times - 1) * (self.bytes("activation") + self.bytes("input"))
+        return (self._filled_by(self.peak_bytes + more) or 0.0) <= PRESSURE
+
+    def _filled_by(self, peak_bytes: int) -> float | None:
+        return (peak_bytes * self.sharing + self.outside_bytes) / self.limit_bytes if self.limit_bytes else None
 
 
 def grouped_bytes(lines: Iterable[ByteLine]) -> list[ByteLine]:

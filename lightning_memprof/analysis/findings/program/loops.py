@@ -1,23 +1,28 @@
-"""Loops over operators and submodules in Python."""
+"""Many calls that compute little: loops over operators and submodules in Python, and batches of few samples."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from lightning_memprof.analysis.findings.compute import PARALLEL_NS
 from lightning_memprof.analysis.findings.measures import LOOP, VIEWS
 from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery
 from lightning_memprof.analysis.findings.modules import MOSTLY, ROOT, in_compiled
 from lightning_memprof.analysis.findings.program.lines import has, of_forward, of_spot
 from lightning_memprof.analysis.ledger.model import grouped, total
-from lightning_memprof.units import format_ns
+from lightning_memprof.artifacts.series import ThroughputRow
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
+    from lightning_memprof.analysis.run.model import Rank
 
 # Batching the calls of a loop saves their dispatch, and lets an operator use all cores.
 IN_BATCHES: Final = (0.2, 0.7)
@@ -147,3 +152,101 @@ def _calls(lines: Iterable[TimeLine]) -> Counter[str]:
         if line.part == "forward" and line.module is not None and not line.operator:
             found[line.module] += line.count  # type: ignore[assignment]  # a mean per step is a float
     return found
+
+
+# More samples are a choice of the optimization, not an oversight; so are more positions, in a batch of sequences. Where
+# gradients of several batches accumulate, one batch of all makes the same step.
+FEW_SAMPLES: Final = 8
+# Python, autograd and the dispatcher take this for each operator that a program calls, on CPUs of 2020 and later. Calls
+# of less than PARALLEL_NS compute little in any case, and read parameters, whatever the number of samples.
+CALL_NS: Final = 10_000
+# More calls of an operator in a module are a loop.
+CALLS: Final = 8
+# Below this share a larger batch changes little.
+MIN_FIXED: Final = 0.25
+# A batch of twice the size pays the fixed part half as often, one of eight times the size an eighth as often.
+LARGER_BATCH: Final = (1 / 2, 7 / 8)
+TIMES_LARGER: Final = 8
+
+
+def small_batch(facts: Facts) -> Finding | None:
+    """Find steps of few samples that take much time for work that does not depend on their number.
+
+    Recovers 1/2 to 7/8 of that work for the same number of samples, in batches of twice to eight times the size: of the
+    optimizer, of the Trainer and callbacks, of operators and Python in forward and backward that take less than 0.1 ms
+    per call, and of 10 µs for each call of the others. Where gradients accumulate, without the optimizer, and up to one
+    batch instead of all that fit into memory.
+    """
+    heaviest = facts.heaviest(lambda ledger: ledger.ns("forward", "backward", "optimizer"))
+    if heaviest is None or not facts.is_fit:
+        return None
+    rank, ledger = heaviest
+    memory = facts.byte_ledgers.get(rank.rank)
+    accumulated = (rank.training.accumulate_grad_batches if rank.training else None) or 1
+    joined = _joined(memory, accumulated)
+    samples = _samples(rank, with_positions=accumulated == 1)
+    if samples is None or samples > FEW_SAMPLES or joined == 1 < accumulated:
+        return None
+    lines = [line for line in ledger.of("forward", "backward") if line.operator is not None]
+    called, calling = sum(min(line.count, CALLS) for line in lines if line.operator), sum(map(_calling, lines))
+    # Accumulated batches share the optimizer's step.
+    optimizer, around = ledger.ns("optimizer") * (joined == 1), ledger.ns("untracked", "callback")
+    fixed = optimizer + around + calling
+    if not called or fixed < MIN_FIXED * ledger.running_ns:
+        return None
+    least, most = LARGER_BATCH if joined == 1 else (1 / 2, 1 - 1 / joined)
+    worth = Recovery(unit="ns", min=fixed * least, max=fixed * most, whole=ledger.running_ns)
+    return Finding(
+        rule="small_batch",
+        sentence=(
+            f"Small batch: {ledger.share_text(fixed)} is overhead that more than "
+            f"{samples} sample{'s' * (samples > 1)} would share{facts.on_rank(rank)}."
+        ),
+        why=(
+            f"Of a {format_ns(ledger.step_ns)} step, "
+            f"{f'the optimizer takes {format_ns(optimizer)}, the Trainer' if joined == 1 else 'the Trainer takes'} "
+            f"{format_ns(around)}, and calling {called:,.0f} operators {format_ns(calling)}, whatever the batch "
+            f"size.{_accumulation(memory, accumulated) if joined > 1 else ''}"
+        ),
+        next_steps=_next_steps(samples, joined, accumulated // joined),
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "throughput")),
+        numbers={"rank": rank.rank, "samples": samples, "joined": joined, "fixed_ns": fixed, "called": called},
+        **worth.parts,
+    )
+
+
+def _joined(memory: ByteLedger | None, accumulated: int) -> int:
+    """Return how many of the batches whose gradients accumulate fit as one; all where the memory is not known."""
+    divisors = (count for count in range(accumulated, 1, -1) if accumulated % count == 0)
+    return next((count for count in divisors if memory is None or memory.fits(count)), 1)
+
+
+def _accumulation(memory: ByteLedger | None, accumulated: int) -> str:
+    text = f" Gradients of {accumulated} batches accumulate."
+    if memory is None or memory.filled is None:
+        return text
+    return f"{text} The peak of {format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of the memory."
+
+
+def _next_steps(samples: int, joined: int, left: int) -> tuple[str, ...]:
+    larger = f"DataLoader(batch_size={samples * (joined if joined > 1 else TIMES_LARGER)})"
+    if joined > 1:
+        return (f"Use one batch instead of {joined} small ones: {larger}, Trainer(accumulate_grad_batches={left}).",)
+    return (
+        f"Use larger batches: {larger}, with a learning rate to match.",
+        "Where memory is short, step less often: Trainer(accumulate_grad_batches=8).",
+    )
+
+
+def _calling(line: TimeLine) -> float:
+    """Return the time of a line that does not depend on the number of samples, without that of a loop."""
+    calls = max(line.count, 1)
+    each = line.ns / calls
+    return min(calls, CALLS) * (each if each < PARALLEL_NS else CALL_NS)
+
+
+def _samples(rank: Rank, *, with_positions: bool) -> int | None:
+    """Return the median number of samples, or of positions, of the recorded batches."""
+    rows = [row for window in rank.windows for row in window.read(ThroughputRow).recorded]
+    sizes = [max(row.samples, (row.positions or 0) * with_positions) for row in rows if row.samples]
+    return statistics.median_low(sizes) if sizes else None

@@ -17,24 +17,9 @@ from lightning_memprof.units import GIB
 
 DENSE = {"name": "table.weight", "module": "Embedding", "bytes": 900, "sparse": False}
 
-FORWARD = "[pl][profile][Strategy]SingleDeviceStrategy.training_step"
-BACKWARD = "[pl][profile][Strategy]SingleDeviceStrategy.backward"
-
 
 def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
     return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
-
-
-def of_traced(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
-    """The findings of a run with a trace of two operators of forward and backward."""
-    events = [("ProfilerStep#2", 0, 3000), (FORWARD, 0, 1000), ("aten::mm", 0, 900), (BACKWARD, 1000, 3000)]
-    trace = trace_report(write_trace(tmp_path / "made.json", [
-        {"ph": "X", "cat": "user_annotation" if name.startswith("Prof") else "cpu_op", "name": name, "pid": 9, "tid": 9,
-         "ts": start, "dur": end - start, "args": {}}
-        for name, start, end in (*events, ("aten::mm", 1000, 2900))
-    ]))  # fmt: skip
-    run = load_run(make_run(tmp_path / "log", fake))
-    return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
 
 
 def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
@@ -136,31 +121,6 @@ def test_no_remedy_recovers_more_than_its_lines_hold(tmp_path: Path) -> None:
     assert all(0 <= worth.min <= worth.max <= worth.whole for worth in recoveries)
 
 
-@pytest.mark.parametrize(
-    ("samples", "positions", "is_found"), [(2, 0, True), (8, 0, True), (9, 0, False), (2, 99, False)]
-)
-def test_a_small_batch_is_found_where_the_optimizer_takes_much_of_the_step(
-    tmp_path: Path, samples: int, positions: int, is_found: bool
-) -> None:
-    fake = FakeRun(phases=phases(optimizer=20_000_000), samples=samples, padding=(positions, 0, 0))
-    assert ("small_batch" in of_traced(tmp_path, fake)) == is_found
-
-
-def test_a_small_batch_of_long_operators_is_no_overhead(tmp_path: Path) -> None:
-    assert "small_batch" not in of_traced(tmp_path, FakeRun(samples=2, padding=(0, 0, 0)))
-
-
-def test_a_larger_batch_recovers_half_of_the_fixed_work_or_more(tmp_path: Path) -> None:
-    fake = FakeRun(phases=phases(optimizer=20_000_000), samples=2, padding=(0, 0, 0))
-    finding = of_traced(tmp_path, fake)["small_batch"]
-    assert finding.recovers is not None
-    fixed = finding.numbers["fixed_ns"]
-    # The optimizer, the callback, and 10 µs for each of two operators and for the Python around them.
-    assert fixed == pytest.approx(20_000_000 + HEALTHY["callbacks"] + HEALTHY["other"] + 20_000, rel=0.01)
-    assert (finding.recovers.min, finding.recovers.max) == (fixed / 2, fixed * 7 / 8)
-    assert "DataLoader(batch_size=16)" in finding.next_steps[0]
-
-
 def with_ledger(tmp_path: Path, fake: FakeRun, **changes: Any) -> dict[str, Finding]:
     """The findings of a run whose trace has one operator of 10 ms in backward, in ``count`` calls."""
     count = changes.pop("count", 1.0)
@@ -192,22 +152,6 @@ def test_long_operators_on_few_of_the_cores_are_found(
 
 def test_the_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
     assert "idle_cores" not in with_ledger(tmp_path, FakeRun(world_size=4, training={"threads": 1}))
-
-
-@pytest.mark.parametrize(("calls", "is_found"), [(8, False), (200, True)])
-def test_calls_that_compute_little_take_as_long_for_a_larger_batch(tmp_path: Path, calls: int, is_found: bool) -> None:
-    lines = tuple(
-        TimeLine(part="backward", module=f"layers.{number}", operator="aten::mm", ns=10e6 / calls, count=1)
-        for number in range(calls)
-    )
-    fake = FakeRun(samples=2, padding=(0, 0, 0))
-    host = TimeLedger(step_ns=10e6, median_ns=10e6, steps=2, basis="", lines=lines)
-    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
-    findings = examine(Facts.of(load_run(make_run(tmp_path, fake)), (trace,)))
-    found = {finding.rule: finding for finding in findings}
-    assert ("small_batch" in found) == is_found
-    if is_found:
-        assert found["small_batch"].numbers["fixed_ns"] == pytest.approx(10e6 + 2.8e6, rel=0.2)
 
 
 def test_double_backward_has_its_share_of_forward_and_backward(tmp_path: Path) -> None:
