@@ -31,14 +31,8 @@ def main(trainings: Mapping[str, Callable[[bool], None]]) -> None:
     trainings[options.name](not options.healthy)
 
 
-def fit(
-    model: lightning.LightningModule,
-    training: DataLoader,
-    validation: DataLoader | None = None,
-    *,
-    steps: int = STEPS,
-    **options: Any,
-) -> None:
+def trainer(steps: int, **options: Any) -> lightning.Trainer:
+    """Make a Trainer of so many steps that prints and saves nothing."""
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "max_epochs": -1,
@@ -47,7 +41,23 @@ def fit(
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    lightning.Trainer(**settings | options).fit(model, training, validation)
+    return lightning.Trainer(**settings | options)
+
+
+def quiet(steps: int, **options: Any) -> lightning.Trainer:
+    """Make a Trainer without a logger, if no option has one."""
+    return trainer(steps, **{"logger": False} | options)
+
+
+def fit(
+    model: lightning.LightningModule,
+    training: DataLoader,
+    validation: DataLoader | None = None,
+    *,
+    steps: int = STEPS,
+    **options: Any,
+) -> None:
+    trainer(steps, **options).fit(model, training, validation)
 
 
 class Vectors(Dataset[tuple[Tensor, int]]):

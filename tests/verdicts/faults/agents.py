@@ -17,20 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
-
-
-def quiet(steps: int, **options: Any) -> lightning.Trainer:
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_steps": steps,
-        "max_epochs": -1,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-    }
-    return lightning.Trainer(**settings | options)
+from plain import main, quiet
 
 
 class CartPolicy(lightning.LightningModule):

@@ -18,22 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
+from plain import main, quiet
 
 BANDS = 40
-
-
-def quiet(steps: int, **options: Any) -> lightning.Trainer:
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_steps": steps,
-        "max_epochs": -1,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-    }
-    return lightning.Trainer(**settings | options)
 
 
 class SoundNet(lightning.LightningModule):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
+from plain import main, trainer
 
 OBSERVATION = 256
 ACTIONS = 18
@@ -85,15 +85,7 @@ def replay(transitions: int) -> TensorDataset:
 def arcade(fault: bool) -> None:
     memory = DataLoader(replay(20_000), batch_size=384, shuffle=True, drop_last=True)
     agent = DuelingDQN(nullcontext if fault else torch.no_grad)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=-1,
-        max_steps=70,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(agent, memory)
+    trainer(70).fit(agent, memory)
 
 
 if __name__ == "__main__":

@@ -18,25 +18,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
+from plain import main, trainer
 
 
 def fit(module: lightning.LightningModule, data: Any, steps: int, **options: Any) -> None:
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=-1,
-        max_steps=steps,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    ranks = trainer(steps, devices=2, strategy="ddp", **options)
     if isinstance(data, lightning.LightningDataModule):
-        trainer.fit(module, datamodule=data)
+        ranks.fit(module, datamodule=data)
     else:
-        trainer.fit(module, data)
+        ranks.fit(module, data)
 
 
 class Perceptron(lightning.LightningModule):

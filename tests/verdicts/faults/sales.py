@@ -21,20 +21,7 @@ from torchmetrics.classification import BinaryAUROC
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
-
-
-def quiet(steps: int, **options: Any) -> lightning.Trainer:
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_steps": steps,
-        "max_epochs": -1,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-    }
-    return lightning.Trainer(**settings | options)
+from plain import main, quiet
 
 
 def perceptron(inputs: int, width: int, outputs: int, depth: int = 3) -> nn.Sequential:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import lightning
 import torch
@@ -15,24 +14,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
+from plain import main, trainer
 
 
 def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
-    )
-
-
-def trainer(steps: int, **options: Any) -> lightning.Trainer:
-    return lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=-1,
-        max_steps=steps,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
     )
 
 

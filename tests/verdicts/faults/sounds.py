@@ -14,18 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
-
-
-def fit(module: lightning.LightningModule, loader: DataLoader, steps: int) -> None:
-    lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=-1,
-        max_steps=steps,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, loader)
+from plain import fit, main
 
 
 class Unit(nn.Module):
@@ -82,7 +71,7 @@ class Birds(Spectra):
 
 
 def bird_songs(fault: bool) -> None:
-    fit(Birds(every=1 if fault else 50), DataLoader(spectrograms(1024), batch_size=16, shuffle=True), 60)
+    fit(Birds(every=1 if fault else 50), DataLoader(spectrograms(1024), batch_size=16, shuffle=True), steps=60)
 
 
 # Keywords: loss and accuracy.
@@ -116,7 +105,7 @@ class KeywordsShared(Keywords):
 
 def wake_words(fault: bool) -> None:
     module = Keywords() if fault else KeywordsShared()
-    fit(module, DataLoader(spectrograms(1024), batch_size=24, shuffle=True), 60)
+    fit(module, DataLoader(spectrograms(1024), batch_size=24, shuffle=True), steps=60)
 
 
 # Speakers: clips are cut by worker processes.
@@ -164,7 +153,7 @@ class Speakers(lightning.LightningModule):
 def voices(fault: bool) -> None:
     workers = 12 if fault else 1
     loader = DataLoader(Clips(60 * 32), batch_size=32, shuffle=True, num_workers=workers, persistent_workers=True)
-    fit(Speakers(), loader, 55)
+    fit(Speakers(), loader, steps=55)
 
 
 # A vocoder with many weights.
@@ -192,7 +181,7 @@ class Vocoder(lightning.LightningModule):
 
 def vocoder(fault: bool) -> None:
     data = TensorDataset(torch.randn(2048, 512), torch.randn(2048, 2048))
-    fit(Vocoder(adaptive=fault), DataLoader(data, batch_size=96, shuffle=True), 40)
+    fit(Vocoder(adaptive=fault), DataLoader(data, batch_size=96, shuffle=True), steps=40)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
@@ -19,19 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
-
-
-def run(module: LightningModule, loader: DataLoader, steps: int) -> None:
-    Trainer(
-        accelerator="cpu",
-        max_epochs=-1,
-        max_steps=steps,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, loader)
-
+from plain import fit, main
 
 # ------------------------------------------------------------------ next item
 
@@ -70,7 +58,7 @@ def catalogue(fault: bool) -> None:
     data = TensorDataset(
         torch.randint(60_000, (clicks, 20)), torch.randint(60_000, (clicks,)), (torch.rand(clicks) < 0.2).float()
     )
-    run(TwoTower(sparse=not fault), DataLoader(data, batch_size=256, shuffle=True), 100)
+    fit(TwoTower(sparse=not fault), DataLoader(data, batch_size=256, shuffle=True), steps=100)
 
 
 # ------------------------------------------------------------------ deep narrow networks
@@ -194,7 +182,7 @@ def houses(rows: int = 20_000) -> TensorDataset:
 
 def house_prices(fault: bool) -> None:
     rule = AdaBelief if fault else AdaBeliefTogether
-    run(Appraisal(rule), DataLoader(houses(), batch_size=96, shuffle=True), 60)
+    fit(Appraisal(rule), DataLoader(houses(), batch_size=96, shuffle=True), steps=60)
 
 
 class Premium(DeepTable):
@@ -224,7 +212,7 @@ class Premium(DeepTable):
 
 def insurance(fault: bool) -> None:
     module = Premium(0.0, 1e-4) if fault else Premium(1e-4, 0.0)
-    run(module, DataLoader(houses(), batch_size=192, shuffle=True), 60)
+    fit(module, DataLoader(houses(), batch_size=192, shuffle=True), steps=60)
 
 
 # ------------------------------------------------------------------ a wide layer
@@ -252,7 +240,7 @@ class GeneExpression(LightningModule):
 
 def cells(fault: bool) -> None:
     data = TensorDataset(torch.rand(1500, 9000))
-    run(GeneExpression({} if fault else {"fused": True}), DataLoader(data, batch_size=96, shuffle=True), 60)
+    fit(GeneExpression({} if fault else {"fused": True}), DataLoader(data, batch_size=96, shuffle=True), steps=60)
 
 
 # ------------------------------------------------------------------ compressed sensor records
@@ -306,7 +294,7 @@ class Forecast(LightningModule):
 def wind_farms(fault: bool) -> None:
     data = Records(80 * 48, reuse=fault)
     loader = DataLoader(data, batch_size=48, shuffle=True, num_workers=2, persistent_workers=True)
-    run(Forecast(), loader, 75)
+    fit(Forecast(), loader, steps=75)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
+from plain import main, quiet
 
 VOCABULARY = 800
 MASK, PAD, FIRST = 1, 0, 3
@@ -97,19 +97,6 @@ class MaskedLanguageModel(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-4)
-
-
-def quiet(steps: int, **options: Any) -> lightning.Trainer:
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_steps": steps,
-        "max_epochs": -1,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-    }
-    return lightning.Trainer(**settings | options)
 
 
 def masked_sentences(fault: bool) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
+from plain import main, quiet
 
 SIDE = 256
 CROP = 96
@@ -85,19 +85,6 @@ class LeafNet(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def quiet(steps: int, **options: Any) -> lightning.Trainer:
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_steps": steps,
-        "max_epochs": -1,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-    }
-    return lightning.Trainer(**settings | options)
 
 
 def leaf_photos(fault: bool) -> None:

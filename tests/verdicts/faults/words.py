@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from plain import main
+from plain import fit, main
 
 VOCAB = 2000
 
@@ -29,19 +29,6 @@ class Corpus(Dataset):
 
     def __getitem__(self, i: int) -> torch.Tensor:
         return self.tokens[i]
-
-
-def train(module: pl.LightningModule, loader: DataLoader, steps: int, **kwargs: Any) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=-1,
-        max_steps=steps,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **kwargs,
-    )
-    trainer.fit(module, loader)
 
 
 class Block(nn.Module):
@@ -115,7 +102,7 @@ class MiniGPT(pl.LightningModule):
 def letters(fault: bool) -> None:
     kind = PositionalEncoding if fault else StoredPositionalEncoding
     loader = DataLoader(Corpus(512, 32), batch_size=4, shuffle=True)
-    train(MiniGPT(kind(512, 8192), dim=512, depth=1), loader, 60)
+    fit(MiniGPT(kind(512, 8192), dim=512, depth=1), loader, steps=60)
 
 
 class Storyteller(MiniGPT):
@@ -143,7 +130,7 @@ class Storyteller(MiniGPT):
 
 def stories(fault: bool) -> None:
     loader = DataLoader(Corpus(1024, 64), batch_size=12, shuffle=True)
-    train(Storyteller(show_every=4 if fault else 60), loader, 60)
+    fit(Storyteller(show_every=4 if fault else 60), loader, steps=60)
 
 
 class Tagger(pl.LightningModule):
@@ -166,7 +153,7 @@ class Tagger(pl.LightningModule):
 def parts_of_speech(fault: bool) -> None:
     at_once, parts = (1, 16) if fault else (16, 1)
     loader = DataLoader(Corpus(1024, 24), batch_size=at_once, shuffle=True)
-    train(Tagger(), loader, 40 if fault else 60, accumulate_grad_batches=parts)
+    fit(Tagger(), loader, steps=40 if fault else 60, accumulate_grad_batches=parts)
 
 
 if __name__ == "__main__":
