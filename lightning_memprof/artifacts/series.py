@@ -27,7 +27,8 @@ class PulseRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
 
     The order of the fields is that of the columns; the phases are those of ``PHASES``, in their order. A new column is
     the last one: pulses without it stay readable. ``core_wait_ns`` is how long the training thread was ready to run but
-    waited for a core, since the previous row that has it.
+    waited for a core, since the previous row that has it. ``other_profiler`` is a number of ``PROFILERS`` if one that
+    is not ours recorded at the end of the step, outside windows.
     """
 
     step: int | None
@@ -52,6 +53,7 @@ class PulseRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
     device_callbacks_ns: int | None
     device_other_ns: int | None
     core_wait_ns: int | None
+    other_profiler: int | None
 
     def __getitem__(self, column: str) -> int | None:
         value: int | None = getattr(self, column)
@@ -63,6 +65,10 @@ class PulseRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
 
 
 PULSE_COLUMNS: Final = PulseRow.__struct_fields__
+TORCH_PROFILER: Final = 1
+PYTHON_PROFILER: Final = 2
+# In the column ``other_profiler``.
+PROFILERS: Final = {TORCH_PROFILER: "torch.profiler", PYTHON_PROFILER: "a Python profiler, such as cProfile,"}
 
 
 class SeriesRow(Row, omit_defaults=True):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+    from torch._C._autograd import _profiler_enabled as _profiler_enabled
+    from torch._C._autograd import _profiler_type as _profiler_type
     from torch._C._profiler import _RecordFunctionFast as _RecordFunctionFast
     from torch._guards import active_fake_mode as active_fake_mode
     from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
@@ -68,7 +70,6 @@ if TYPE_CHECKING:
     _current_graph_task_id: Callable[[], int]
     _get_sequence_nr: Callable[[], int]
     _pop_saved_tensors_default_hooks: Callable[[], None]
-    _profiler_enabled: Callable[[], bool]
     _utils: Any
     _storage_Use_Count: Callable[[int], int]  # noqa: N816 torch's name
     _push_saved_tensors_default_hooks: Callable[[Any, Any], None]
@@ -226,8 +227,8 @@ INTERNALS: Final = (
         cuda=True,
     ),
     Internal(
-        owner="torch.autograd",
-        names="_profiler_enabled",
+        owner="torch._C._autograd",
+        names="_profiler_enabled _profiler_type",
         used_for="leave Kineto to another profiler that is recording",
         without="of two profilers at once, the first one loses its data",
         fallback=lambda: False,

@@ -101,6 +101,7 @@ ADDED: Final = (
     "across_ranks.straggler.pulse_steps",
     "across_ranks.waits_ns",
     "pulse.csv.core_wait_ns",
+    "pulse.csv.other_profiler",
     "traces.program.loop_optimizer",
     "*.cost",
     "*.training.*",

@@ -74,6 +74,7 @@ class FakeRun:
         padding: positions of a recorded batch, those that are padding, and of these the ones beyond the longest sample.
         samples: of a batch, where ``padding`` is set.
         core_wait_ns: step to the wait for a core since the previous reading; None is a step without a reading.
+        other_profiler: step to the number of a profiler that is not ours; None where there is none.
 
     """
 
@@ -93,6 +94,7 @@ class FakeRun:
     padding: tuple[int, int, int] | None = None
     samples: int = 32
     core_wait_ns: Callable[[int], int | None] = lambda _: None
+    other_profiler: Callable[[int], int | None] = lambda _: None
 
     @property
     def device(self) -> str:
@@ -229,7 +231,7 @@ def _write_pulse(sink: Sink, fake: FakeRun) -> None:
         rows.append(
             [
                 step, step, 0, window_of.get(step), start, duration, *(phases[name] for name in PHASES),
-                fake.rss_bytes(step), peak, *on_device, fake.core_wait_ns(step),
+                fake.rss_bytes(step), peak, *on_device, fake.core_wait_ns(step), fake.other_profiler(step),
             ]
         )  # fmt: skip
         start += duration

@@ -55,7 +55,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "metric_bound": ("metric",),
     "optimizer_bound": ("optimizer", "stall"),  # one that steps in few of the steps makes them stall
     "optimizer_state": ("optimizer_state",),
-    "other_profiler": (*PASSES, "gc_pauses"),
+    "other_profiler": (*WORK, "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall"),
     "padding": PASSES,
     "peak_elsewhere": ("unattributed",),
     "peak_holder": ("requested",),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.analysis.findings.measures import own_ns
@@ -14,15 +16,17 @@ from lightning_memprof.analysis.ranks.hangs import Difference, Place, call, diff
 from lightning_memprof.analysis.steps.workers import workers
 from lightning_memprof.artifacts.manifest import OverheadFacts
 from lightning_memprof.artifacts.naming import hang_stacks_name, hangs_name, processes_name
-from lightning_memprof.artifacts.series import CollectiveRow
+from lightning_memprof.artifacts.series import PROFILERS, PYTHON_PROFILER, TORCH_PROFILER, CollectiveRow
 from lightning_memprof.units import format_bytes, format_count, format_list, format_ns, percent
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.steps.statistics import PulseStatistics
     from lightning_memprof.analysis.steps.workers import Worker
     from lightning_memprof.analysis.trace.model import TraceReport
-    from lightning_memprof.artifacts.series import HangRow
+    from lightning_memprof.artifacts.series import HangRow, PulseRow
 
 
 # Why the operator trace is not available: the words of capture and integration.
@@ -43,6 +47,19 @@ NO_PULSE: Final = "Leave the pulse out of MemProfilerCallback(collectors=[...]),
 
 # Its events take host time for every operator, and are garbage to collect when it ends.
 OTHER: Final = (0.2, 0.5)
+# Of the work: how much of it is in Python nobody knows.
+PYTHON_OTHER: Final = (0.02, 0.2)
+MIN_PROFILED: Final = 3
+PROFILED: Final = (
+    "forward", "backward", "optimizer", "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall",
+)  # fmt: skip
+REMOVE: Final = {
+    TORCH_PROFILER: 'Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',
+    PYTHON_PROFILER: (
+        "Remove the other profiler, or use it for a few steps: cProfile, sys.setprofile(...) or "
+        'Trainer(profiler="advanced").'
+    ),
+}
 
 MAX_OTHERS: Final = 4
 # Of ranks without a report the first of these is the one that the others wait for.
@@ -96,27 +113,64 @@ def _end(worker: Worker) -> str:
 
 
 def other_profiler(facts: Facts) -> Finding | None:
-    """Find another torch profiler that runs in the training.
+    """Find another profiler that runs in the training: torch's or a Python one.
 
-    Recovers 20% to 50% of forward and backward, and the GC pauses in them.
+    Where it records in some steps only, recovers what these, and those after them, which write, take beyond the median
+    of the others. Otherwise, of torch's 20% to 50% of forward and backward, and the GC pauses in them; of a Python one
+    2% to 20% of the training's own work.
     """
-    seen = next((row for row in facts.run.unavailable if OTHER_PROFILER.search(row.reason)), None)
-    if seen is None or (ledger := facts.ledgers.get(seen.rank)) is None:
+    found = [finding for rank in facts.run.ranks if (finding := _profiled(facts, rank)) is not None]
+    return max(found, key=lambda finding: finding.weight) if found else None
+
+
+def _profiled(facts: Facts, rank: Rank) -> Finding | None:
+    refused = next(
+        (row for row in facts.run.unavailable if row.rank == rank.rank and OTHER_PROFILER.search(row.reason)), None
+    )
+    steps = [row for row in rank.pulse if row.window is None and row.duration_ns is not None]
+    kinds = [row.other_profiler for row in steps if row.other_profiler]
+    ledger = facts.ledgers.get(rank.rank)
+    if ledger is None or not (refused or len(kinds) >= MIN_PROFILED):
         return None
-    passes, pauses = ledger.ns("forward", "backward"), ledger.ns("gc_pauses")
-    worth = Recovery(unit="ns", min=pauses + passes * OTHER[0], max=pauses + passes * OTHER[1], whole=ledger.running_ns)
+    kind = TORCH_PROFILER if refused or TORCH_PROFILER in kinds else PYTHON_PROFILER
+    excess, others = _beyond_others(steps)
+    if others >= MIN_USED and len(kinds) >= MIN_PROFILED:
+        least = most = min(excess, ledger.ns(*PROFILED))
+        why = (
+            f"{format_count(len(kinds), 'step')} and those after them take {format_ns(excess)} of {ledger.length_text}"
+        )
+    elif kind == TORCH_PROFILER:
+        passes, pauses = ledger.ns("forward", "backward"), ledger.ns("gc_pauses")
+        least, most = (pauses + passes * share for share in OTHER)
+        why = (
+            f"It costs time for each operator; forward and backward take {format_ns(passes)}, GC pauses "
+            f"{format_ns(pauses)} of {ledger.length_text}"
+        )
+    else:
+        work = ledger.ns(*PROFILED)
+        least, most = (work * share for share in PYTHON_OTHER)
+        why = f"It costs time for each call of a function; the training's own work takes {format_ns(work)}"
+    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.running_ns)
+    part = "" if others < MIN_USED else f" in {len(kinds)} of {len(steps)} steps"
     return Finding(
         rule="other_profiler",
-        sentence=f"Another profiler is on: torch.profiler records the training{facts.on_rank(seen.rank)}.",
-        why=(
-            f"{seen.reason[:1].upper()}{seen.reason[1:]}. It costs time for each operator; forward and backward "
-            f"take {format_ns(passes)}, GC pauses {format_ns(pauses)} of {ledger.length_text}."
-        ),
-        next_steps=('Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',),
-        evidence=tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == seen.rank),
-        numbers={"rank": seen.rank, "passes_ns": passes, "gc_pauses_ns": pauses},
+        sentence=f"Another profiler is on: {PROFILERS[kind]} records the training{part}{facts.on_rank(rank)}.",
+        why=f"{f'{refused.reason[:1].upper()}{refused.reason[1:]}. ' if refused else ''}{why}.",
+        next_steps=(REMOVE[kind],),
+        evidence=(facts.pulse(rank),),
+        numbers={"rank": rank.rank, "profiled_steps": len(kinds), "steps": len(steps), "beyond_others_ns": excess},
         **worth.parts,
     )
+
+
+def _beyond_others(steps: Sequence[PulseRow]) -> tuple[float, int]:
+    """Return what profiled steps and those after them take beyond the others' median, in ns a step, and the others."""
+    others, profiled = [], []
+    for before, row in pairwise(steps):
+        (profiled if before.other_profiler or row.other_profiler else others).append(row.duration_ns or 0)
+    if not others or not profiled:
+        return 0.0, len(others)
+    return max(sum(profiled) - len(profiled) * median(others), 0.0) / len(steps), len(others)
 
 
 def profiler_overhead(facts: Facts) -> list[Finding]:

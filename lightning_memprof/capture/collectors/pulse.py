@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import deque
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise, zip_longest
@@ -14,6 +15,8 @@ from lightning_memprof.artifacts.pulse import encode_pulse
 from lightning_memprof.artifacts.series import (
     PHASES,
     PULSE_COLUMNS,
+    PYTHON_PROFILER,
+    TORCH_PROFILER,
     ActionTotalRow,
     PulseRow,
     StallRow,
@@ -26,6 +29,7 @@ from lightning_memprof.capture.clock import LoggedTimes, RecentMedian, StepClock
 from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes, without_statistics
 from lightning_memprof.capture.threads import CoreWait
+from lightning_memprof.capture.torch_internals import _profiler_enabled, _profiler_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +49,8 @@ _MEMORY_NS: Final = 10_000_000
 _CALLBACKS: Final = PHASES.index("callbacks")
 _OTHER: Final = PHASES.index("other")
 _UNREAD: Final = (None, None, None)
+# torch counts markers for Nsight and VTune as profilers too; they cost little.
+_RECORDS: Final = ("ActiveProfilerType.KINETO", "ActiveProfilerType.LEGACY")
 _NO_DEVICE: Final = (None,) * (1 + len(PHASES))
 _ACTIONS_NS: Final = 60_000_000_000
 # The typical step is the median of the last ones.
@@ -67,6 +73,17 @@ def device_columns(record: StepRecord, timer: DeviceTimer) -> tuple[int | None, 
     for _, moment, _ in moments:
         timer.release(moment)
     return (sum(spent), *(None if index == _CALLBACKS else ns for index, ns in enumerate(spent)))
+
+
+def other_profiler() -> int | None:
+    """Return the number in ``PROFILERS`` of a profiler that records now; the caller knows that it is not ours."""
+    if _profiler_enabled() and str(_profiler_type()) in _RECORDS:
+        return TORCH_PROFILER
+    if sys.version_info >= (3, 12):
+        is_python = sys.monitoring.get_tool(sys.monitoring.PROFILER_ID) is not None or sys.getprofile() is not None
+    else:
+        is_python = sys.getprofile() is not None
+    return PYTHON_PROFILER if is_python else None
 
 
 class PulseWriter:
@@ -93,8 +110,8 @@ class PulseWriter:
         self._resident = ResidentSize()
         self._core_wait = CoreWait()
         self._file.write((",".join(PULSE_COLUMNS) + "\n").encode())
-        # A step, and RSS, device peak and wait for a core where they were read.
-        self._waiting: deque[tuple[StepRecord, tuple[int | None, int | None, int | None]]] = deque()
+        # A step, another profiler, and RSS, device peak and wait for a core where they were read.
+        self._waiting: deque[tuple[StepRecord, int | None, tuple[int | None, int | None, int | None]]] = deque()
         self._complete: list[tuple[StepRecord, tuple[int | None, ...]]] = []
         self._added = 0
         # The first chunks are shorter: a run that soon hangs has most of its steps on disk.
@@ -105,12 +122,13 @@ class PulseWriter:
     def add(self, record: StepRecord) -> None:
         """Add one step; its row is made with those of the chunk: after a training step the caches are cold."""
         end_ns = record.start_ns + record.duration_ns
+        profiler = other_profiler() if record.window is None else None
         if end_ns < self._memory_due_ns:
-            self._waiting.append((record, _UNREAD))
+            self._waiting.append((record, profiler, _UNREAD))
         else:
             self._memory_due_ns = end_ns + _MEMORY_NS
             peak = None if self._device is None else peak_allocated_bytes(self._device)
-            self._waiting.append((record, (self._resident.read(), peak, self._core_wait.read())))
+            self._waiting.append((record, profiler, (self._resident.read(), peak, self._core_wait.read())))
         if self._timer is not None:
             self._complete_steps()
         self._added += 1
@@ -147,11 +165,11 @@ class PulseWriter:
     def _complete_steps(self) -> None:
         timer, waiting = self._timer, self._waiting
         while waiting:
-            record, (*memory, core_wait_ns) = waiting[0]
+            record, profiler, (*memory, core_wait_ns) = waiting[0]
             if timer is not None and record.moments and not timer.reached(record.moments[-1][1]):
                 return
             device = device_columns(record, timer) if timer is not None and record.moments else _NO_DEVICE
-            self._complete.append((record, (*memory, *device, core_wait_ns)))
+            self._complete.append((record, (*memory, *device, core_wait_ns, profiler)))
             waiting.popleft()
 
 

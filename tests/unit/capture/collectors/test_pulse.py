@@ -1,18 +1,26 @@
 from __future__ import annotations
 
+import cProfile
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from fake_devices import FakeCuda, FakeTimer
-from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, ActionTotalRow, StallRow
+from lightning_memprof.artifacts.series import (
+    PHASES,
+    PULSE_COLUMNS,
+    PYTHON_PROFILER,
+    TORCH_PROFILER,
+    ActionTotalRow,
+    StallRow,
+)
 from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.clock import StepClock
 from lightning_memprof.capture.collectors.pulse import ActionTotals, CoreWait, Pulse, PulseWriter
@@ -131,6 +139,33 @@ def test_memory_is_read_at_most_every_ten_milliseconds(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if row["rss_bytes"] is not None] == [0, 3, 6, 7, 8]
     counted = [] if CoreWait().read() is None else [0, 3, 6, 7, 8]
     assert [row["step"] for row in rows if row["core_wait_ns"] is not None] == counted
+
+
+def of_profilers(path: Path, around: Callable[[int], AbstractContextManager[object]]) -> list[int | None]:
+    """Return what the pulse says of other profilers, if each step ends in such a context."""
+    with closing(PulseWriter(path, torch.device("cpu"), None)) as writer:
+        for step in range(3):
+            with around(step):
+                writer.add(record(step, None))
+    return [row.other_profiler for row in read_pulse(path)]
+
+
+def test_a_step_that_another_profiler_records_is_marked_and_one_with_markers_for_nsight_is_not(tmp_path: Path) -> None:
+    def at_the_second(profiler: Callable[[], AbstractContextManager[object]]) -> list[int | None]:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"
+        return of_profilers(path, lambda step: profiler() if step == 1 else nullcontext())
+
+    assert at_the_second(torch.profiler.profile) == [None, TORCH_PROFILER, None]
+    assert at_the_second(cProfile.Profile) == [None, PYTHON_PROFILER, None]
+    assert at_the_second(nullcontext) == [None] * 3
+    if torch.cuda.is_available():
+        assert at_the_second(torch.autograd.profiler.emit_nvtx) == [None] * 3
+
+
+def test_our_own_window_is_no_other_profiler(tmp_path: Path) -> None:
+    with closing(PulseWriter(tmp_path / "p.csv", torch.device("cpu"), None)) as writer, torch.profiler.profile():
+        writer.add(record(0, None)._replace(window=0))
+    assert [row.other_profiler for row in read_pulse(tmp_path / "p.csv")] == [None]
 
 
 def test_on_an_accelerator_a_run_has_both_clocks_and_the_peak_and_never_synchronises(tmp_path: Path) -> None:
