@@ -1,8 +1,7 @@
 """Every private API of torch that this package uses: where it is, what for, and what happens without it.
 
 Other modules import from here, by torch's names. A name is looked up when it is imported: importing this module loads
-neither torch's memory trackers nor its data loaders. All were seen in torch 2.10 to 2.15; ``lightning-memprof doctor``
-lists those that the installed version does not have.
+neither torch's memory trackers nor its data loaders. All were seen in torch 2.10 to 2.15.
 """
 
 from __future__ import annotations

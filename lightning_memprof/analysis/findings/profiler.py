@@ -164,8 +164,9 @@ def _profiled(facts: Facts, rank: Rank) -> Finding | None:
 
 
 def _beyond_others(steps: Sequence[PulseRow]) -> tuple[float, int]:
-    """Return what profiled steps and those after them take beyond the others' median, in ns a step, and the others."""
-    others, profiled = [], []
+    """Return the ns per step of profiled steps and those after them beyond the others' median; count the others."""
+    others: list[int] = []
+    profiled: list[int] = []
     for before, row in pairwise(steps):
         (profiled if before.other_profiler or row.other_profiler else others).append(row.duration_ns or 0)
     if not others or not profiled:

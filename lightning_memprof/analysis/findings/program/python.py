@@ -192,6 +192,8 @@ LOOKS_INSIDE: Final = frozenset({"callback", "module_hook", "transfer"})
 COPIES: Final = frozenset({"aten::copy_", "aten::clone"})
 # Fewer calls of an operator in a hook are not a loop over samples, parameters or values.
 OFTEN: Final = 32
+# A model of fewer tensors is not told from a few copies.
+LEAST_COPIED: Final = 8
 # Fewer collectives in a step are a few values.
 MANY_SYNCED: Final = 4
 
@@ -230,11 +232,21 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
     fit = of_spot(at) if at is not None and hook not in ONCE else ()
     steps = (*fit, *steps)
     loop = max(loops, key=lambda line: line.ns, default=None)
-    often = f"{loop.operator} {loop.called / calls:,.0f} times" if loop else ""
-    if loop and loop.operator in COPIES and not is_transfer:
+    often = f"calls {loop.operator} {loop.called / calls:,.0f} times" if loop else ""
+    makes_copies = loop is not None and loop.operator in COPIES
+    copied = _copied(rank, lines, calls) or ("tensors" if makes_copies else "")
+    if copied and not is_transfer:
         steps = tuple(dict.fromkeys((COPY_LESS.format(name=action.name), *steps)))
-        often = f"{often}, copies of tensors"
+        often = f"{often}, copies of {copied}" if makes_copies else f"{often}{' and ' if often else ''}copies {copied}"
     does = has(at, "it", action.name) if at is not None and at.place else ""
     # Other hooks need not run for each batch.
-    whole = (WHOLE.format(name=action.name, often=often),) if loop and is_transfer else ()
-    return f"{f': it calls {often}' if loop else ''}{does}", (*whole, *steps)
+    whole = (WHOLE.format(name=action.name, often=often.removeprefix("calls ")),) if loop and is_transfer else ()
+    return f"{f': it {often}' if often else ''}{does}", (*whole, *steps)
+
+
+def _copied(rank: Rank, lines: Sequence[TimeLine], calls: float) -> str:
+    """Return that lines copy the whole model, as ``copy.deepcopy`` does: as many tensors as the optimizers update."""
+    optimizers = rank.training.optimizers if rank.training else []
+    parameters = sum(optimizer.parameters or 0 for optimizer in optimizers)
+    clones = sum(line.called for line in lines if line.operator == "aten::clone") / calls
+    return "the model" if clones >= max(parameters, LEAST_COPIED) else ""

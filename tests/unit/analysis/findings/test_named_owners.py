@@ -85,6 +85,22 @@ def test_a_hook_that_copies_many_tensors_is_to_copy_less(tmp_path: Path) -> None
     assert finding.next_steps[0].startswith(f"Copy less in {name}")
 
 
+@pytest.mark.parametrize(("clones", "is_model"), [(40, True), (39, False)])
+def test_a_hook_that_copies_as_many_tensors_as_the_model_has_copies_the_model(
+    tmp_path: Path, clones: int, is_model: bool
+) -> None:
+    training = {"optimizers": [{"name": "SGD", "parameters": 40, "device": "cpu"}]}
+    directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=9 * MS), training=training))
+    name = "Average.on_train_batch_end"
+    host = (
+        line(name, "aten::mul", 7e6, part="callback", called=80),
+        line(name, "aten::clone", 1e6, part="callback", called=clones),
+    )
+    finding = found(directory, action(f"[Callback]{name}", 9 * MS, "callbacks"), host=host)["callback_bound"]
+    assert finding.sentence.endswith("it calls aten::mul 80 times and copies the model.") is is_model
+    assert finding.next_steps[0].startswith(f"Copy less in {name}") is is_model
+
+
 def test_work_before_the_transfer_may_be_the_gpus(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(other=20 * MS), device_bytes=lambda _: MIB))
     finding = found(directory, action("[LightningModule]Net.on_before_batch_transfer", 18 * MS))["transfer_bound"]
