@@ -131,6 +131,8 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
         )
         # Lightning's wrapper of a schedule ignores its `repeat`, and its export fails for stacks: ours have both.
         self._schedule, self._has_on_trace_ready = None, True
+        # A strategy that spawns its ranks pickles the profiler, and torch's schedule is a local function.
+        self._profiler_kwargs.pop("schedule", None)
         self._is_named = filename not in {None, DEFAULT_FILENAME}
         # YAML passes every default: a value that equals its default counts as unset.
         if schedule_cfg is not None and schedule != _DEFAULT_SCHEDULE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,13 @@ def test_a_logger_whose_directory_is_no_path_stops_nothing(tmp_path: Path) -> No
 
     trainer(tmp_path, MemProfilerCallback(), logger=Mine()).fit(Perceptron(), loader())
     assert only_run(tmp_path / "said").is_dir()
+
+
+def test_a_strategy_that_spawns_its_ranks_can_hand_it_to_them(tmp_path: Path) -> None:
+    fitted = trainer(tmp_path, MemProfilerCallback(), profiler=ExtendedPyTorchProfiler())
+    copied = pickle.loads(pickle.dumps(fitted))  # as multiprocessing does
+    copied.fit(Perceptron(), loader())
+    assert len(rows_of(only_run(tmp_path), "window")) > 0
 
 
 def test_alone_it_records_its_own_schedule_and_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from lightning_memprof.analysis.findings.measures import ranks_on_host, torch_th
 from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, SHORT_STEP_NS, Facts, Finding, Recovery
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.artifacts.series import SavedTensorsRow
-from lightning_memprof.units import MIB, format_bytes, format_ns, percent
+from lightning_memprof.units import MIB, format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.model import TimeLedger
@@ -143,8 +143,8 @@ def idle_cores(facts: Facts) -> Finding | None:
     return Finding(
         rule="idle_cores",
         sentence=(
-            f"Operators use {threads} of {cores} cores{facts.on_rank(rank)}: {ledger.share_text(spent)} can "
-            "run in parallel."
+            f"Operators use {format_count(threads, 'thread')} on {cores} cores{facts.on_rank(rank)}: "
+            f"{ledger.share_text(spent)} can run in parallel."
         ),
         why=(
             f"Operators of {format_ns(PARALLEL_NS)} per call and longer take {format_ns(spent)} of "

@@ -189,7 +189,8 @@ SYNCED: Final = (
 )
 # Parts whose modules and operators are those of an action.
 LOOKS_INSIDE: Final = frozenset({"callback", "module_hook", "transfer"})
-COPIES: Final = frozenset({"aten::copy_", "aten::clone"})
+# copy.deepcopy calls set_ for each tensor.
+COPIES: Final = frozenset({"aten::copy_", "aten::clone", "aten::set_"})
 # Fewer calls of an operator in a hook are not a loop over samples, parameters or values.
 OFTEN: Final = 32
 # A model of fewer tensors is not told from a few copies.
@@ -225,7 +226,7 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
     for line in lines:
         modules[(line.module or "").partition(".")[0]] += round(line.ns)
     module, ns = modules.most_common(1)[0] if modules else ("", 0)
-    if module and ns >= MOST * total(lines) and not is_transfer:
+    if module and ns >= MOST * max(total(lines), action.ns) and not is_transfer:
         return f": it runs {module}", (REUSE.format(name=action.name, module=module), *steps)
     loops = [line for line in lines if line.operator and line.operator not in VIEWS and line.called >= OFTEN * calls]
     at = of_action(rank, action.name)
@@ -247,6 +248,8 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
 def _copied(rank: Rank, lines: Sequence[TimeLine], calls: float) -> str:
     """Return that lines copy the whole model, as ``copy.deepcopy`` does: as many tensors as the optimizers update."""
     optimizers = rank.training.optimizers if rank.training else []
-    parameters = sum(optimizer.parameters or 0 for optimizer in optimizers)
-    clones = sum(line.called for line in lines if line.operator == "aten::clone") / calls
-    return "the model" if clones >= max(parameters, LEAST_COPIED) else ""
+    least = max(sum(optimizer.parameters or 0 for optimizer in optimizers), LEAST_COPIED)
+    copies = Counter[str]()
+    for line in lines:
+        copies[line.operator or ""] += round(line.called / calls)
+    return "the model" if max(copies["aten::clone"], copies["aten::set_"]) >= least else ""

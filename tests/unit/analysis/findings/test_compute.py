@@ -144,7 +144,7 @@ def test_long_operators_on_few_of_the_cores_are_found(
     assert ("idle_cores" in rules) == is_found
     if is_found:
         finding = rules["idle_cores"]
-        assert f"Operators use {threads} of 4 cores" in finding.sentence
+        assert f"Operators use {threads} thread{'s' if threads > 1 else ''} on 4 cores" in finding.sentence
         assert "torch.set_num_threads(4)" in finding.next_steps[0]
         assert finding.recovers is not None
         assert finding.recovers.max == pytest.approx(10e6 * (1 - threads / 4), rel=0.1)

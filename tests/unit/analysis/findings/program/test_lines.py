@@ -175,3 +175,17 @@ def test_a_backward_in_training_step_is_not_in_the_forward(tmp_path: Path) -> No
     assert alone.numbers["line_ns"] == pytest.approx(HEALTHY["forward"], rel=0.05)
     helper = {**BACKWARD, "functions": [STEP, "Net.learn"], "source": "self.manual_backward(loss)"}
     assert "costly_line" not in findings_of(tmp_path / "helper", line(helper, 80), line(OTHER, 20))
+
+
+@pytest.mark.parametrize(
+    ("function", "fused"),
+    [
+        ("LayerNorm.forward", "torch.nn.LayerNorm instead of LayerNorm"),
+        ("blocks.RMS_Norm.forward", "torch.nn.RMSNorm instead of blocks.RMS_Norm"),
+        ("LayerNorm.statistics", None),
+        ("Mixer.forward", None),
+    ],
+)
+def test_a_module_that_a_program_writes_itself_is_to_be_torchs(function: str, fused: str | None) -> None:
+    steps = fitting("aten::std", Spot(function=function, share=0.5, depth=2))
+    assert any(f"Use {fused}" in step for step in steps) is (fused is not None)
