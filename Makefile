@@ -38,8 +38,9 @@ unexport PYTHONPATH
 # Directories too: their modification time changes when a file is removed.
 SOURCES := $(shell find lightning_memprof \( -name __pycache__ -o -name '.*' \) -prune -o -print)
 REQUIREMENTS := pyproject.toml constraints.txt
-# One process more than cores: many tests wait for a program of their own. Tests of one file share slow fixtures.
-PARALLEL = --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() + 1)') --dist loadfile
+# One process more than cores: many tests wait for a program of their own. Tests of one file share slow fixtures. Files run
+# in the order of their names: `unit`, quick ones, come last. By default those of few tests would, which are the slow ones.
+PARALLEL = --numprocesses $$($(BIN)/python -c 'import os; print(os.cpu_count() + 1)') --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

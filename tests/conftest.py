@@ -13,7 +13,11 @@ import hypothesis
 import pytest
 
 import leaks
-from warm_python import WarmPython, share
+from warm_python import Popen, WarmPython, share
+
+# Read when torch is loaded. Threads that are out of work sleep: by default they spin, on cores that other tests need,
+# and on a busy machine some trainings take ten times the CPU.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # An example that waits for a busy machine is no failure; the timeout of a test ends what hangs.
 hypothesis.settings.register_profile("busy machines", deadline=None)
@@ -168,3 +172,9 @@ def run_program(
         return warm_python.run(arguments, tmp_path, environment | variables, timeout)
 
     return run
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython) -> None:
+    """Fork each Python program that the test, or the package in its process, starts: see ``run_program``."""
+    monkeypatch.setattr(subprocess, "Popen", Popen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def page(directory: Path, program: str, argument: int) -> Document:
     return load_run(only_run(directory)).document()
 
 
-def test_a_step_that_does_not_end_is_the_verdict_with_its_line(tmp_path: Path) -> None:
+def test_a_step_that_does_not_end_is_the_verdict_with_its_line(tmp_path: Path, forked: None) -> None:
     document = page(tmp_path, "hanging.py", 1)
     assert document.rule == "hang"
     assert document.verdict.startswith("Step 3 does not end: stuck in forward at hanging.py:")
@@ -39,7 +40,7 @@ def test_a_step_that_does_not_end_is_the_verdict_with_its_line(tmp_path: Path) -
 
 
 @pytest.mark.timeout(300)
-def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path) -> None:
+def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path, forked: None) -> None:
     document = page(tmp_path, "hanging.py", 2)
     assert document.rule == "hang"
     assert document.verdict.startswith("Step 3 does not end on rank 1: stuck in forward at hanging.py:")
@@ -52,7 +53,7 @@ def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path) 
 
 
 @pytest.mark.timeout(300)
-def test_all_ranks_end_with_one_exit_code_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_all_ranks_end_with_one_exit_code_where_that_is_asked_for(tmp_path: Path, forked: None) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -82,12 +83,12 @@ def test_all_ranks_end_with_one_exit_code_where_that_is_asked_for(tmp_path: Path
     [("ddp", "missed,shaped,exception,stopped,uneven"), ("fsdp2", "sleep,reordered,loader")],
 )
 def test_the_page_names_the_fault_of_one_of_two_ranks_and_nothing_in_a_healthy_training(
-    strategy: str, faults: str
+    strategy: str, faults: str, forked: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = SUPPORT.parent / "programs" / "hangs.py"
-    options = ["--strategies", strategy, "--faults", faults, "--healthy", "1"]
-    done = subprocess.run([sys.executable, str(program), *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    program = runpy.run_path(str(SUPPORT.parent / "programs" / "hangs.py"))
+    monkeypatch.setattr(sys, "argv", ["hangs.py", "--strategies", strategy, "--faults", faults, "--healthy", "1"])
+    assert program["main"]() == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("code", "end"), [(-9, "signal 9 (SIGKILL)"), (3, "exit code 3")])
@@ -103,7 +104,7 @@ def test_a_worker_that_died_is_the_verdict_with_its_signal_or_exit_code(tmp_path
     [(0, 20, "data wait at"), (2, 20, "data wait, worker 0 at"), (-2, 7, "validation, worker 0 at")],
 )
 def test_a_data_set_that_hangs_is_the_verdict_with_its_line_in_any_process(
-    tmp_path: Path, workers: int, steps: int, who: str
+    tmp_path: Path, forked: None, workers: int, steps: int, who: str
 ) -> None:
     text = (SUPPORT / "stuck_worker.py").read_text().splitlines()
     last = next(number for number, line in enumerate(text, 1) if line.endswith("# waits"))

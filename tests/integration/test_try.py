@@ -30,8 +30,11 @@ PROGRAM = Path(__file__).parents[1] / "support" / "tried.py"
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The program alone in the working directory, and temporary files beside it."""
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None) -> str:
+    """The program alone in the working directory, and temporary files beside it.
+
+    Its processes need not import Lightning each time; those of commands in processes of their own do.
+    """
     place, scratch = tmp_path / "work", tmp_path / "scratch"
     place.mkdir()
     scratch.mkdir()

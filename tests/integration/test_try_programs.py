@@ -19,7 +19,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None) -> Path:
     """The program alone in the working directory."""
     directory = tmp_path / "work"
     directory.mkdir()

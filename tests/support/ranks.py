@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
+import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import DEVNULL, TimeoutExpired
 
-from warm_python import shared
+from warm_python import Popen, shared
 
 __all__ = ["launch"]
 
@@ -32,13 +34,23 @@ def launch(script: str, directory: Path, *options: str, world: int) -> list[int]
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "NODE_RANK": "0",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(support),
     }  # fmt: skip
-    with shared(common) as python:
-        program = [str(support / script), str(directory), *options]
-        outs = [directory / f"out{rank}" for rank in range(world)]
-        pids = [
-            python.start(program, directory, common | {"LOCAL_RANK": str(rank)}, out, out)
-            for rank, out in enumerate(outs)
-        ]
+    with shared(common), ExitStack() as opened:
+        ranks = []
+        for rank in range(world):
+            out = opened.enter_context((directory / f"out{rank}").open("ab"))
+            ranks.append(
+                Popen(
+                    [sys.executable, str(support / script), str(directory), *options], cwd=directory,
+                    env=common | {"LOCAL_RANK": str(rank)}, stdin=DEVNULL, stdout=out, stderr=out,
+                )
+            )  # fmt: skip
         deadline = time.monotonic() + 120
-        codes = [python.wait(pid, max(0.1, deadline - time.monotonic())) for pid in pids]
-    return [-signal.SIGKILL if code is None else code for code in codes]
+        return [_code(rank, deadline - time.monotonic()) for rank in ranks]
+
+
+def _code(rank: Popen, seconds: float) -> int:
+    try:
+        return int(rank.wait(max(0.1, seconds)))
+    except TimeoutExpired:
+        rank.kill()
+        return int(rank.wait())

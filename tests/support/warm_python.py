@@ -2,63 +2,71 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import inspect
 import json
+import multiprocessing.process
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WarmPython", "share", "shared"]
+__all__ = ["Popen", "WarmPython", "share", "shared"]
 
 # Read when torch is loaded: whoever comes later is too late.
 EARLY = {"OMP_NUM_THREADS": "1"}
-WARM = ("lightning.pytorch.cli", "lightning.pytorch.demos.boring_classes", "torch.distributed.fsdp", "torch.profiler")
+WARM = (
+    "lightning.pytorch.cli", "lightning.pytorch.demos.boring_classes", "torch.distributed.fsdp", "torch.profiler",
+    # The profiler imports it late.
+    "torch._inductor.config",
+)  # fmt: skip
+LONGEST = 1 << 20
+# prctl(2): a process whose parent ends becomes a child of this one.
+SET_CHILD_SUBREAPER = 36
+_COLD = subprocess.Popen
 
 
 class WarmPython(AbstractContextManager["WarmPython"]):
-    """A process that imports, at the first request, what every training imports, and waits for programs.
+    """A process that imports, at the first request, what every training imports, and forks programs.
 
     A program finds arguments, environment, working directory and ``sys.path`` as if Python had just been started; only
-    modules are loaded that it may not have asked for.
+    modules are loaded that it may not have asked for. Its parent is the process that asked for it.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            env={**environment, **EARLY},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._lock = threading.Lock()
+        self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._server = _COLD(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env={**environment, **EARLY},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
 
     def __exit__(self, *args: object) -> None:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.close()
+        self._asks.close()
         self._server.wait()
-        self._server.stdout.close()
 
-    def start(
-        self, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], out: Path, err: Path
-    ) -> int:
-        """Start a program, a file and its arguments; give its process's number. It prints to the files given."""
-        asked = {
-            "arguments": list(arguments), "directory": str(directory), "environment": dict(environment),
-            "out": str(out), "err": str(err),
-        }  # fmt: skip
-        return int(self._ask(asked))
-
-    def wait(self, pid: int, seconds: float) -> int | None:
-        """Give the exit code of a program as ``subprocess`` does; None where it hangs and was killed."""
-        found = self._ask({"wait": pid, "seconds": seconds})
-        return None if found is None else int(found)
+    def fork(self, asked: Mapping[str, Any], files: Sequence[int]) -> int:
+        """Start a program with these standard files; give its process's number."""
+        prctl = ctypes.CDLL(None).prctl
+        with self._lock:
+            prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._asks, [json.dumps(asked).encode()], files)
+                return int(self._asks.recv(LONGEST))
+            finally:
+                prctl(SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     def run(
         self, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], seconds: float
@@ -69,19 +77,16 @@ class WarmPython(AbstractContextManager["WarmPython"]):
             subprocess.TimeoutExpired: it took longer, and was killed.
 
         """
-        with tempfile.TemporaryDirectory() as created:
-            out, err = Path(created) / "out", Path(created) / "err"
-            code = self.wait(self.start(arguments, directory, environment, out, err), seconds)
-            if code is None:
-                raise subprocess.TimeoutExpired(list(arguments), seconds)
-            return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
-
-    def _ask(self, what: dict[str, Any]) -> Any:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(what) + "\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
+        command, pipe = [sys.executable, *arguments], subprocess.PIPE
+        with Popen(
+            command, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=seconds)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 _shared: list[WarmPython] = []
@@ -102,57 +107,100 @@ def shared(environment: Mapping[str, str]) -> Iterator[WarmPython]:
     if _shared:
         yield _shared[0]
     else:
-        with WarmPython(environment) as python:
+        with share(environment) as python:
             yield python
 
 
-def serve() -> dict[str, Any] | None:
+class Popen(subprocess.Popen[Any]):
+    """``subprocess.Popen`` whose Python programs, files or ``-m`` modules, are forked from the shared process.
+
+    Other commands, and all where the system has no adopted children, are started as ever.
+    """
+
+    def _execute_child(self, *given: Any) -> None:
+        named = inspect.signature(_COLD._execute_child).bind(self, *given).arguments  # type: ignore[attr-defined]
+        args, unusual = named["args"], ("executable", "preexec_fn", "pass_fds", "shell")
+        if sys.platform != "linux" or any(named[name] for name in unusual) or not is_program(args):
+            super()._execute_child(*given)  # type: ignore[misc]  # it has no public name
+            return
+        environment = os.environ if named["env"] is None else named["env"]
+        asked = {
+            "arguments": [os.fspath(argument) for argument in args[1:]],
+            "directory": os.path.abspath(named["cwd"] or ""),  # noqa: PTH100 it need not exist any more
+            "environment": dict(environment),
+            "is_session": named["start_new_session"],
+        }
+        pipes = [named[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        files = [own if file == -1 else file for own, file in enumerate((pipes[0], pipes[3], pipes[5]))]
+        self.pid = _shared[0].fork(asked, files)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def is_program(args: Any) -> bool:
+    """Whether a command is this Python with a file or a module."""
+    return not isinstance(args, str) and args[0] == sys.executable and (args[1] == "-m" or args[1][0] != "-")
+
+
+def serve(asks: socket.socket) -> dict[str, Any] | None:
     """Answer requests until there are no more; in a forked process, return what it is to run."""
-    while line := sys.stdin.readline():
+    while True:
+        message, files, _, _ = socket.recv_fds(asks, LONGEST, 3)
+        if not message:
+            return None
         for name in WARM:
             importlib.import_module(name)
-        asked: dict[str, Any] = json.loads(line)
-        if "wait" in asked:
-            told = _waited(asked["wait"], asked["seconds"])
-        elif (told := os.fork()) == 0:
+        read, write = os.pipe()
+        if (between := os.fork()) == 0:
+            _fork_and_end(write)
+            asks.close()
+            for number, file in enumerate(files):
+                os.dup2(file, number)
+        else:
+            os.waitpid(between, 0)
+            asks.send(os.read(read, LONGEST))
+        for file in (read, write, *files):
+            os.close(file)
+        if between == 0:
+            asked: dict[str, Any] = json.loads(message)
             return asked
-        sys.stdout.write(f"{json.dumps(told)}\n")
-        sys.stdout.flush()
-    return None
 
 
-def _waited(pid: int, seconds: float) -> int | None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return None
+def _fork_and_end(write: int) -> None:
+    """Fork once more and end: the fork is adopted by the process that asked for it."""
+    parent = os.getpid()
+    if pid := os.fork():
+        os.write(write, str(pid).encode())
+        os._exit(0)
+    while os.getppid() == parent:
+        time.sleep(0.001)
 
 
 def become(asked: dict[str, Any]) -> None:
-    """Make this process what Python is when it starts with these arguments."""
+    """Make this process what Python is when it starts with these arguments, and run them."""
+    if asked["is_session"]:
+        os.setsid()
     os.chdir(asked["directory"])
     os.environ.clear()
     os.environ.update(asked["environment"])
-    for number, name in enumerate((os.devnull, asked["out"], asked["err"])):
-        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        opened = os.open(name, flags, 0o666)
-        os.dup2(opened, number)
-        os.close(opened)
-    sys.argv = asked["arguments"]
-    first = os.path.dirname(os.path.abspath(sys.argv[0]))  # noqa: PTH100, PTH120 as Python does
+    sys.dont_write_bytecode = bool(asked["environment"].get("PYTHONDONTWRITEBYTECODE"))
+    tempfile.tempdir = None
+    # Where a spawned process looks for the program.
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # noqa: PTH109
+    arguments: list[str] = asked["arguments"]
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else arguments
+    first = os.getcwd() if is_module else os.path.dirname(os.path.abspath(arguments[0]))  # noqa: PTH100, PTH109, PTH120
     before = [path for path in asked["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:1] = [first, *before]
-    tempfile.tempdir = None
+    # What ends it, an exception or `sys.exit`, ends this process as it would end the program's own.
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    work = serve()
+    work = serve(socket.socket(fileno=int(sys.argv[1])))
     if work is not None:
         become(work)
-        # What ends it, an exception or `sys.exit`, ends this process as it would end the program's own.
-        runpy.run_path(work["arguments"][0], run_name="__main__")
