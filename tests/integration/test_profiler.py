@@ -109,7 +109,7 @@ def test_a_logger_whose_directory_is_no_path_stops_nothing(tmp_path: Path) -> No
 
 def test_a_strategy_that_spawns_its_ranks_can_hand_it_to_them(tmp_path: Path) -> None:
     fitted = trainer(tmp_path, MemProfilerCallback(), profiler=ExtendedPyTorchProfiler())
-    copied = pickle.loads(pickle.dumps(fitted))  # as multiprocessing does
+    copied = pickle.loads(pickle.dumps(fitted))  # noqa: S301 as multiprocessing does
     copied.fit(Perceptron(), loader())
     assert len(rows_of(only_run(tmp_path), "window")) > 0
 
