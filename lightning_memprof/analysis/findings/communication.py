@@ -206,7 +206,7 @@ WORDS: Final = {
     "compute": "its forward and backward take",
 }
 NEXT: Final = {
-    "data_wait": "Check the data of rank {rank}{host}: its share of the samples, its disk, its DataLoader workers.",
+    "data_wait": "Check the data of rank {rank}{host}{loads}: its share of samples, its disk, its DataLoader workers.",
     "callbacks": "Share the work of {callback} on rank {rank}{host} among all ranks, or do it less often.",
     "gc_pauses": "Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
     "optimizer": "Compare the parameters that rank {rank}{host} updates with those of the other ranks.",
@@ -224,19 +224,24 @@ def straggler(facts: Facts) -> Finding | None:
     found = facts.ranks.straggler if facts.ranks else None
     if found is None:
         return None
+    ledger = facts.ledgers.get(found.rank)
     at_stake = found.caused_ns if found.caused_ns is not None else (found.own_ns or 0) - (found.others_ns or 0)
     share = min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0
     by_chance = found.cause not in NOT_SHARED and _waits_itself(facts, found)
     severity = Severity.CRITICAL if share >= SEVERE_WAIT else Severity.WARNING
     next_step = NEXT.get(found.cause, UNKNOWN) if found.cause else UNKNOWN
+    loading = [line for line in ledger.of("data_wait") if "." in line.name] if ledger else []
+    loads = f", mostly {max(loading, key=lambda line: line.ns).name.rpartition('.')[0]}" if loading else ""
     several = len({rank.facts.host for rank in facts.run.ranks}) > 1
     host = f" on {found.host}" if found.host and several else ""
     return Finding(
         rule="straggler",
         severity=Severity.INFO if by_chance else severity,
         sentence=_sentence(found),
-        why=_why(found, at_stake, facts.ledgers.get(found.rank)) + (SHARED if by_chance else ""),
-        next_steps=(next_step.format(rank=found.rank, host=host, callback=found.callback or "its callbacks"),),
+        why=_why(found, at_stake, ledger) + (SHARED if by_chance else ""),
+        next_steps=(
+            next_step.format(rank=found.rank, host=host, loads=loads, callback=found.callback or "its callbacks"),
+        ),
         evidence=_evidence(facts, found),
         numbers={**msgspec.structs.asdict(found), "share": share},
         # Its slow phase is found too, as if all ranks had it: fixing the straggler comes first.

@@ -116,6 +116,17 @@ def test_ranks_on_one_machine_have_a_straggler_if_waits_for_a_core_do_not_explai
     assert found.sentence == "Rank 1 is the straggler: its forward takes 50.0 ms per step, 20.0 ms on the other ranks."
 
 
+def test_the_next_step_names_the_data_set_that_a_late_rank_waits_for(tmp_path: Path) -> None:
+    def phases(rank: int, _step: int) -> dict[str, int]:
+        more = {"data_wait": 30} if rank == 1 else {"backward": 30}
+        return {name: (ms + more.get(name, 0)) * MS for name, ms in USUAL.items()}
+
+    run = make_run(tmp_path, FakeRun(world_size=2, phases=phases, loading=("Magnetograms.fetch",)))
+    found = straggler(Facts.of(load_run(run)))
+    assert found is not None
+    assert found.next_steps[0].startswith("Check the data of rank 1, mostly Magnetograms: ")
+
+
 def test_a_rank_for_which_nobody_waits_is_no_straggler(tmp_path: Path) -> None:
     assert compared(tmp_path, lambda rank, _: {"data_wait": 30} if rank == 1 else {}, waits=False).late is None
 
