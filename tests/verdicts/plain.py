@@ -13,7 +13,7 @@ import lightning
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 WIDTH = 512
 BATCH = 256
@@ -58,6 +58,11 @@ def fit(
     **options: Any,
 ) -> None:
     trainer(steps, **options).fit(model, training, validation)
+
+
+def rows_at_once(table: TensorDataset, batch: int) -> DataLoader:
+    """Give random batches that are taken from the tensors in one operation each."""
+    return DataLoader(table, sampler=BatchSampler(RandomSampler(table), batch, drop_last=True), batch_size=None)
 
 
 class Vectors(Dataset[tuple[Tensor, int]]):

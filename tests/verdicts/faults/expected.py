@@ -44,6 +44,11 @@ WAITS_FOR_DATA: Final = (
 )
 MEMORY_GROWS: Final = (r"\b(grow|leak)", r"(rises?|rising|accumulat|piles? up).*(MiB|GiB|MB|GB|memory|step)")
 LATE: Final = (r"rank.*\b(wait|late|slow|behind|straggl|apart|idle)", r"(wait|late|slow|straggl|imbalance).*rank")
+WORKERS: Final = r"num_workers|more workers|worker process|\bworkers\b"
+ONCE: Final = (
+    r"\bonce\b|ahead of|beforehand|before (the )?training|in advance|precomput|pre-?process"
+    r"|cach(e|ing)|up front|offline"
+)
 
 EXPECTED: Final = (
     Expected(
@@ -4112,6 +4117,928 @@ EXPECTED: Final = (
             r"\bpenalty\b",
             r"(python loop|loop over|one by one|parameter by parameter).{0,80}(parameter|weight)",
             r"regulari[sz]",
+        ),
+    ),
+    # Each picture is decompressed and stretched in __getitem__ in the main process. A good engineer: decode once,
+    # keep the arrays (or let DataLoader workers decode).
+    Expected(
+        name="galaxies",
+        script="pictures.py",
+        cause=(
+            r"GalaxyPlates",
+            r"decode_plate",
+            r"__getitem__",
+            r"pictures\.py:\d+.*(data|load|decod)",
+            r"decod|decompress",
+        ),
+        near=(r"input.?bound|data ?load|wait\w* for (the )?(data|next batch|batch)|num_workers|no workers",),
+        fix=(WORKERS, ONCE, r"decode.*(cheap|fast|less)|(cheaper|faster) decod"),
+        near_fix=(r"__getitem__|decode_plate|GalaxyPlates|speed up|prefetch|data set|dataset",),
+    ),
+    # One worker cannot fetch the photos from a slow archive as fast as the model takes them. A good engineer:
+    # more workers (they only wait), or a local copy of the photos.
+    Expected(
+        name="coral_photos",
+        script="pictures.py",
+        cause=(
+            r"(one|1|single|few|too few|only)\W+(\w+\W+){0,3}workers?|num_workers\W*=?\W*1",
+            r"workers? (can(no|')t|do(es)? not|don't) keep|not enough workers|keep\w* up",
+            r"ReefArchive|\bdownload\b|time\.sleep|sleep",
+        ),
+        near=(r"input.?bound|data ?load|wait\w* for (the )?(data|next batch|batch|workers?)|__getitem__",),
+        fix=(
+            r"num_workers",
+            r"(more|additional|raise|increase|add)\W+(\w+\W+){0,4}workers",
+            r"workers?\W+(\w+\W+){0,4}(more|up to|to [2-9])",
+        ),
+        near_fix=(
+            ONCE,
+            r"prefetch_factor|local (copy|disk)|concurrent|thread pool|batch\w* (the )?requests|__getitems__|workers?",
+        ),
+    ),
+    # The hook on_after_batch_transfer equalizes each picture of the batch in a numpy loop in the main process. A
+    # good engineer: equalize once before the training, or in the data set with workers, or the whole batch in
+    # torch.
+    Expected(
+        name="traffic_signs",
+        script="pictures.py",
+        cause=(
+            r"on_after_batch_transfer",
+            r"equaliz",
+            r"SignClassifier\.on_",
+            r"pictures\.py:\d+.*(hook|transform|histogram)",
+        ),
+        near=(r"\bhook\b|transform|augment|batch transfer|np\.histogram|numpy|interp|pictures\.py:\d+",),
+        fix=(
+            ONCE,
+            WORKERS,
+            r"(move|into|in) .*(data ?set|__getitem__|collate)",
+            r"vectori[sz]|whole batch|batched|torch(vision)? op|tensor op|without (a )?(Python )?loop",
+        ),
+        near_fix=(r"on_after_batch_transfer|equaliz|cheaper|faster|less often",),
+    ),
+    # The average of the weights is made by deep copies of both state dicts each step. A good engineer: update the
+    # average in place (lerp_, torch._foreach_lerp_, AveragedModel, EMA callback).
+    Expected(
+        name="lunar_craters",
+        script="pictures.py",
+        cause=(
+            r"deep ?cop|copy\.",
+            r"state_dict|copies of the (weights|parameters|model)|cop(y|ies|ying) .*(weights|parameters|model)",
+            r"moving average|\bEMA\b|average(d)? (of the )?(weights|model)",
+        ),
+        near=(r"on_train_batch_end|CraterNet|\bhook\b|allocat|copy_|pictures\.py:\d+",),
+        fix=(
+            r"in.?place|lerp|_foreach|AveragedModel|swa_utils|WeightAverag|EMA ?(callback|weight)",
+            r"without (a )?(deep ?)?cop|avoid .*cop(y|ies)|no (deep ?)?cop(y|ies)",
+        ),
+        near_fix=(r"less often|every (n|k|few|\d+)|on_train_batch_end|fewer steps|cheaper|deep ?copy",),
+    ),
+    # gc.collect() after each batch. A good engineer: delete the call (or do it each epoch).
+    Expected(
+        name="snowflakes",
+        script="pictures.py",
+        cause=(r"gc\.collect", r"garbage.?collect", r"\bgc\b", r"full collection|forced? collect"),
+        near=(r"on_train_batch_end|FlakeClassifier|\bhook\b|pictures\.py:\d+",),
+        fix=(
+            r"(remove|delete|drop|without|stop|don't|do not|avoid|less|once|every)\W.*(gc|collect|call)",
+            r"gc\.collect|garbage.?collect",
+        ),
+        near_fix=(
+            r"gc\.(freeze|disable|set_threshold)|less often|every (n|k|few|\d+)|on_train_batch_end|once (per|an) epoch",
+        ),
+    ),
+    # Each FEN line is parsed and its attacked squares found by Python loops in __getitem__ without workers. A
+    # good engineer: encode each position once, or use workers.
+    Expected(
+        name="chess_moves",
+        script="language.py",
+        cause=(
+            r"ChessPositions",
+            r"encode_position",
+            r"__getitem__",
+            r"language\.py:\d+.*(data|load|encod|sample)",
+        ),
+        near=(
+            (
+                r"input.?bound|data ?load|wait\w* for (the )?(data|next batch|batch)|num_workers|no workers|pure Python"
+                r"|Python loop"
+            ),
+        ),
+        fix=(WORKERS, ONCE, r"vectori[sz]|numpy"),
+        near_fix=(r"__getitem__|encode_position|ChessPositions|speed up|prefetch|data set|dataset",),
+    ),
+    # Haiku of 60 to 66 letters are padded to 128. A good engineer: pad to the longest of the batch (pad_sequence
+    # in collate_fn).
+    Expected(
+        name="haiku",
+        script="language.py",
+        cause=(r"\bpad", r"key_padding_mask"),
+        near=(
+            r"sequence length|longer than|masked|ignore_index|pad_to_context|context|collate|\b128\b|empty positions",
+        ),
+        fix=(
+            r"pad\w*\W+(\w+\W+){0,6}(longest|batch|actual)|longest",
+            r"pad_sequence|bucket|similar length|dynamic pad|pack(ed|ing)?\b|nested tensor|trim|crop|truncate|jagged",
+            r"(less|without|shorter|fewer) pad",
+        ),
+        near_fix=(r"\bpad|collate_fn|shorter|max_length|length",),
+    ),
+    # The recipes are tokenized with regular expressions each time they are read. A good engineer: tokenize once.
+    Expected(
+        name="cookbook",
+        script="language.py",
+        cause=(r"tokeni[sz]", r"Recipes", r"__getitem__", r"language\.py:\d+.*(data|load|regex|sample)"),
+        near=(
+            (
+                r"input.?bound|data ?load|wait\w* for (the )?(data|next batch|batch)|num_workers|no workers|pure Python"
+                r"|\bregex|\bre\."
+            ),
+        ),
+        fix=(ONCE, r"(pre|already).?tokeni[sz]", WORKERS),
+        near_fix=(r"__getitem__|Tokenizer|faster tokeni[sz]er|speed up|prefetch|batch\w* tokeni[sz]",),
+    ),
+    # Trainer(detect_anomaly=True) is left on. A good engineer: switch it off after the bug is found.
+    Expected(
+        name="support_tickets",
+        script="language.py",
+        cause=(r"anomaly",),
+        near=(r"\bnan\b|isnan|traceback|debug|autograd check|backward",),
+        fix=(r"detect_anomaly|anomaly",),
+        near_fix=(r"debug|nan check|switch off|turn off",),
+    ),
+    # An epoch has 6 steps and the two workers start again in each. A good engineer: persistent_workers=True (or
+    # longer epochs, or no workers for data in memory).
+    Expected(
+        name="piano_rolls",
+        script="language.py",
+        cause=(
+            r"(re)?start\w*\W+(\w+\W+){0,6}workers?|workers?\W+(\w+\W+){0,6}(re)?(start|creat|spawn|fork|launch)\w*",
+            r"persistent_workers",
+            (
+                r"workers? (start|creation|startup)|(each|every|short|per|between) epochs?.*workers?|workers?.*(each"
+                r"|every|short|per|between) epoch"
+            ),
+        ),
+        near=(
+            (
+                r"short epochs?|first batch|between epochs|epoch (start|boundar)|(each|start of (an|the|each)) epoch"
+                r"|input.?bound|data ?load|workers"
+            ),
+        ),
+        fix=(
+            r"persistent_workers|persistent workers|keep .*workers",
+            r"num_workers\W*=?\W*0|without workers|no workers",
+        ),
+        near_fix=(r"longer epochs?|fewer epochs?|more (steps|batches) (per|in|an) |fewer workers|num_workers|repeat",),
+    ),
+    # The confusion matrix is filled by a Python loop with .item() for each sample. A good engineer: bincount /
+    # torchmetrics.
+    Expected(
+        name="mushrooms",
+        script="records.py",
+        cause=(
+            r"\.?\bitem\b",
+            r"MushroomModel\.count|\bcount\b.*records\.py|confusion",
+            (
+                r"_local_scalar_dense|element.?(by|wise).?element|each element|Python loop|loop over|one (element|value"
+                r"|by one)"
+            ),
+            r"records\.py:\d+.*(loop|scalar|item|tiny|small)",
+        ),
+        near=(r"scalar|unbind|\bsync|(tiny|small|many) (op|call)|training_step|records\.py:\d+|overhead|select\b",),
+        fix=(
+            (
+                r"vectori[sz]|bincount|scatter|index_put|index_add|confusion_?matrix|torchmetrics|tensor operation"
+                r"|whole (batch|tensor)|one (op|call)"
+            ),
+            r"\.?tolist|out of the loop|without .*loop|instead of .*(loop|item)|avoid .*item|replace .*(loop|item)",
+        ),
+        near_fix=(r"\bitem\b|loop|less often|every (n|k|few|\d+)|\.numpy\(|batch\w* the",),
+    ),
+    # BinaryAUROC keeps all predictions, and compute() sorts all of them at each step. A good engineer: compute at
+    # the end of the epoch (update only in the step).
+    Expected(
+        name="loan_defaults",
+        script="records.py",
+        cause=(
+            r"AUROC|auroc",
+            r"\bmetrics?\b.*(each|every|step|all|comput|grow)",
+            r"torchmetrics",
+            r"compute\b.*(each|every) step",
+        ),
+        near=(r"\bmetrics?\b|sort|training_step|grow\w*|records\.py:\d+|slower (and slower|with|over)|cumsum|\blog\b",),
+        fix=(
+            (
+                r"(epoch|validation).*(compute|metric|auroc)|(compute|metric|auroc).*(epoch|less often|validation|every"
+                r"|end)"
+            ),
+            r"update\(\)|only update|on_(train_)?epoch(_end)?|end of (the|each|an) epoch|once (per|an|each) epoch",
+            r"thresholds|binned",
+        ),
+        near_fix=(r"metric|auroc|compute|less often|every (n|k|few|\d+)|reset",),
+    ),
+    # A callback takes the singular values of all layers after each batch. A good engineer: every 100 steps or
+    # each epoch.
+    Expected(
+        name="wine_ratings",
+        script="records.py",
+        cause=(r"RankMonitor", r"svd", r"\bcallback", r"singular"),
+        near=(r"on_train_batch_end|linalg|records\.py:\d+|\bhook\b",),
+        fix=(
+            (
+                r"less often|every (n|k|few|some|\d+)|(each|per|an|once per|end of the|every) epoch|on_train_epoch_end"
+                r"|fewer (calls|steps)|rarely|n-th|nth"
+            ),
+            r"(remove|drop|cheaper|faster|disable).*(callback|RankMonitor|svd|work)",
+        ),
+        near_fix=(r"callback|RankMonitor|svd|on_train_batch_end|cheaper",),
+    ),
+    # torch.set_num_threads(1) leaves one of the cores idle. A good engineer: remove it.
+    Expected(
+        name="ad_auctions",
+        script="records.py",
+        cause=(
+            r"(one|1|single|few|too few|only)\W+(\w+\W+){0,4}thread|thread\w*\W+(\w+\W+){0,4}(one|1)\b",
+            r"set_num_threads|num_threads|OMP_NUM_THREADS",
+        ),
+        near=(r"idle core|cores? (is|are|stays?|idle)|one core|\bthreads?\b|unused core|compute.?bound.*core",),
+        fix=(
+            r"set_num_threads|OMP_NUM_THREADS|MKL_NUM_THREADS|num_threads",
+            r"(more|two|2|as many|raise|increase|all)\W+(\w+\W+){0,5}(threads|cores)",
+        ),
+        near_fix=(r"threads?|\bcores?\b",),
+    ),
+    # collate_fn makes a tensor for each hour of each stay. A good engineer: numpy.stack / torch.stack whole
+    # stays, or the tensors once in the data set; or workers.
+    Expected(
+        name="icu_stays",
+        script="records.py",
+        cause=(r"collate",),
+        near=(
+            (
+                r"input.?bound|data ?load|wait\w* for (the )?(data|next batch|batch)|num_workers|no workers|Python loop"
+                r"|records\.py:\d+|float\("
+            ),
+        ),
+        fix=(
+            (
+                r"vectori[sz]|\bstack|from_numpy|numpy|default_collate|one (call|op)|without (a )?loop|whole (stay"
+                r"|array|sample)"
+            ),
+            WORKERS,
+            ONCE,
+        ),
+        near_fix=(r"collate|speed up|cheaper|faster|prefetch|loop",),
+    ),
+    # The last 400 000 trips live as Python objects with a list each; new ones arrive all the time, so that the
+    # garbage collector goes through all of them again and again. A good engineer: keep them in arrays or tensors;
+    # or gc.freeze(), a higher threshold.
+    Expected(
+        name="taxi_trips",
+        script="records.py",
+        cause=(
+            r"garbage|\bgc\b",
+            r"collector|(full|generation.?2|gen.?2) collection",
+            r"live (Python )?objects|objects .*alive|many (Python )?objects",
+        ),
+        near=(
+            (
+                r"TripObjects|Python objects|__iter__|input.?bound|data ?load|wait\w* for (the )?(data|next batch"
+                r"|batch)|\bTrip\b|records\.py:\d+"
+            ),
+        ),
+        fix=(
+            r"gc\.(freeze|disable|set_threshold)|threshold|freeze",
+            (
+                r"(arrays?|tensors?|numpy)\b.*(instead|object|hold|keep|store)|(instead|hold|keep|store"
+                r"|objects?)\b.*\b(arrays?|tensors?|numpy)"
+            ),
+            r"fewer (Python |live )?objects",
+        ),
+        near_fix=(r"garbage|\bgc\b|objects|numpy|arrays?|tensors?|num_workers|workers?",),
+    ),
+    # When the next station begins, its whole file is decompressed between two samples; the training stands still.
+    # A good engineer: a worker that reads ahead, uncompressed or memory-mapped files, smaller files.
+    Expected(
+        name="seismic_traces",
+        script="signals.py",
+        cause=(
+            r"StationFiles|__getitem__|\bread\b.*signals\.py|signals\.py:\d+.*(data|load|read|decompress|shard)",
+            r"bz2|decompress|shard|station|new file|(load|open|read)\w* (of )?(a|the|each|next|new|its) (file|shard)",
+            (
+                r"(every|each|once in|periodic\w*) .*(steps|batches|samples).*(stall|slow|wait|long|load|fetch)|(stall"
+                r"|slow|spike|long)\w*.*(every|each) \w* ?(\d+|steps|batches)"
+            ),
+        ),
+        near=(
+            (
+                r"input.?bound|data ?load|wait\w* for (the )?(data|next batch|batch)|num_workers|no workers|stall|spike"
+                r"|slow steps"
+            ),
+        ),
+        fix=(
+            WORKERS,
+            r"prefetch|read.?ahead|background|in advance|ahead of time|ahead",
+            r"uncompress|mmap|memory.?map|smaller (file|shard)|faster (format|codec|compress)|cach|preload|npy|convert",
+        ),
+        near_fix=(r"StationFiles|__getitem__|\bread\b|shard|speed up|compress",),
+    ),
+    # self.log is called for each of 150 gauges at each step. A good engineer: log the mean, or a dictionary every
+    # n steps, or the vector in one go.
+    Expected(
+        name="river_gauges",
+        script="signals.py",
+        cause=(r"self\.log|\blog\(|\blogg(ing|ed)\b|\blog calls|\blog_dict|logged values|many (values|metrics)",),
+        near=(
+            (
+                r"\bmetrics?\b|result collection|_ResultCollection|logger|training_step|signals\.py:\d+|bookkeeping"
+                r"|Lightning"
+            ),
+        ),
+        fix=(
+            (
+                r"(fewer|less|mean|aggregate|average|summar|every|only|once|one|reduce|not each|limit)\W.*(log|value"
+                r"|metric)|log\w*.*(fewer|less|mean|aggregate|every|once|only|reduce|epoch|one )"
+            ),
+            r"log_dict|single tensor|self\.logger",
+        ),
+        near_fix=(r"\blog|metric|less often|every (n|k|few|\d+)",),
+    ),
+    # A callback writes the whole history as JSON again after each batch. A good engineer: append a line, or write
+    # each epoch.
+    Expected(
+        name="bee_hives",
+        script="signals.py",
+        cause=(
+            r"HiveReport",
+            r"\bcallback",
+            r"json",
+            r"rewrit|writ\w+ (the|its|a) (whole|entire|full|growing)|whole (file|history)",
+        ),
+        near=(
+            (
+                r"on_train_batch_end|disk|writ(es|ing)|file|grow\w*|slower (and slower|with|over)|signals\.py:\d+"
+                r"|encoder|\bhook\b"
+            ),
+        ),
+        fix=(
+            r"append|json ?lines|jsonl|incremental|only the (new|last)|one line|add .* line",
+            (
+                r"less often|every (n|k|few|some|\d+)|(each|per|an|once per|end of the|every) epoch|at the end"
+                r"|on_train_(epoch_)?end|fewer (calls|steps|writes)|buffer|background"
+            ),
+        ),
+        near_fix=(r"callback|HiveReport|json|on_train_batch_end|cheaper|write",),
+    ),
+    # Forward hooks take percentiles of each layer's output with numpy at each step. A good engineer: every n
+    # steps, on a sample of the values, or remove the hooks.
+    Expected(
+        name="bridge_strain",
+        script="signals.py",
+        cause=(r"forward.?hook|\bhooks?\b", r"percentile|StrainModel\.watch|\bwatch\b"),
+        near=(r"partition|numpy|nn\.Linear|\bLinear\b|forward|signals\.py:\d+|quantile",),
+        fix=(
+            (
+                r"(remove|drop|unregister|disable|cheaper|less work|move).*(hook|percentile)|hook.*(remove|drop"
+                r"|less often|every|only|cheaper|sample)"
+            ),
+            (
+                r"less often|every (n|k|few|some|\d+)|(each|per|an|once per|every) epoch|fewer (calls|steps)|sub-?sampl"
+                r"|sample of"
+            ),
+        ),
+        near_fix=(r"hook|percentile|watch|cheaper",),
+    ),
+    # 16 workers for data in memory on two cores: starting them and their fight for the cores costs more than they
+    # fetch. A good engineer: no worker, or one or two.
+    Expected(
+        name="smart_meters",
+        script="signals.py",
+        cause=(
+            r"(too )?many workers|more workers|16\W+(\w+\W+){0,3}workers|workers\W+(\w+\W+){0,6}cores|num_workers",
+            r"oversubscri|overcommit|compet\w+|fight|contend|contention",
+            r"start\w*\W+(\w+\W+){0,6}workers?|workers?\W+(\w+\W+){0,4}start",
+        ),
+        near=(
+            (
+                r"\bworkers?\b|input.?bound|data ?load|wait\w* for (the )?(data|next batch|batch)|first batch"
+                r"|persistent_workers"
+            ),
+        ),
+        fix=(
+            r"(fewer|less|lower|reduce|at most|no|without|one|two|0|1|2)\W+(\w+\W+){0,5}(workers|num_workers)",
+            (
+                r"num_workers\W*=?\W*(to )?[012]\b|(lower|reduce|set|decrease) num_workers|num_workers .*(cores|lower"
+                r"|fewer)"
+            ),
+        ),
+        near_fix=(r"persistent_workers|num_workers|workers",),
+    ),
+    # torch.set_num_threads(8) on two cores: the threads wait for each other. A good engineer: as many threads as
+    # cores.
+    Expected(
+        name="radar_echoes",
+        script="signals.py",
+        cause=(
+            (
+                r"(too )?many threads|more threads|8\W+(\w+\W+){0,4}threads|threads\W+(\w+\W+){0,6}cores"
+                r"|set_num_threads|num_threads"
+            ),
+            r"oversubscri|overcommit",
+        ),
+        near=(r"\bthreads?\b|context switch|contention|compet\w+|system time",),
+        fix=(
+            r"set_num_threads|OMP_NUM_THREADS|num_threads",
+            r"(fewer|less|lower|reduce|as many|at most|two|2)\W+(\w+\W+){0,5}threads",
+        ),
+        near_fix=(r"threads?|\bcores?\b",),
+    ),
+    # Validates every 10 steps: run it once an epoch (val_check_interval), or on fewer batches
+    # (limit_val_batches).
+    Expected(
+        name="tide_levels",
+        script="routine.py",
+        cause=(r"validat", r"val_check_interval", r"evaluation loop"),
+        near=(r"\beval",),
+        fix=(
+            r"val_check_interval",
+            r"check_val_every_n_epoch",
+            r"limit_val_batches",
+            r"validat\w* (less|more rarely)",
+            r"less (often|frequent)",
+        ),
+        near_fix=(r"validat",),
+        accuse=(r"validat\w* (takes|costs|too|runs|every)", r"val_check_interval"),
+    ),
+    # A checkpoint every 5 steps: save less often (every_n_train_steps, once an epoch) or weights only.
+    Expected(
+        name="seismograms",
+        script="routine.py",
+        cause=(r"checkpoint", r"\bsav(es?|ing)\b"),
+        near=(r"disk", r"writ(es|ing)"),
+        fix=(
+            r"every_n_train_steps",
+            r"every_n_epochs",
+            r"train_time_interval",
+            r"(save|checkpoint)\w* (\w+ )?(less|more rarely|fewer)",
+            r"less (often|frequent)",
+        ),
+        near_fix=(r"save_weights_only", r"async\w*", r"checkpoint"),
+    ),
+    # torch.profiler runs around the whole fit: remove it, or profile a few steps with a schedule.
+    Expected(
+        name="fish_counts",
+        script="routine.py",
+        cause=(
+            r"torch\.profiler",
+            r"(second|another|other) profiler",
+            r"kineto",
+            r"profiler (is|was|left|runs|records)",
+            r"profil\w+ (is|was) (on|active|left)",
+        ),
+        near=(r"with_stack", r"profile_memory", r"tracing", r"profil\w*"),
+        fix=(
+            r"(remove|disable|drop|stop|turn off|switch off|without|end|take out)[^.]*profil",
+            r"profil[^.]*(off|schedule|few steps|remove)",
+            r"schedule",
+        ),
+        near_fix=(r"with_stack", r"profile_memory", r"record_shapes", r"profiler"),
+        accuse=(r"torch\.profiler", r"(second|another|other) profiler", r"kineto"),
+    ),
+    # numpy's float64 data and a model made double to fit: convert the data to float32 and leave the model as it
+    # is.
+    Expected(
+        name="pendulums",
+        script="routine.py",
+        cause=(r"float64", r"double"),
+        near=(r"precision", r"dtype"),
+        fix=(
+            r"float32",
+            r"\.float\(\)",
+            r"single precision",
+            r"(remove|without|drop)[^.]*\.?double",
+            r"32-true",
+            r"astype",
+        ),
+        near_fix=(r"precision", r"dtype"),
+    ),
+    # Batches of 8 tiny rows: the step is overhead (Python, operator launches); use a batch of 64 or more.
+    Expected(
+        name="wine_quality",
+        script="routine.py",
+        cause=(
+            r"batch(_size| size|es)?[^.]*(small|tiny|few|only|of 8|8 samples)",
+            r"(small|tiny) (mini-?)?batch",
+            r"batch_size",
+        ),
+        near=(r"overhead", r"(small|tiny|short) (operator|op|kernel)", r"dispatch", r"launch"),
+        fix=(
+            r"(larger|bigger|raise|increase|grow|higher)[^.]*batch",
+            r"batch[^.]*(larger|bigger|raise|increase|higher)",
+            r"batch_size",
+        ),
+        near_fix=(r"torch\.compile", r"\bfuse", r"\bcompile"),
+        accuse=(r"batch(_size| size|es)?[^.]*(too small|tiny)", r"(small|tiny) (mini-?)?batch"),
+    ),
+    # A Python loop embeds each moment of the signal by itself: the layers take the whole batch x time tensor in
+    # one call.
+    Expected(
+        name="heartbeats",
+        script="blocks.py",
+        cause=(
+            r"python loop",
+            r"loops? over",
+            r"(in|by|as) a loop",
+            r"looped",
+            r"(tiny|small|short|many)[^.]*(operator|ops?\b|kernel|call)",
+            r"\d+ (times|calls)",
+            r"BeatClassifier\.encode",
+            r"blocks\.py:(3[7-9]|4[0-3])\b",
+        ),
+        near=(r"overhead", r"dispatch", r"\bembed\b", r"BeatClassifier", r"encode"),
+        fix=(
+            r"vectori[sz]",
+            r"(one|single|once)[^.]*(call|tensor|operator|batch|time)",
+            r"whole (tensor|signal|sequence|batch)",
+            r"all (time steps|moments|steps)",
+            r"(without|replace|remove|instead of)[^.]*loop",
+            r"batch(ed)? (the|call|op)",
+        ),
+        near_fix=(r"torch\.compile", r"\bcompile", r"vmap", r"\bfuse"),
+        accuse=(r"python loop", r"(tiny|small|short)[^.]*(operator|ops?\b|kernel)", r"BeatClassifier\.encode"),
+    ),
+    # The loss runs in a Python loop over the samples of the batch: compute it on the whole batch.
+    Expected(
+        name="star_spectra",
+        script="blocks.py",
+        cause=(
+            r"python loop",
+            r"loops? over",
+            r"(in|by|as) a loop",
+            r"looped",
+            r"(tiny|small|short|many)[^.]*(operator|ops?\b|kernel|call)",
+            r"\d+ (times|calls)",
+            r"chi_square",
+            r"(per|each|every) (sample|star|row)",
+        ),
+        near=(r"overhead", r"dispatch", r"\bloss\b", r"SpectrumAutoencoder"),
+        fix=(
+            r"vectori[sz]",
+            r"whole (batch|tensor)",
+            r"(one|single|once)[^.]*(call|tensor|operator|batch)",
+            r"(without|replace|remove|instead of)[^.]*loop",
+            r"batch(ed)? (the|call|op)",
+        ),
+        near_fix=(r"torch\.compile", r"\bcompile", r"vmap", r"\bfuse"),
+        accuse=(r"python loop", r"(tiny|small|short)[^.]*(operator|ops?\b|kernel)", r"chi_square"),
+    ),
+    # Attention by hand writes the length x length scores: use scaled_dot_product_attention(is_causal=True).
+    Expected(
+        name="chess_games",
+        script="blocks.py",
+        cause=(r"attention", r"softmax"),
+        near=(r"masked_fill", r"matmul", r"\bbmm\b", r"scores"),
+        fix=(r"scaled_dot_product_attention", r"\bsdpa\b", r"flash", r"MultiheadAttention", r"fused attention"),
+        near_fix=(r"torch\.compile", r"\bcompile", r"fused"),
+        accuse=(
+            r"attention (is )?(by hand|unfused|not fused|written out|naive)",
+            r"(naive|unfused|hand-?(made|written)) attention",
+            r"masked_fill",
+            r"scaled_dot_product_attention",
+        ),
+    ),
+    # Layer normalization from mean, std and arithmetic: use nn.LayerNorm.
+    Expected(
+        name="traffic_flow",
+        script="blocks.py",
+        cause=(r"layer ?norm", r"layer_norm", r"normali[sz]ation"),
+        near=(r"\bstd\b", r"\bmean\b", r"element-?wise", r"unfused", r"pointwise", r"memory-bound"),
+        fix=(
+            r"nn\.LayerNorm",
+            r"functional\.layer_norm",
+            r"F\.layer_norm",
+            r"(built-?in|fused|torch's|native)[^.]*(norm|layer)",
+            r"layer_norm",
+        ),
+        near_fix=(r"torch\.compile", r"\bcompile", r"\bfuse"),
+        accuse=(
+            r"norm\w* (is )?(by hand|unfused|not fused|written out)",
+            r"(naive|unfused|hand-?(made|written)) (layer ?)?norm",
+            r"\bstd\b",
+        ),
+    ),
+    # Dense gradients and updates for 140,000 embedding rows of which 512 are used: nn.Embedding(sparse=True).
+    Expected(
+        name="recipes",
+        script="blocks.py",
+        cause=(r"embedding", r"dense grad", r"sparse"),
+        near=(r"optimi[sz]er", r"adagrad", r"\bupdate", r"zero_?grad", r"gradient"),
+        fix=(
+            r"sparse ?= ?True",
+            r"sparse (gradient|update|embedding)",
+            r"SparseAdam",
+            r"EmbeddingBag",
+            r"\bsparse",
+        ),
+        near_fix=(r"smaller (table|embedding)", r"hash", r"fused", r"foreach"),
+        accuse=(r"dense grad", r"embedding[^.]*(dense|sparse)", r"sparse ?= ?True"),
+    ),
+    # A hand-written Adam loops over 98 parameters with a dozen operators each: torch.optim.Adam(fused=True).
+    Expected(
+        name="glaciers",
+        script="blocks.py",
+        cause=(r"MyAdam", r"optimi[sz]er", r"blocks\.py:2[1-4]\d\b"),
+        near=(r"(tiny|small|short|many)[^.]*(operator|ops?\b|kernel)", r"parameter update"),
+        fix=(r"fused", r"foreach", r"torch\.optim", r"_foreach_", r"built-?in (adam|optimi[sz]er)"),
+        near_fix=(r"in.?place", r"\bcompile", r"torch\.compile", r"addcmul|lerp"),
+        accuse=(r"MyAdam", r"optimi[sz]er[^.]*(loop|slow|by hand|unfused|tiny)"),
+    ),
+    # The discriminator's loss goes back through the generator: detach the fakes (or draw them under no_grad).
+    Expected(
+        name="roman_coins",
+        script="graphs.py",
+        cause=(
+            r"detach",
+            r"generator[^.]*(discriminator|unused|never|thrown|discard|wast|need|not)",
+            r"discriminator[^.]*generator",
+            r"gradients?[^.]*(unused|never used|thrown away|discarded|nobody|overwritten|zeroed|no optimi[sz]er|wast)",
+            r"(unneeded|needless|unused|wasted)[^.]*(graph|backward|gradient)",
+        ),
+        near=(r"\bbackward", r"generator"),
+        fix=(r"detach", r"no_grad", r"toggle_optimizer", r"toggled_optimizer", r"requires_grad"),
+        near_fix=(r"(cut|stop)[^.]*(graph|gradient)",),
+        accuse=(
+            r"gradients?[^.]*(unused|never used|thrown away|discarded|overwritten)",
+            r"(unneeded|needless|unused|wasted)[^.]*(graph|backward|gradient)",
+        ),
+    ),
+    # The teacher runs with a graph and gets gradients that no optimizer uses: torch.no_grad /
+    # requires_grad_(False).
+    Expected(
+        name="handwriting",
+        script="graphs.py",
+        cause=(
+            r"teacher",
+            r"gradients?[^.]*(unused|never used|thrown away|discarded|nobody|no optimi[sz]er|not optimi[sz]ed|wast)",
+            r"(unneeded|needless|unused|wasted)[^.]*(graph|backward|gradient)",
+            r"no_grad",
+            r"frozen",
+        ),
+        near=(r"\bbackward",),
+        fix=(r"no_grad", r"requires_grad", r"inference_mode", r"detach", r"freeze"),
+        near_fix=(r"(cut|stop)[^.]*(graph|gradient)", r"smaller teacher"),
+        accuse=(
+            r"gradients?[^.]*(unused|never used|thrown away|discarded|no optimi[sz]er)",
+            r"(unneeded|needless|unused|wasted)[^.]*(graph|backward|gradient)",
+        ),
+    ),
+    # Two backward passes through one trunk with retain_graph=True: add the losses and go back once.
+    Expected(
+        name="street_trees",
+        script="graphs.py",
+        cause=(
+            r"retain(ed|_graph|s)?",
+            r"(two|twice|second|2|double|several|more than one|each loss|per loss)[^.]*backward",
+            r"backward[^.]*(twice|two|second|2 times|again|several|each loss)",
+        ),
+        near=(r"\bbackward", r"\btrunk\b"),
+        fix=(
+            r"(sum|add|total|combin)\w*[^.]*loss",
+            r"loss\w*[^.]*(sum|add|total|combin|together|\+)",
+            r"(one|single|once)[^.]*backward",
+            r"backward[^.]*once",
+        ),
+        near_fix=(r"retain_graph",),
+        accuse=(r"retain(ed|_graph|s)?", r"(two|twice|double)[^.]*backward", r"backward[^.]*twice"),
+    ),
+    # Logits and losses with their graph stay in self.outputs: keep numbers (detach, item) or clear the list.
+    Expected(
+        name="flood_maps",
+        script="graphs.py",
+        cause=(
+            r"leak",
+            r"memory[^.]*(grow|grew|rise|rose|increas|climb)",
+            r"(grow|grew)[^.]*(memory|MB|MiB|GB|GiB)",
+            r"self\.outputs",
+            r"FloodMapper\.outputs",
+            r"(kept|keep|held|hold|retain)\w*[^.]*(graph|logits|tensor|output|list)",
+        ),
+        near=(r"peak memory", r"\bMi?B\b"),
+        fix=(
+            r"detach",
+            r"\.item\(\)",
+            r"clear",
+            r"\.outputs",
+            r"(reduce|store|keep|append)[^.]*(number|scalar|float|mean|summary)",
+            r"torchmetrics|running",
+        ),
+        near_fix=(r"\.cpu\(\)", r"\blist\b", r"fewer", r"referen"),
+        accuse=(r"leak", r"memory[^.]*(grow|grew|rise|rose|climb)", r"\.outputs"),
+    ),
+    # The 3072 x 3072 similarities (and their softmax and gradients) exist at once: compute rows in chunks with
+    # checkpoint.
+    Expected(
+        name="mosaics",
+        script="graphs.py",
+        cause=(
+            r"activation",
+            r"rows_loss",
+            r"similarit",
+            r"cross_entropy",
+            r"softmax",
+            r"intermediate",
+            r"saved (tensor|for backward)",
+            r"graphs\.py:2(1[89]|2\d|3\d)\b",
+        ),
+        near=(r"peak memory", r"MosaicMatcher", r"training_step", r"forward"),
+        fix=(
+            r"chunk",
+            r"checkpoint",
+            r"(smaller|fewer|reduce|lower|split|micro)[^.]*(batch|patch|matrix)",
+            r"split",
+            r"accumulate_grad_batches",
+            r"piece|block|tile",
+        ),
+        near_fix=(r"bf16|bfloat16|float16|half|precision", r"in.?place", r"free"),
+        accuse=(r"rows_loss", r"similarit", r"activation[^.]*(peak|most)"),
+        is_note=True,
+    ),
+    # A callback holds a deep copy of the whole model as the best one (two while it replaces it): save it to disk.
+    Expected(
+        name="customs_forms",
+        script="graphs.py",
+        cause=(r"cop(y|ies)", r"deepcopy", r"KeepBest", r"best_model", r"twice|two models|second model"),
+        near=(r"parameter", r"weights", r"model (size|memory)", r"callback"),
+        fix=(
+            r"ModelCheckpoint",
+            r"(save|write)\w*[^.]*(disk|file|checkpoint)",
+            r"checkpoint",
+            r"(without|remove|drop|avoid|delete|free)[^.]*cop(y|ies)",
+            r"state_dict",
+        ),
+        near_fix=(r"KeepBest", r"referen", r"half|bf16|bfloat16"),
+        accuse=(r"deepcopy", r"KeepBest", r"best_model", r"(second|another|extra) cop(y|ies)"),
+        is_note=True,
+    ),
+    # The callback Diary keeps the photos of every batch as numpy arrays: keep numbers only, a few examples, or
+    # write to disk.
+    Expected(
+        name="vineyards",
+        script="processes.py",
+        cause=(
+            r"leak",
+            r"memory[^.]*(grow|grew|rise|rose|increas|climb)",
+            r"(grow|grew)[^.]*(memory|MB|MiB|GB|GiB)",
+            r"Diary",
+            r"entries",
+            r"(kept|keep|held|hold)\w*[^.]*(arrays?|photos?|objects?|batch)",
+        ),
+        near=(r"numpy", r"callback", r"peak memory"),
+        fix=(
+            r"clear",
+            r"entries",
+            r"bound|limit|deque|last (few|n)",
+            r"(write|save|spill|flush)\w*[^.]*(disk|file)",
+            r"(keep|store|append)[^.]*(number|scalar|only|summary|less|few)",
+            r"(without|stop|do not|don't|remove)[^.]*(keep|stor|append|photo|arrays?|cop)",
+        ),
+        near_fix=(r"Diary", r"referen", r"callback"),
+        accuse=(r"leak", r"memory[^.]*(grow|grew|rise|rose|climb)", r"Diary"),
+    ),
+    # The data set in a persistent worker caches every photo without bound: bound the cache (lru_cache) or drop
+    # it.
+    Expected(
+        name="fossils",
+        script="processes.py",
+        cause=(
+            r"worker[^.]*(grow|grew|leak|memory|cache|rise|rose)",
+            r"(grow|grew|leak|memory|cache)[^.]*worker",
+            r"Fossils",
+            r"\bcach",
+        ),
+        near=(r"leak", r"memory[^.]*(grow|grew|rise|rose|climb)", r"data ?set", r"persistent_workers"),
+        fix=(r"\bcach", r"lru", r"bound|maxsize", r"evict"),
+        near_fix=(r"persistent_workers", r"fewer workers|num_workers", r"Fossils", r"data ?set"),
+        accuse=(
+            r"worker[^.]*(grow|grew|leak)",
+            r"(grow|grew|leak)[^.]*worker",
+            r"\bcach\w* [^.]*(grow|bound)",
+            r"leak",
+        ),
+    ),
+    # Rank 1 unpacks lzma records in its half of the archive while rank 0 waits: unpack them once, share them
+    # evenly, use workers.
+    Expected(
+        name="auroras",
+        script="processes.py",
+        cause=(
+            r"rank[^.]*(data|load|fetch|batch|Magnetograms|__getitem__|lzma|decompress|input)",
+            r"(data|load|fetch|Magnetograms|__getitem__|lzma|decompress|input)[^.]*rank",
+        ),
+        near=(
+            r"straggl",
+            r"rank 1",
+            r"wait[^.]*rank|rank[^.]*wait",
+            r"imbalance",
+            r"Magnetograms",
+            r"__getitem__",
+            r"lzma",
+            r"input-bound",
+            r"waits? for data",
+        ),
+        fix=(
+            r"(decompress|unpack|decod|lzma)",
+            r"num_workers",
+            r"(even|equal|balanc|shuffl|distribut|spread|interleav)\w*",
+            r"DistributedSampler",
+            r"prefetch|precomput|in advance|once|cache",
+        ),
+        near_fix=(r"rank 1", r"Magnetograms", r"__getitem__"),
+        accuse=(
+            r"straggl",
+            r"rank 1[^.]*(slow|behind|data|load)",
+            r"rank 0 waits",
+            r"lzma",
+            r"Magnetograms\.__getitem__",
+        ),
+    ),
+    # A callback on rank 0 evaluates 256 reference comets after each batch, rank 1 waits: every N steps, or share
+    # it.
+    Expected(
+        name="comets",
+        script="processes.py",
+        cause=(
+            r"ReferenceComets",
+            r"rank[^.]*(callback|on_train_batch_end|hook|extra)",
+            r"(callback|on_train_batch_end|hook)[^.]*rank",
+        ),
+        near=(
+            r"straggl",
+            r"rank 0",
+            r"wait[^.]*rank|rank[^.]*wait",
+            r"imbalance",
+            r"callback",
+            r"on_train_batch_end",
+        ),
+        fix=(
+            r"every[ _](n|few|\d+|so many|hundred)\w*",
+            r"less (often|frequent)|more rarely|fewer",
+            r"(all|every|both|each) ranks?",
+            r"(remove|drop|move|shorten)[^.]*(callback|ReferenceComets|on_train_batch_end|work)",
+            r"validation",
+        ),
+        near_fix=(r"ReferenceComets", r"callback", r"on_train_batch_end", r"balanc"),
+        accuse=(r"ReferenceComets", r"straggl", r"rank 1 waits", r"rank 0[^.]*(slow|behind)"),
+    ),
+    # Rank 0 alone holds 500 MB of charts: memory-map them, or load the few that the picture needs at the end.
+    Expected(
+        name="sea_ice",
+        script="processes.py",
+        cause=(
+            r"rank[^.]*(memory|MB|MiB|GB|GiB|RSS)",
+            r"(memory|MB|MiB|GB|GiB|RSS)[^.]*rank",
+            r"IceNet\.gallery|self\.gallery|\bgallery\b",
+        ),
+        near=(r"imbalance", r"uneven", r"on_fit_start", r"peak memory"),
+        fix=(
+            r"gallery",
+            r"mmap|memmap|memory-map",
+            r"on_fit_start",
+            r"(only|few|fewer|less|later|lazy|lazily|at the end|on demand)",
+            r"rank 0[^.]*(keep|hold|alloc|load|only)",
+            r"(keep|hold|alloc|load)\w*[^.]*rank 0",
+        ),
+        near_fix=(r"balanc", r"shard|split|share|spread|distribut", r"rank 0"),
+        accuse=(
+            r"rank[^.]*(more|most|uneven|imbalance)[^.]*(memory|MB|MiB|GB|GiB)",
+            r"memory[^.]*(uneven|imbalance)",
+            r"gallery",
+        ),
+        is_note=True,
+    ),
+    # Gradients are all-reduced in each of four micro-batches: no_sync for all but the last, or
+    # accumulate_grad_batches.
+    Expected(
+        name="tram_delays",
+        script="processes.py",
+        cause=(
+            r"all-?_?reduc",
+            r"(sync|exchang|communicat)\w*[^.]*(each|every|per|4|four|several|micro)",
+            r"(gradient|DDP)[^.]*(sync|exchang|communicat)",
+            r"(sync|exchang|communicat)\w*[^.]*gradient",
+            r"no_sync",
+        ),
+        near=(r"communicat", r"\bgloo\b", r"\bsync", r"backward", r"\bDDP\b"),
+        fix=(r"no_sync", r"block_backward_sync", r"accumulate_grad_batches", r"no_backward_sync"),
+        near_fix=(
+            r"(sync|all-?_?reduc|exchang)\w*[^.]*(once|last|fewer|less)",
+            r"gradient_as_bucket_view|bucket",
+            r"compress|fp16|bf16|comm_hook",
+        ),
+        accuse=(
+            r"no_sync",
+            r"(all-?_?reduc|sync|exchang)\w*[^.]*(each|every|per|4|four|several)[^.]*(micro|backward)",
         ),
     ),
 )

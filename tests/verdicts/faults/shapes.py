@@ -9,19 +9,14 @@ import lightning
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from collections import deque
 
-from plain import Tokens, fit, main
+from plain import Tokens, fit, main, rows_at_once
 from torch.distributions import Distribution, Independent, MultivariateNormal, Normal, kl_divergence
-
-
-def rows_at_once(table: TensorDataset, batch: int) -> DataLoader:
-    """Give random batches that are taken from the tensors in one operation each."""
-    return DataLoader(table, sampler=BatchSampler(RandomSampler(table), batch, drop_last=True), batch_size=None)
 
 
 class Watch(lightning.LightningModule):
