@@ -211,7 +211,7 @@ def recipes(fault: bool) -> None:
     count = 50_000
     pairs = torch.stack([torch.randint(120_000, (count,)), torch.randint(20_000, (count,))], dim=1)
     data = TensorDataset(pairs, torch.rand(count))
-    quiet(80).fit(RecipeRanker(sparse=not fault), rows_at_once(data, 256))
+    quiet(80).fit(RecipeRanker(sparse=not fault), rows_at_once(data, 768))
 
 
 class MyAdam(torch.optim.Optimizer):
