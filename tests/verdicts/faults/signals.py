@@ -143,7 +143,7 @@ class HiveModel(SeriesModel):
 
 
 class HiveReport(lightning.Callback):
-    """Writes what the model says about some hives of each batch, for the web page of the beekeepers."""
+    """Writes what the model says about the hives of each batch, for the web page of the beekeepers."""
 
     def __init__(self, path: Path, whole: bool) -> None:
         self.path, self.whole = path, whole
@@ -152,7 +152,7 @@ class HiveReport(lightning.Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        swarm = outputs["swarm"][:24].tolist()
+        swarm = outputs["swarm"].tolist()
         step = {"step": trainer.global_step, "loss": outputs["loss"].item(), "swarm": swarm}
         if self.whole:
             self.steps.append(step)
