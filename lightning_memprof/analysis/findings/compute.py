@@ -237,6 +237,10 @@ FUSED: Final = frozenset({"Adagrad", "Adam", "AdamW", "SGD"})
 FOREACH: Final = FUSED | {"ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"}
 OF_TORCH: Final = FOREACH | {"LBFGS", "Muon", "SparseAdam"}
 FUSE: Final = "Update all parameters in one kernel: torch.optim.{name}(..., fused=True)."
+SPLIT: Final = (
+    "Give the parameters with dense gradients an optimizer of their own, torch.optim.{name}(..., fused=True): it does "
+    "not support sparse ones."
+)
 # With foreach=None torch uses the foreach implementation on these devices, and the loop on all others.
 FOREACH_BY_DEFAULT: Final = ("cuda", "xpu", "mtia")
 # One kernel for all parameters saves a third to two thirds of the loop's time.
@@ -299,7 +303,7 @@ def optimizer_bound(facts: Facts) -> Finding | None:
             f"(foreach={optimizer.foreach}, fused={optimizer.fused} on {_device(optimizer)}"
             f"{f', {optimizer.groups:,} groups' if (optimizer.groups or 1) > 1 else ''})."
         ),
-        next_steps=_next_for_optimizer(optimizer) if slow else _less_often(name),
+        next_steps=_next_for_optimizer(optimizer, rank) if slow else _less_often(name),
         evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
         numbers={
             "rank": rank.rank,
@@ -354,7 +358,7 @@ def _less_often(name: str) -> tuple[str, ...]:
     return (*(() if name in OF_TORCH else (TOGETHER.format(name=name),)), ACCUMULATE)
 
 
-def _next_for_optimizer(optimizer: OptimizerFacts) -> tuple[str, ...]:
+def _next_for_optimizer(optimizer: OptimizerFacts, rank: Rank) -> tuple[str, ...]:
     name = optimizer.name or ""
     steps = (JOIN.format(settings=optimizer.settings, groups=optimizer.groups),)
     joined = steps if _has_needless_groups(optimizer) else ()
@@ -363,6 +367,8 @@ def _next_for_optimizer(optimizer: OptimizerFacts) -> tuple[str, ...]:
     foreach = f"torch.optim.{name}(..., foreach=True)"
     if name not in FUSED:
         return (*joined, f"Update the parameters in groups: {foreach}.")
+    if rank.training and any(parameter.sparse for parameter in rank.training.largest_parameters):
+        return (*joined, SPLIT.format(name=name))
     return (
         *joined,
         FUSE.format(name=name),

@@ -128,7 +128,8 @@ CALLS: Final = (
         "Write less often in {name}: every N batches, or in a thread.",
         re.compile(
             r"\b(?:json|pickle|torch|np|numpy)\.(?:dump|dumps|save|savez\w*|savetxt)\(|\.write\w*\(|\bprint\(|savefig|"
-            r"\.to_(?:csv|json|parquet)\(|\.add_(?:image|images|histogram|figure|embedding|graph)\(|\.flush\(|fsync"
+            r"\.to_(?:csv|json|parquet)\(|\.add_(?:image|images|histogram|figure|embedding|graph)\(|\.flush\(|fsync|"
+            r"\bopen\(.*['\"][wax]b?\+?['\"]"
         ),
     ),
     (

@@ -121,6 +121,17 @@ def test_no_remedy_recovers_more_than_its_lines_hold(tmp_path: Path) -> None:
     assert all(0 <= worth.min <= worth.max <= worth.whole for worth in recoveries)
 
 
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_fused_is_for_dense_gradients(tmp_path: Path, is_sparse: bool) -> None:
+    training = {
+        "largest_parameters": [{**DENSE, "sparse": is_sparse, "module": "Linear"}],
+        "optimizers": [{"name": "Adagrad", "foreach": None, "fused": None, "parameters": 900, "device": "cpu"}],
+    }
+    step = found(tmp_path, FakeRun(phases=phases(optimizer=30_000_000), training=training))["optimizer_bound"]
+    assert step.next_steps[0].startswith("Give the parameters with dense gradients") is is_sparse
+    assert "torch.optim.Adagrad(..., fused=True)" in step.next_steps[0]
+
+
 def with_ledger(tmp_path: Path, fake: FakeRun, **changes: Any) -> dict[str, Finding]:
     """The findings of a run whose trace has one operator of 10 ms in backward, in ``count`` calls."""
     count = changes.pop("count", 1.0)

@@ -88,6 +88,8 @@ CALLED = {
     "label of a class": ("y = F.one_hot(labels, 10)", None, None),
     "draw": ("i = np.random.choice(n, 8, replace=False)", None, "Draw only"),
     "write": ("json.dump(row, self.file)", "dump", "Write less often in f"),
+    "open to write": ("with open(self.path, 'w') as file:", None, "Write less often in f"),
+    "open to read": ("with open(path, 'rb') as file:", None, "Open and parse a file"),
     "read": ("row = pd.read_csv(path)", "read_csv", "Open and parse a file"),
     "image": ("return Image.open(path)", None, None),
     "retained": ("self.manual_backward(loss, retain_graph=True)", None, "Run one backward for the sum"),
