@@ -24,6 +24,7 @@ NOT_TORCHS: Final = {
     *("_activation_checkpointing_kwargs", "_data_parallel_size", "_ddp_comm_hook", "_ddp_kwargs"),
     "_tensor_parallel_size",
     *("_delete_profilers", "_emit_nvtx", "_export_to_chrome", "_group_by_input_shapes", "_prepare_filename"),
+    "_profiler_kwargs",
     *("_record_module_names", "_recording_map", "_sort_by_key", "_stats_to_str", "_table_kwargs"),
 }
 

@@ -271,6 +271,7 @@ def test_channels_last_changes_the_layout_of_convolutions():
     assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.usefixtures("thawed")
 def test_frozen_objects_are_left_out_of_collections(tmp_path):
     try:
         parse_remedy("gc_freeze").on_start(trainer(tmp_path), Perceptron())
