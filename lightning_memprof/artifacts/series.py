@@ -27,8 +27,8 @@ class PulseRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
 
     The order of the fields is that of the columns; the phases are those of ``PHASES``, in their order. A new column is
     the last one: pulses without it stay readable. ``core_wait_ns`` is how long the training thread was ready to run but
-    waited for a core, since the previous row that has it. ``other_profiler`` is a number of ``PROFILERS`` if one that
-    is not ours recorded at the end of the step, outside windows.
+    waited for a core, since the previous row that has it. ``other_profiler`` is the key in ``PROFILERS`` of
+    another profiler that recorded at the end of the step, outside windows.
     """
 
     step: int | None

@@ -238,8 +238,8 @@ FOREACH: Final = FUSED | {"ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "R
 OF_TORCH: Final = FOREACH | {"LBFGS", "Muon", "SparseAdam"}
 FUSE: Final = "Update all parameters in one kernel: torch.optim.{name}(..., fused=True)."
 SPLIT: Final = (
-    "Give the parameters with dense gradients an optimizer of their own, torch.optim.{name}(..., fused=True): it does "
-    "not support sparse ones."
+    "Use a separate optimizer for the parameters with dense gradients, torch.optim.{name}(..., fused=True); fused does "
+    "not support sparse gradients."
 )
 # With foreach=None torch uses the foreach implementation on these devices, and the loop on all others.
 FOREACH_BY_DEFAULT: Final = ("cuda", "xpu", "mtia")

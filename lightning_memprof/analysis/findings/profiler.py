@@ -47,7 +47,7 @@ NO_PULSE: Final = "Leave the pulse out of MemProfilerCallback(collectors=[...]),
 
 # Its events take host time for every operator, and are garbage to collect when it ends.
 OTHER: Final = (0.2, 0.5)
-# Of the work: how much of it is in Python nobody knows.
+# The share of calls of Python functions in the work is unknown.
 PYTHON_OTHER: Final = (0.02, 0.2)
 MIN_PROFILED: Final = 3
 PROFILED: Final = (
@@ -115,9 +115,9 @@ def _end(worker: Worker) -> str:
 def other_profiler(facts: Facts) -> Finding | None:
     """Find another profiler that runs in the training: torch's or a Python one.
 
-    Where it records in some steps only, recovers what these, and those after them, which write, take beyond the median
-    of the others. Otherwise, of torch's 20% to 50% of forward and backward, and the GC pauses in them; of a Python one
-    2% to 20% of the training's own work.
+    If it records some steps only, recovers how much longer those and the next ones, which write the trace, take than
+    the median of the others. If it records all steps: of torch's profiler, 20% to 50% of forward and backward and the
+    GC pauses; of a Python profiler, 2% to 20% of the work of the step.
     """
     found = [finding for rank in facts.run.ranks if (finding := _profiled(facts, rank)) is not None]
     return max(found, key=lambda finding: finding.weight) if found else None
@@ -134,7 +134,9 @@ def _profiled(facts: Facts, rank: Rank) -> Finding | None:
         return None
     kind = TORCH_PROFILER if refused or TORCH_PROFILER in kinds else PYTHON_PROFILER
     excess, others = _beyond_others(steps)
+    part = ""
     if others >= MIN_USED and len(kinds) >= MIN_PROFILED:
+        part = f" in {len(kinds)} of {len(steps)} steps"
         least = most = min(excess, ledger.ns(*PROFILED))
         why = (
             f"{format_count(len(kinds), 'step')} and those after them take {format_ns(excess)} of {ledger.length_text}"
@@ -151,7 +153,6 @@ def _profiled(facts: Facts, rank: Rank) -> Finding | None:
         least, most = (work * share for share in PYTHON_OTHER)
         why = f"It costs time for each call of a function; the training's own work takes {format_ns(work)}"
     worth = Recovery(unit="ns", min=least, max=most, whole=ledger.running_ns)
-    part = "" if others < MIN_USED else f" in {len(kinds)} of {len(steps)} steps"
     return Finding(
         rule="other_profiler",
         sentence=f"Another profiler is on: {PROFILERS[kind]} records the training{part}{facts.on_rank(rank)}.",
@@ -164,7 +165,10 @@ def _profiled(facts: Facts, rank: Rank) -> Finding | None:
 
 
 def _beyond_others(steps: Sequence[PulseRow]) -> tuple[float, int]:
-    """Return the ns per step of profiled steps and those after them beyond the others' median; count the others."""
+    """Return the excess of profiled steps and the next ones over the median of the others, and the number of these.
+
+    The excess is in ns per step of the run.
+    """
     others: list[int] = []
     profiled: list[int] = []
     for before, row in pairwise(steps):

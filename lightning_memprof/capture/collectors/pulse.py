@@ -76,7 +76,7 @@ def device_columns(record: StepRecord, timer: DeviceTimer) -> tuple[int | None, 
 
 
 def other_profiler() -> int | None:
-    """Return the number in ``PROFILERS`` of a profiler that records now; the caller knows that it is not ours."""
+    """Return the key in ``PROFILERS`` of the profiler that records now; call it outside windows, where ours is off."""
     if _profiler_enabled() and str(_profiler_type()) in _RECORDS:
         return TORCH_PROFILER
     if sys.version_info >= (3, 12):

@@ -65,19 +65,19 @@ CHEAPER: Final = (
     "Make {name} cheaper, or run it less often: compute what stays the same only once, in __init__ or setup, and keep "
     "it (register_buffer)."
 )
-# Modules that torch has as one operator, by their usual names when a program writes them itself.
-FUSED: Final = {
-    "layernorm": "torch.nn.LayerNorm",
-    "rmsnorm": "torch.nn.RMSNorm",
-    "groupnorm": "torch.nn.GroupNorm",
-    "batchnorm": "torch.nn.BatchNorm1d, BatchNorm2d or BatchNorm3d",
-    "gelu": "torch.nn.GELU",
-    "silu": "torch.nn.SiLU",
-    "swish": "torch.nn.SiLU",
-    "mish": "torch.nn.Mish",
-    "crossentropy": "torch.nn.CrossEntropyLoss",
-}
-BY_HAND: Final = "Use {fused} instead of {name}: one fused operator, which also keeps less for backward."
+# Modules of torch that compute with one operator, and that programs write themselves under the same name.
+FUSED: Final = (
+    "LayerNorm",
+    "RMSNorm",
+    "GroupNorm",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "GELU",
+    "SiLU",
+    "Mish",
+)
+BY_HAND: Final = "Use torch.nn.{fused} instead of {name}: one fused operator, which also keeps less for backward."
 COPY_LESS: Final = (
     "Copy less in {name}: refer to what does not change, copy tensors in place (torch._foreach_copy_), or copy in "
     "every Nth batch."
@@ -233,15 +233,15 @@ def _is_helper(row: LineRow) -> bool:
 def fitting(operator: str, spot: Spot | None) -> tuple[str, ...]:
     """Return the next steps that fit an operator, and the line of the program with most of the time."""
     of_operator = [step for step, matches in OPERATORS if matches.match(operator)][:1]
-    found = dict.fromkeys((*(by_hand(spot) if spot else ()), *(of_spot(spot) if spot else ()), *of_operator))
+    found = dict.fromkeys((*((*_by_hand(spot), *of_spot(spot)) if spot else ()), *of_operator))
     return (*found, *((CHEAPER.format(name=spot.function),) if spot and spot.is_helper and not found else ()))
 
 
-def by_hand(spot: Spot) -> tuple[str, ...]:
-    """Return torch's module for a forward of the program whose class has the name of one."""
+def _by_hand(spot: Spot) -> tuple[str, ...]:
+    """Return the next step for a module of the program that has the name of one of torch's."""
     name, _, method = spot.function.rpartition(".")
-    fused = next((own for usual, own in FUSED.items() if usual in name.lower().replace("_", "")), None)
-    return (BY_HAND.format(fused=fused, name=name),) if fused and method == "forward" else ()
+    usual = name.rpartition(".")[2].lower().replace("_", "")
+    return tuple(BY_HAND.format(fused=own, name=name) for own in FUSED if own.lower() == usual and method == "forward")
 
 
 def of_spot(spot: Spot) -> tuple[str, ...]:

@@ -193,7 +193,7 @@ LOOKS_INSIDE: Final = frozenset({"callback", "module_hook", "transfer"})
 COPIES: Final = frozenset({"aten::copy_", "aten::clone", "aten::set_"})
 # Fewer calls of an operator in a hook are not a loop over samples, parameters or values.
 OFTEN: Final = 32
-# A model of fewer tensors is not told from a few copies.
+# Fewer copies may be of some tensors, not of the model.
 LEAST_COPIED: Final = 8
 # Fewer collectives in a step are a few values.
 MANY_SYNCED: Final = 4
@@ -246,7 +246,7 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
 
 
 def _copied(rank: Rank, lines: Sequence[TimeLine], calls: float) -> str:
-    """Return that lines copy the whole model, as ``copy.deepcopy`` does: as many tensors as the optimizers update."""
+    """Return ``the model`` if lines copy as many tensors as the optimizers update, as ``copy.deepcopy`` does."""
     optimizers = rank.training.optimizers if rank.training else []
     least = max(sum(optimizer.parameters or 0 for optimizer in optimizers), LEAST_COPIED)
     copies = Counter[str]()

@@ -214,6 +214,7 @@ def test_another_profiler_in_the_training_is_found(tmp_path: Path) -> None:
     with (directory / "manifest.rank00000.jsonl").open("a") as manifest:
         manifest.write(json.dumps({**row, "reason": reason}) + "\n")
     findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
+    assert findings["other_profiler"].sentence == "Another profiler is on: torch.profiler records the training."
     assert "Remove the other profiler" in findings["other_profiler"].next_steps[0]
 
 

@@ -128,7 +128,7 @@ def test_fused_is_for_dense_gradients(tmp_path: Path, is_sparse: bool) -> None:
         "optimizers": [{"name": "Adagrad", "foreach": None, "fused": None, "parameters": 900, "device": "cpu"}],
     }
     step = found(tmp_path, FakeRun(phases=phases(optimizer=30_000_000), training=training))["optimizer_bound"]
-    assert step.next_steps[0].startswith("Give the parameters with dense gradients") is is_sparse
+    assert step.next_steps[0].startswith("Use a separate optimizer for the parameters with dense") is is_sparse
     assert "torch.optim.Adagrad(..., fused=True)" in step.next_steps[0]
 
 

@@ -114,14 +114,15 @@ def test_a_transfer_without_a_device_visits_objects(tmp_path: Path) -> None:
     assert finding.next_steps[0].startswith("Return tensors from collate_fn")
 
 
-def test_a_callback_that_runs_a_module_of_the_model_is_told(tmp_path: Path) -> None:
-    directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=9 * MS)))
+@pytest.mark.parametrize(("ms", "is_most"), [(9, True), (13, False)])
+def test_a_callback_that_runs_the_model_for_most_of_its_time_says_so(tmp_path: Path, ms: int, is_most: bool) -> None:
+    directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=ms * MS)))
     name = "Accuracy.on_train_batch_end"
     host = tuple(line(name, "aten::addmm", 2e6, part="callback", module=f"net.{i}", called=1) for i in range(3))
     other = line(name, "aten::argmax", 1e6, part="callback", called=1)
-    finding = found(directory, action(f"[Callback]{name}", 9 * MS, "callbacks"), host=(*host, other))["callback_bound"]
-    assert finding.sentence.endswith("of each step: it runs net.")
-    assert finding.next_steps[0].startswith(f"Use the outputs of the step in {name}")
+    finding = found(directory, action(f"[Callback]{name}", ms * MS, "callbacks"), host=(*host, other))["callback_bound"]
+    assert finding.sentence.endswith("of each step: it runs net.") is is_most
+    assert finding.next_steps[0].startswith(f"Use the outputs of the step in {name}") is is_most
 
 
 @pytest.mark.parametrize(("max_ms", "is_found"), [(60, True), (600, False)])

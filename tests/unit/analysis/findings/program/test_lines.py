@@ -185,6 +185,7 @@ def test_a_backward_in_training_step_is_not_in_the_forward(tmp_path: Path) -> No
         ("LayerNorm.forward", "torch.nn.LayerNorm instead of LayerNorm"),
         ("blocks.RMS_Norm.forward", "torch.nn.RMSNorm instead of blocks.RMS_Norm"),
         ("LayerNorm.statistics", None),
+        ("AdaptiveLayerNorm.forward", None),
         ("Mixer.forward", None),
     ],
 )
