@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -24,7 +25,11 @@ def first_mismatch(directory: Path) -> Any:
     loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
     config = pytest.importorskip("torch.distributed.flight_recorder.components.config_manager")
     arguments = config.JobConfig().parse_args(["-p", "trace_", str(directory)])
-    details, version = loader.read_dir(arguments)
+    try:
+        details, version = loader.read_dir(arguments)
+    finally:
+        # The analyzer is a program of its own, and disables it for its whole life.
+        gc.enable()
     for dump in details.values():
         # Gloo leaves the name of its group empty here, and the analyzer fails: as NCCL writes it.
         dump["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}

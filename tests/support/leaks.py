@@ -74,6 +74,7 @@ class State:
     signals: Mapping[int, Any]
     excepthooks: Mapping[str, Any]
     profiling: bool
+    collecting: bool
     hooks: Mapping[tuple[str, Any], str]
     files: frozenset[Path]
 
@@ -88,6 +89,7 @@ def state(directory: Path | None = None) -> State:
         signals={number: signal.getsignal(number) for number in signal.valid_signals() - set(ALLOWED_SIGNALS)},
         excepthooks={"sys.excepthook": sys.excepthook, "threading.excepthook": threading.excepthook},
         profiling=_profiling(),
+        collecting=gc.isenabled(),
         hooks=dict(_hooks()),
         files=frozenset(_files(directory)),
     )
@@ -103,6 +105,7 @@ def differences(before: State, after: State) -> list[str]:
         *_changed("signal handler", before.signals, after.signals, _describe),
         *_changed("hook", before.excepthooks, after.excepthooks, _describe),
         *(["torch profiler still running"] if after.profiling and not before.profiling else []),
+        *(["automatic garbage collection still disabled"] if before.collecting and not after.collecting else []),
         *(f"global hook still there: {text}" for key, text in after.hooks.items() if key not in before.hooks),
         *(f"file still there: {path}" for path in sorted(after.files - before.files)),
     ]
@@ -121,7 +124,9 @@ def leftovers(before: State, directory: Path | None = None, patience: float = 8.
 
 
 def restore(before: State) -> None:
-    """Put back what one test must not hand to the next: variables, directory, handlers."""
+    """Put back what one test must not hand to the next: variables, directory, handlers, garbage collection."""
+    if before.collecting:
+        gc.enable()
     for name in set(os.environ) - set(before.environment) - set(ALLOWED_VARIABLES):
         del os.environ[name]
     for name, value in before.environment.items():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -164,6 +165,8 @@ def test_restore_puts_back_what_the_next_test_would_inherit(before, tmp_path):
     os.chdir(tmp_path)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     sys.excepthook = lambda *_: None
+    gc.disable()
+    assert "automatic garbage collection still disabled" in found(before, tmp_path)
     leaks.restore(before)
     assert found(before, tmp_path) == []
 
