@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import signal
 import sys
+import threading
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +20,7 @@ from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubcla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
 
 _LINK: Final = "_memprof_link"
@@ -148,6 +151,34 @@ def kept_interrupts() -> Iterator[list[BaseException]]:
             sys.unraisablehook = earlier
     if kept:
         raise kept[0]
+
+
+@contextmanager
+def deferred(number: int) -> Iterator[list[int]]:
+    """Keep a signal from the program's handler, which may raise, until the end of the context.
+
+    torch's handler of SIGCHLD raises for a DataLoader worker that died, wherever the main thread is.
+
+    Yields:
+        The signals that arrived: the handler is called for the last one, unless the list is empty at the end.
+    """
+    handler = signal.getsignal(number)
+    arrived: list[int] = []
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield arrived
+        return
+
+    def keep(number: int, _: FrameType | None) -> None:
+        arrived.append(number)
+
+    signal.signal(number, keep)
+    try:
+        yield arrived
+    finally:
+        if signal.getsignal(number) is keep:
+            signal.signal(number, handler)
+    if arrived:
+        handler(arrived[-1], None)
 
 
 def take_out(pop: Callable[[], Any], push: Callable[[Any], object], is_own: Callable[[Any], bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.capture.faults import describe
+from lightning_memprof.capture.observe import deferred
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.background import start_report
@@ -155,12 +157,12 @@ class Adapter(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step."""
-        self._guarded(trainer, Attachment.stop)
+        self._stop(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last step, unless validation is part of fit."""
         if trainer.state.fn != "fit":
-            self._guarded(trainer, Attachment.stop)
+            self._stop(trainer)
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -214,21 +216,29 @@ class Adapter(Callback):
             except Exception as error:  # noqa: BLE001 a failure here must not stop the training
                 attachment.break_off(error)
 
+    def _stop(self, trainer: Trainer) -> None:
+        with deferred(signal.SIGCHLD):
+            self._guarded(trainer, Attachment.stop)
+
     def _end(self, trainer: Trainer, exception: BaseException | None) -> None:
         attachment = self._attachments.pop(id(trainer), None)
         if attachment is None:
             return
-        try:
-            attachment.end(exception)
-            self.ended(trainer, attachment, exception)
-            if attachment.wants_report and trainer.is_global_zero:
-                start_report(attachment.place)
-        except Exception as error:
-            if attachment.raises:
-                raise
-            log.warning("the last files of the run cannot be written (%s)", describe(error), exc_info=True)
-        finally:
-            attachment.release()
-            self._choose_hooks()
-            if not self._attachments:
-                self._log_lines.hide()
+        with deferred(signal.SIGCHLD) as arrived:
+            try:
+                attachment.end(exception)
+                self.ended(trainer, attachment, exception)
+                if attachment.wants_report and trainer.is_global_zero:
+                    start_report(attachment.place)
+            except Exception as error:
+                if attachment.raises:
+                    raise
+                log.warning("the last files of the run cannot be written (%s)", describe(error), exc_info=True)
+            finally:
+                attachment.release()
+                self._choose_hooks()
+                if not self._attachments:
+                    self._log_lines.hide()
+                if exception is not None:
+                    # The training ends anyway, and an exception here would end it without Lightning's teardown.
+                    arrived.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 import time
 from pathlib import Path
 from textwrap import dedent
@@ -21,6 +22,7 @@ from lightning_memprof.artifacts import naming
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.trace_rewriting import original_categories
 from lightning_memprof.collectors import HookTimings, HostMemory, OperatorTrace, Pulse
+from lightning_memprof.integration.attachment import Attachment
 from recorded_rows import read_pulse
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
@@ -507,6 +509,41 @@ def test_ctrl_c_during_a_garbage_collection_ends_the_training(tmp_path: Path, ru
     end = manifest(only_run(tmp_path))[-1]
     assert end["exception"].startswith("KeyboardInterrupt")
     assert end["steps"] < 8
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_signal_handler_that_raises_while_the_last_files_are_written_costs_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    # As torch's does for a DataLoader worker that died.
+    def dead_worker(*_: object) -> None:
+        raise RuntimeError("worker died")
+
+    class Failing(Perceptron):
+        def on_train_start(self) -> None:
+            signal.signal(signal.SIGCHLD, dead_worker)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            if fails and batch_idx == 6:
+                raise ValueError("of the program")
+            return super().training_step(batch, batch_idx)
+
+    stop = Attachment.stop
+
+    def interrupted(attachment: Attachment, reason: str | None = None) -> None:
+        signal.raise_signal(signal.SIGCHLD)
+        stop(attachment, reason)
+
+    monkeypatch.setattr(Attachment, "stop", interrupted)
+    earlier = signal.getsignal(signal.SIGCHLD)
+    try:
+        with pytest.raises(ValueError if fails else RuntimeError, match="of the program" if fails else "worker died"):
+            trainer(tmp_path, recorder()).fit(Failing(), loader(8))
+    finally:
+        signal.signal(signal.SIGCHLD, earlier)
+    run = only_run(tmp_path)
+    assert len(read_pulse(run / "pulse.rank00000.csv")) == (7 if fails else 8)
+    assert manifest(run)[-1]["status"] == "exception"
 
 
 @pytest.mark.parametrize("is_automatic", [True, False])

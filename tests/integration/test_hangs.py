@@ -92,7 +92,9 @@ def test_the_page_names_the_fault_of_one_of_two_ranks_and_nothing_in_a_healthy_t
 
 
 @pytest.mark.parametrize(("code", "end"), [(-9, "signal 9 (SIGKILL)"), (3, "exit code 3")])
-def test_a_worker_that_died_is_the_verdict_with_its_signal_or_exit_code(tmp_path: Path, code: int, end: str) -> None:
+def test_a_worker_that_died_is_the_verdict_with_its_signal_or_exit_code(
+    tmp_path: Path, forked: None, code: int, end: str
+) -> None:
     document = page(tmp_path, "dying_worker.py", code)
     assert document.rule == "worker_died"
     assert document.verdict.endswith(f"died: {end}.")

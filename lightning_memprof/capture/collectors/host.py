@@ -366,11 +366,7 @@ class ProcessLog:
 
     def close(self) -> bool:
         """Finish, in a short run with a last sample of the workers; return whether anything was written."""
-        try:
-            self._finish()
-        except RuntimeError:
-            # torch's handler of SIGCHLD raises for a worker that died, wherever the main thread is.
-            self._finish()
+        self._finish()
         self._resident.close()
         if self._file is not None:
             self._file.close()

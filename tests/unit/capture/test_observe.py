@@ -4,14 +4,26 @@ import copy
 import functools
 import gc
 import pickle
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_memprof.capture.observe import Guard, Link, gc_callback, kept_interrupts, original_of, place_of, wrapped
+from lightning_memprof.capture.observe import (
+    Guard,
+    Link,
+    deferred,
+    gc_callback,
+    kept_interrupts,
+    original_of,
+    place_of,
+    wrapped,
+)
 
 
 class Base:
@@ -300,3 +312,40 @@ def test_other_errors_that_python_drops_reach_the_earlier_hook(error: Any, modul
         collect_garbage(error, module)
         assert not kept
     assert passed_on == [error]
+
+
+def dead_worker(number: int, _: Any) -> None:
+    raise RuntimeError("DataLoader worker (pid 2) exited unexpectedly with exit code 3.")
+
+
+@pytest.fixture
+def raising_handler() -> Iterator[None]:
+    earlier = signal.signal(signal.SIGCHLD, dead_worker)
+    yield
+    signal.signal(signal.SIGCHLD, earlier)
+
+
+@pytest.mark.usefixtures("raising_handler")
+def test_the_handler_of_a_deferred_signal_runs_at_the_end_unless_it_was_taken() -> None:
+    with pytest.raises(RuntimeError, match="pid 2"), deferred(signal.SIGCHLD):
+        signal.raise_signal(signal.SIGCHLD)
+    with deferred(signal.SIGCHLD) as arrived:
+        signal.raise_signal(signal.SIGCHLD)
+        assert arrived == [signal.SIGCHLD]
+        arrived.clear()
+    assert signal.getsignal(signal.SIGCHLD) is dead_worker
+
+
+@pytest.mark.usefixtures("raising_handler")
+def test_a_signal_is_not_deferred_outside_the_main_thread_or_over_an_error() -> None:
+    def elsewhere() -> None:
+        with deferred(signal.SIGCHLD):
+            assert signal.getsignal(signal.SIGCHLD) is dead_worker
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    with suppress(ValueError), deferred(signal.SIGCHLD):
+        signal.raise_signal(signal.SIGCHLD)
+        raise ValueError
+    assert signal.getsignal(signal.SIGCHLD) is dead_worker

@@ -163,28 +163,6 @@ def test_a_short_run_has_a_last_sample_of_its_workers(
     assert [row["step"] for row in rows if row["kind"] == "workers"] == sampled
 
 
-def test_an_exception_of_torchs_signal_handler_loses_neither_sizes_nor_exit_codes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampling(monkeypatch, [Child(1), Child(2, 3)])
-    log = ProcessLog(tmp_path / "processes.jsonl", 0)
-    log.on_step(record(0))
-    raised: list[Child] = []
-
-    def exit_code(child: Child) -> int | None:
-        if not raised:
-            raised.append(child)
-            raise RuntimeError("DataLoader worker (pid 2) exited unexpectedly with exit code 3.")
-        return child._popen.returncode
-
-    monkeypatch.setattr("lightning_memprof.capture.collectors.host.exit_code", exit_code)
-    assert log.close()
-    assert raised
-    rows = read_series(tmp_path / "processes.jsonl")
-    assert [(row["pid"], row["exit_code"]) for row in rows if row.get("exit_code")] == [(2, 3)]
-    assert [row["pid"] for row in rows if row["kind"] == "worker" and row.get("pss_bytes")] == [1]
-
-
 def sampling(monkeypatch: pytest.MonkeyPatch, children: list[Child]) -> list[int]:
     """Return the time, after replacing the processes of this machine."""
     now = [0]
