@@ -31,6 +31,7 @@ def test_every_seed_is_read_or_refused_with_one_line(tmp_path: Path, name: str) 
     assert len(said) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_is_made_of_the_seeds_is_read_or_refused_with_one_line(tmp_path: Path, name: str) -> None:
     chance = random.Random(name)
@@ -48,6 +49,7 @@ def test_what_is_made_of_the_seeds_is_read_or_refused_with_one_line(tmp_path: Pa
     assert 0 < refused < MADE[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["snapshot"])
 def test_fuzzing_by_chance_reads_inputs_and_keeps_what_is_new(tmp_path: Path, name: str) -> None:
     done = subprocess.run(

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +114,7 @@ def change_segments(allocator: Allocator, size: int) -> None:
         allocator.record("segment_alloc", address, size)
 
 
+@pytest.mark.slow
 @PROFILE
 @given(histories())
 def test_a_ring_that_was_cut_anywhere_gives_what_was_live_at_each_of_its_events(history):
@@ -132,6 +134,7 @@ def test_a_ring_that_was_cut_anywhere_gives_what_was_live_at_each_of_its_events(
         assert sum(holder.bytes for holder in found.holders_at(i)) == requested[i + 1]
 
 
+@pytest.mark.slow
 @PROFILE
 @given(histories())
 def test_with_the_whole_ring_the_holders_are_known_at_every_event(history):
@@ -153,6 +156,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @PROFILE
 @given(plain, st.sampled_from([3, 4, 5]))
 def test_plain_data_come_back_as_they_were(data, protocol):

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def traces(draw: st.DrawFn) -> list[dict[str, object]]:
     return draw(st.lists(st.one_of(slices, slices, arrows), max_size=25))
 
 
+@pytest.mark.slow
 @PROFILE
 @given(given=st.lists(traces(), min_size=1, max_size=3), one_label=st.booleans())
 def test_merged_slices_nest_none_is_lost_and_an_arrow_begins_once(given, one_label):

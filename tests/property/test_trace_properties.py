@@ -61,6 +61,7 @@ def raw_events(draw: st.DrawFn) -> dict[str, Any]:
     return {key: fields[key] for key in order}
 
 
+@pytest.mark.slow
 @PROFILE
 @given(
     events=st.lists(raw_events(), max_size=25),
@@ -81,6 +82,7 @@ def test_any_events_in_any_chunks_come_back_unchanged(events, chunk, gap, suffix
     assert trace.metadata == {"schemaVersion": 1, "note": '"traceEvents": [', "traceName": path.name}
 
 
+@pytest.mark.slow
 @PROFILE
 @given(events=st.lists(raw_events(), min_size=1, max_size=8), data=st.data())
 def test_a_file_cut_anywhere_is_refused(events, data):
@@ -128,6 +130,7 @@ def nested(draw: st.DrawFn) -> list[Made]:
     return draw(st.permutations(found))
 
 
+@pytest.mark.slow
 @PROFILE
 @given(events=nested())
 def test_self_time_is_what_no_inner_operator_covers(events):
@@ -180,6 +183,7 @@ def profiles(draw: st.DrawFn) -> list[Made]:
 
 
 # A call of CUDA's runtime and no kernel: the profile was one of a GPU all the same.
+@pytest.mark.slow
 @example(
     events=[
         Made("a", 0, 0, id=1),

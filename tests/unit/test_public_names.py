@@ -97,6 +97,7 @@ def test_the_callback_documents_every_collector_of_the_default_set() -> None:
     assert missing == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Schedule", "load_run", "Finding", "ConfigError"])
 def test_reading_and_configuring_load_neither_torch_nor_lightning(name: str, run_python) -> None:
     program = (
@@ -106,6 +107,7 @@ def test_reading_and_configuring_load_neither_torch_nor_lightning(name: str, run
     assert done.stdout == "[]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_has_findings_a_document_and_a_page_for_notebooks(tmp_path: Path) -> None:
     make_run(tmp_path, FakeRun())
     run = lightning_memprof.load_run(tmp_path)

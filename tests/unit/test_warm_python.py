@@ -16,6 +16,8 @@ import pytest
 
 from warm_python import Popen
 
+pytestmark = pytest.mark.slow
+
 # Settings of the interpreter, of the process and of the module that runs.
 PROGRAM = """
     import json, multiprocessing.process, os, signal, sys, tempfile, threading

@@ -253,6 +253,7 @@ def test_a_damaged_field_hides_only_itself_in_nested_facts_too(tmp_path: Path) -
     assert manifest.end.overhead == OverheadFacts(pulse_ns=5, collectors_ns={"a": 1})
 
 
+@pytest.mark.slow
 def test_a_manifest_of_a_million_empty_rows_is_read_soon_and_says_that_it_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(json.dumps(RUN).encode() + b"\n" + b"{}\n" * 1_000_000 + b"not read\n")

@@ -49,6 +49,7 @@ def test_rows_in_rows_are_read_field_by_field() -> None:
     assert [(tensor.type, tensor.bytes, tensor.shape) for tensor in found.tensors] == [(None, 4, [1, 2])]
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(st.sampled_from([*HOOK, "other"]), st.recursive(st.none() | st.integers() | st.text(), st.lists))
 )

@@ -104,6 +104,7 @@ def test_on_the_device_the_columns_are_exclusive_times_and_sum_to_its_step(taken
     assert timer.held == []
 
 
+@pytest.mark.slow
 @given(st.lists(moves, min_size=1, max_size=6))
 def test_many_steps_computed_at_once_have_the_times_of_each(steps: list[Moves]) -> None:
     # Twice: steps with the same order of actions are computed together, with other lengths.

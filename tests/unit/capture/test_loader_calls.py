@@ -25,7 +25,7 @@ from lightning_memprof.capture.torch_internals import _utils
 from loading import DECODE, FLIP, MS, OWN, READ, SCALE, Chain, Decode, Flip, Images, Stream, batched, scaled
 from training import only_run, trainer
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
 SAMPLES = 4
 PER_SAMPLE = {"Decode.__call__": DECODE, "Flip.forward": FLIP, "scaled": SCALE}
 

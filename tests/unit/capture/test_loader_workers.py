@@ -32,7 +32,7 @@ from lightning_memprof.capture.loader_workers import (
 )
 from lightning_memprof.units import KIB, MIB
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
 SHARING = ("private", "shared")
 FORK = multiprocessing.get_context("fork")
 

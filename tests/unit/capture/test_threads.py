@@ -128,6 +128,7 @@ def test_between_steps_nothing_is_looked_at() -> None:
     assert looked_at(lambda: spin(0.05), is_open=False) == []
 
 
+@pytest.mark.slow
 def test_a_call_that_keeps_the_lock_has_its_whole_time() -> None:
     numbers = [*range(3_000_000)]
     rows = looked_at(lambda: kept(numbers))

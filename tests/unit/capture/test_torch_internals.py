@@ -41,6 +41,7 @@ def nodes() -> list[tuple[str, ast.AST]]:
     return [(f"{path}:{getattr(node, 'lineno', 0)}", node) for path, tree in trees for node in ast.walk(tree)]
 
 
+@pytest.mark.slow
 def test_no_other_module_imports_private_names_of_torch(nodes: list[tuple[str, ast.AST]]) -> None:
     private = re.compile(r"torch(\.\w+)*\._[^_]")
     of_classes = {name for row in INTERNALS if ":" in row.owner for name in row.names.split()}

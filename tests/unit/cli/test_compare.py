@@ -76,6 +76,7 @@ def test_a_run_and_a_snapshot_are_refused(runs, tmp_path: Path, capsys) -> None:
     assert "peak_requested_bytes" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compare_and_export_need_neither_torch_nor_lightning(runs, tmp_path: Path, run_python) -> None:
     program = (
         "import sys\n"

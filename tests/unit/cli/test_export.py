@@ -52,6 +52,7 @@ def test_a_run_becomes_tables_in_base_units(run: str, capsys) -> None:
     assert {one["rank"] for one in rows("log-csv/series_host.csv")} == {"0"}
 
 
+@pytest.mark.slow
 def test_parquet_has_the_same_tables_as_csv(run: str) -> None:
     from pyarrow import parquet
 

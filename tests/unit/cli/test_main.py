@@ -117,6 +117,7 @@ def test_ctrl_c_is_exit_code_130_and_says_nothing(as_lightning_does_it, monkeypa
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_went_away_is_no_error_message(environment):
     reader, writer = os.pipe()
     os.close(reader)
@@ -134,6 +135,7 @@ def test_a_reader_that_went_away_is_no_error_message(environment):
     assert ended.returncode == 141
 
 
+@pytest.mark.slow
 def test_the_command_line_loads_neither_torch_nor_lightning(run_python):
     program = UNIMPORTABLE + textwrap.dedent(
         """
@@ -177,6 +179,7 @@ def test_ctrl_c_while_a_command_is_imported_is_exit_code_130_and_no_traceback(ru
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["show", "run"], ["show", "run", "--format", "json"], ["--help"]])
 def test_standard_output_that_is_closed_is_one_line(arguments, environment, tmp_path):
     make_run(tmp_path / "run")

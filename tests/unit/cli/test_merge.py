@@ -88,6 +88,7 @@ def test_what_cannot_be_merged_is_one_line_on_stderr(
     assert not (tmp_path / "out.json").exists()
 
 
+@pytest.mark.slow
 def test_a_person_sees_a_bar_on_stderr(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "lightning_memprof", "merge", *two(tmp_path), "-o", str(tmp_path / "out.json")]

@@ -122,6 +122,7 @@ def test_a_run_without_traces_gets_no_table(tmp_path: Path, capsys: pytest.Captu
     assert not [one for one in shown(capsys, tmp_path)["artifacts"] if one["type"] == "table"]
 
 
+@pytest.mark.slow
 def test_show_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
     make_run(tmp_path)
     program = (

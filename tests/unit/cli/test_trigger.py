@@ -130,6 +130,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trigger.plan.json", "trigger.request.json"]
 
 
+@pytest.mark.slow
 def test_asking_needs_neither_torch_nor_lightning(run: Path) -> None:
     program = (
         "import sys\nsys.modules.update(dict.fromkeys(('torch', 'lightning', 'pytorch_lightning')))\n"

@@ -223,6 +223,7 @@ def check(allocator: CachingAllocator, live: list[tuple[int, Block]]) -> None:
         assert size <= block.size <= size + kept
 
 
+@pytest.mark.slow
 @given(
     settings=st.sampled_from(SETTINGS),
     capacity=st.none() | st.integers(1, 400),

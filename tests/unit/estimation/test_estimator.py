@@ -31,6 +31,8 @@ from lightning_memprof.estimation.estimator import estimate_program
 from lightning_memprof.estimation.wanted import _USUAL, Wanted
 from lightning_memprof.units import GIB, MIB
 
+pytestmark = pytest.mark.slow
+
 FORKS = pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="estimates need a platform that can fork"
 )

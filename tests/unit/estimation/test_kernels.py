@@ -212,6 +212,7 @@ def _simulated(name: str) -> Counter[str]:
         return Counter(tracer.log.label(number, "operator", 0).split(".")[1] for number in made)
 
 
+@pytest.mark.slow
 def test_backward_adds_and_writes_in_place_where_torch_does():
     with multiprocessing.get_context("fork").Pool(1, torch.autograd.set_multithreading_enabled, (False,)) as pool:
         for name, graph in GRAPHS.items():

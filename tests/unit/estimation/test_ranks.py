@@ -20,9 +20,12 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.wanted import Wanted
 
-pytestmark = pytest.mark.skipif(
-    "fork" not in multiprocessing.get_all_start_methods(), reason="estimates need a platform that can fork"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        "fork" not in multiprocessing.get_all_start_methods(), reason="estimates need a platform that can fork"
+    ),
+]
 WIDTH = 512
 WHOLE = 2 * (WIDTH * WIDTH + WIDTH) * 4
 

@@ -102,6 +102,7 @@ def data_of(rows: Any) -> torch.Tensor:
     return torch.stack([row[0] for row in rows])
 
 
+@pytest.mark.slow
 def test_validation_is_part_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Validated()
     monkeypatch.setattr(model, "val_dataloader", lambda: loader(1024))
@@ -120,6 +121,7 @@ def test_validation_without_a_loader_changes_nothing() -> None:
     assert (found.reserved, found.assumptions) == (usual.reserved, usual.assumptions)
 
 
+@pytest.mark.slow
 def test_a_validation_that_needs_values_is_left_out_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Filtering()
     monkeypatch.setattr(model, "val_dataloader", lambda: loader(1024))
@@ -129,6 +131,7 @@ def test_a_validation_that_needs_values_is_left_out_and_the_page_says_so(monkeyp
     assert reason.startswith("validation is not included: a shape depends on values at ")
 
 
+@pytest.mark.slow
 def test_hooks_read_what_was_logged_and_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = Hooked()
@@ -140,6 +143,7 @@ def test_hooks_read_what_was_logged_and_nothing_is_saved(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Own, lambda data: Encoding({"x": data})])
 def test_the_tensors_of_a_batch_of_any_class_are_found_and_resized(kind: Any) -> None:
     given = loader(64, lambda rows: kind(data_of(rows)))

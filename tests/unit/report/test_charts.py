@@ -123,6 +123,7 @@ def test_the_steps_of_a_run_stand_in_its_chart(usual: tuple[Run, dict[str, Chart
     assert "30 steps" in chart.summary
 
 
+@pytest.mark.slow
 def test_neighbours_of_many_steps_share_a_bar_and_the_slowest_is_still_seen(tmp_path: Path):
     def phases(_: int, step: int) -> Any:
         known = {"data_wait": 0, "forward": 1_000_000, "backward": 0, "optimizer": 0, "callbacks": 0, "other": 0}
@@ -135,6 +136,7 @@ def test_neighbours_of_many_steps_share_a_bar_and_the_slowest_is_still_seen(tmp_
     assert "exceed the axis" in chart.summary
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, Chart]]):
     run, found = usual
     peak = max(device.peak_bytes for allocation in run_allocations(run) for device in allocation.devices)

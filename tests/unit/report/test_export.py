@@ -130,6 +130,7 @@ def test_csv_keeps_every_value_and_leaves_nothing_half_written(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.csv"]
 
 
+@pytest.mark.slow
 def test_parquet_has_one_type_a_column_and_nulls(tmp_path: Path) -> None:
     from pyarrow import parquet
 

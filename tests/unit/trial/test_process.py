@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 
+import pytest
+
 from lightning_memprof.trial.process import run_task
 from lightning_memprof.trial.task import Task
+
+pytestmark = pytest.mark.slow
 
 
 def test_an_exit_without_a_training_is_a_problem(tmp_path, monkeypatch):

@@ -196,6 +196,7 @@ def test_anomaly_detection_ends_and_logging_is_rarer(tmp_path):
     assert (run._detect_anomaly, run.log_every_n_steps) == (False, 50)
 
 
+@pytest.mark.slow
 def test_compiling_finds_the_modules_in_containers():
     class Blocks(Perceptron):
         def __init__(self) -> None:
@@ -271,6 +272,7 @@ def test_channels_last_changes_the_layout_of_convolutions():
     assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("thawed")
 def test_frozen_objects_are_left_out_of_collections(tmp_path):
     try:

@@ -28,6 +28,7 @@ def test_an_exception_is_one_line(message, problem):
     assert problem_of(ValueError(message)) == problem
 
 
+@pytest.mark.slow
 def test_the_measured_process_waits_to_be_ended_and_a_program_that_continues_keeps_its_result(tmp_path):
     def started(result: str) -> subprocess.Popen[bytes]:
         program = (

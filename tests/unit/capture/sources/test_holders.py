@@ -100,6 +100,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLACES)
 def test_a_chain_is_an_expression_that_leads_to_the_object(kind: str) -> None:
     net, value = Net(), torch.ones(3)
@@ -114,6 +115,7 @@ def test_a_chain_is_an_expression_that_leads_to_the_object(kind: str) -> None:
     assert eval(expression, names) is value  # noqa: S307 an oracle: Python itself follows the chain
 
 
+@pytest.mark.slow
 def test_the_last_reference_of_a_chain_is_one_that_the_garbage_collector_knows() -> None:
     net, value = Net(), torch.ones(3)
     net.put = [value]
@@ -121,12 +123,14 @@ def test_the_last_reference_of_a_chain_is_one_that_the_garbage_collector_knows()
     assert any(owner is net.put for owner in gc.get_referrers(value))
 
 
+@pytest.mark.slow
 def test_a_key_of_the_programs_own_class_is_named_by_its_class() -> None:
     net, value = Net(), torch.ones(3)
     net.put = {Mute(): {("a", 1): value}}
     assert found(net, value) == "Net.put[Mute][('a', 1)]"
 
 
+@pytest.mark.slow
 def test_a_linked_list_has_one_place_for_all_of_its_links() -> None:
     net = Net()
     for number in range(5):
@@ -195,6 +199,7 @@ def test_a_local_variable_has_no_holder() -> None:
     assert found(None, torch.ones(3)) is None
 
 
+@pytest.mark.slow
 def test_a_search_keeps_nothing_alive_and_leaves_no_cycle() -> None:
     gc.disable()
     try:
@@ -232,6 +237,7 @@ def test_derived_containers_are_read_without_their_own_code() -> None:
     assert (length_of(loud), entries_of(loud)) == (2, [1, 2])
 
 
+@pytest.mark.slow
 def test_the_holders_of_a_type_are_counted_and_have_a_line() -> None:
     class Marked:
         pass

@@ -65,6 +65,7 @@ def test_closing_releases_the_file_and_twice_is_harmless() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system has no /proc")
 def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
     with mmap.mmap(-1, 512 * MIB) as held:

@@ -11,7 +11,7 @@ import torch
 from lightning_memprof.capture.sources.holders import HolderSearch
 from lightning_memprof.capture.sources.oom_state import referenced, tracked_tensors
 
-pytestmark = pytest.mark.usefixtures("thawed")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("thawed")]
 CACHE: dict[str, Any] = {}
 
 

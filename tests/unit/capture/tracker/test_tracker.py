@@ -217,6 +217,7 @@ def test_two_trackers_end_in_any_order_and_leave_nothing(first: int) -> None:
     assert dict(vars(torch.UntypedStorage)) == before
 
 
+@pytest.mark.slow
 def test_tensors_of_a_compiler_that_starts_in_the_step_do_not_count() -> None:
     model, _, batch = network()
     tracker = ModuleTracker(model)

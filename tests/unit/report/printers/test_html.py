@@ -50,6 +50,7 @@ def test_text_that_no_encoding_has_is_made_visible(tmp_path):
     page.encode("utf-8")
 
 
+@pytest.mark.slow
 def test_only_scripts_of_the_page_itself_may_run_and_none_has_another_number(tmp_path, monkeypatch):
     monkeypatch.setattr(html_module, "charts", charts)
     page = unescape(to_html(view_of(tmp_path)))

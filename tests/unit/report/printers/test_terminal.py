@@ -73,6 +73,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 @pytest.mark.parametrize("is_full", [True, False])
