@@ -16,9 +16,9 @@ from lightning_memprof.cli.command import Command
 from lightning_memprof.errors import ConfigError
 
 _DESCRIPTION: Final = """\
-Run a training program unchanged and record every Trainer in it. Callback and
-profiler attach themselves; a callback or profiler that the program configures
-takes precedence. Exit code, output and signals are those of the program.
+Run a training program unchanged and record every Trainer in it. The callback
+and profiler attach automatically; those that the program configures take
+precedence. Exit code, output and signals are those of the program.
 
   SCRIPT ARGS...        the program; everything after SCRIPT belongs to it
   -m MODULE ARGS...     the program as a module, as with python -m

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from lightning_memprof.trial.runner import Wanted
 
 _DESCRIPTION: Final = """\
-Run a training program with and without remedies, in turns, and show what each
-gains and whether the training is still the same. The program's own files stay
-as they are. Without --remedy, a first recorded run decides what is tried.
-Ctrl-C shows the results so far.
+Run a training program alternately with and without remedies, and show what
+each gains and whether the training is still the same. The program's own files
+are left untouched. Without --remedy, a first, recorded run decides what is
+tried. Ctrl-C shows the results so far.
 
   SCRIPT ARGS...        the program; everything after SCRIPT belongs to it
   -m MODULE ARGS...     the program as a module, as with python -m
@@ -46,7 +46,7 @@ def _add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--list", metavar="RUN", default=None, help=f"show what would be tried for a run: {RUN_HELP}")
     parser.add_argument(
-        "--run", metavar="RUN", default=None, help="try what a recorded run of the program advises; its page shows it"
+        "--run", metavar="RUN", default=None, help="try what a recorded run suggests; that run's page shows the results"
     )
     parser.add_argument(
         "--batch-size", metavar="max", default=None, help="instead look for the largest batch that fits, by real runs"

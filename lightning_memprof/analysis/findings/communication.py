@@ -211,7 +211,7 @@ NEXT: Final = {
     "gc_pauses": "Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
     "optimizer": "Compare the parameters that rank {rank}{host} updates with those of the other ranks.",
     "other": "Compare the timeline of rank {rank}{host} between two steps with that of another rank.",
-    "compute": "Compare rank {rank}{host} with the others: the length of its batches, its device's clock and heat.",
+    "compute": "Compare rank {rank}{host} with the others: its batch lengths, its device clock and temperature.",
 }
 UNKNOWN: Final = "Compare the timeline of rank {rank}{host} before a collective with that of another rank."
 
