@@ -163,6 +163,7 @@ def test_plain_data_come_back_as_they_were(data, protocol):
     assert read_pickle(pickle.dumps(data, protocol), "it") == data
 
 
+@pytest.mark.slow
 @PROFILE
 @given(histories(), st.data())
 def test_a_snapshot_with_changed_bytes_gives_a_result_or_one_line(history, data):

@@ -127,6 +127,7 @@ def test_what_lies_in_the_place_of_one_file_is_not_waited_for(tmp_path: Path, wh
             assert json.dumps(look(root))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hazard", HAZARDS)
 def test_of_a_run_in_which_only_the_manifest_is_a_file_there_are_a_page_and_a_timeline_or_one_line(
     tmp_path: Path, whole: Path, hazard: str
@@ -190,6 +191,7 @@ def test_looking_at_a_run_writes_through_no_link_that_lies_in_it(tmp_path: Path,
     assert (root / table).is_file()
 
 
+@pytest.mark.slow
 def test_the_page_is_not_written_through_a_link_that_lies_in_the_run(
     tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_without_losses_the_parameters_decide():
     assert equality_words(Outcome(remedy="a", equality=unknown)) == "not comparable: no loss is known"
 
 
+@pytest.mark.slow
 @given(LOSSES, st.floats(min_value=0.0, max_value=0.5))
 def test_the_difference_is_a_share_of_the_mean_loss_whatever_its_unit(losses, apart):
     mean = sum(losses) / len(losses)

@@ -8,6 +8,7 @@ import pytest
 from lightning_memprof.artifacts.own_program import own_program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [("lightning_memprof.analysis.timeline.worker", []), ("lightning_memprof.report.written", ["nowhere"])],

@@ -48,6 +48,7 @@ def test_nothing_is_written_over(tmp_path):
         EventFile(path, 0.0)
 
 
+@pytest.mark.slow
 def test_writing_starts_no_thread_and_loads_no_tensorflow(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise RuntimeError('imported')")
     program = (

@@ -180,6 +180,7 @@ def test_a_large_trace_is_rewritten_in_small_pieces():
     assert target.most < 3_000_000
 
 
+@pytest.mark.slow
 def test_one_endless_word_is_not_collected():
     class Word(io.RawIOBase):
         left = 150

@@ -299,6 +299,7 @@ def test_a_host_that_does_not_answer_is_given_up_in_time(monkeypatch: pytest.Mon
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_a_place_is_claimed_by_another_process_which_says_why_not(tmp_path: Path) -> None:
     assert claim_url(f"file://{tmp_path}/there") == 1
     assert claim_url(f"file://{tmp_path}/there") == 2
@@ -382,6 +383,7 @@ def test_another_process_copies_the_files_and_ends_with_the_run(root: Path, tmp_
     assert process.poll() == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_is_started_again(root: Path, tmp_path: Path) -> None:
     files = Files(root, f"file://{tmp_path}/there")
     files.write("a")

@@ -9,9 +9,12 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.slow
 def test_a_made_trace_has_the_size_asked_for_and_every_stretch_is_later_than_the_one_before_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     done = subprocess.run(

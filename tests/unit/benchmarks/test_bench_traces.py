@@ -30,6 +30,7 @@ def test_what_misses_its_rate_is_named(seconds: float, missed: list[str]) -> Non
     assert traces.slow({"decode": [run], "ours": [run]}, part.MB) == []
 
 
+@pytest.mark.slow
 def test_a_profile_names_the_functions_that_take_longest(tmp_path: Path) -> None:
     trace = tmp_path / "worker0.1.pt.trace.json"
     traces.make(trace, part.MB)

@@ -38,6 +38,7 @@ def is_trial(printed: str, published: Path) -> bool:
     return said and not re.search(r"\b(met|missed)\b", printed) and not list(published.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [

@@ -56,6 +56,7 @@ def test_no_other_module_imports_private_names_of_torch(nodes: list[tuple[str, a
     assert [(place, name) for place, name in found if private.match(name)] == []
 
 
+@pytest.mark.slow
 def test_the_table_has_every_private_attribute_that_is_used(nodes: list[tuple[str, ast.AST]]) -> None:
     ours, used = set[str](), dict[str, str]()
     for place, node in nodes:

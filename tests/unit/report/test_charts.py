@@ -155,6 +155,7 @@ def test_the_memory_of_a_window_adds_up_to_its_peak(usual: tuple[Run, dict[str, 
     assert sum(size for size, top in zip(holders["size"], holders["top"], strict=True) if top == 0) == peak
 
 
+@pytest.mark.slow
 def test_a_run_of_several_ranks_has_them_beside_each_other(usual: tuple[Run, dict[str, Chart]]):
     chart = usual[1]["ranks"]
     assert columns(chart, "step")[0]["x"] == [0, 1]
@@ -255,6 +256,7 @@ def test_every_chart_has_a_place_on_the_page(usual: tuple[Run, dict[str, Chart]]
     assert {*usual[1]} <= {*placed(run_view(usual[0], run_allocations(usual[0])))}
 
 
+@pytest.mark.slow
 def test_the_chart_of_a_trace_stands_with_its_figures(tmp_path: Path):
     busy = write_trace(tmp_path / "busy.json", [gpu("gemm", 0, 400)], baseTimeNanoseconds=0)
     idle = write_trace(tmp_path / "idle.json", [gpu("gemm", 0, 10), gpu("gemm", 390, 10)], baseTimeNanoseconds=0)

@@ -81,6 +81,7 @@ def test_each_inline_script_has_its_hash():
     assert offline.script_hashes(page) == expected
 
 
+@pytest.mark.slow
 def test_always_serves_local_pages_and_their_policy_forbids_other_hosts(profiler_class):
     apps = routes(profiler_class, "always")
     for path in ("/index.html", "/trace_embedding.html"):

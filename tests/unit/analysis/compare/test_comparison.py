@@ -78,6 +78,7 @@ def slower(phase: str, factor: float):
     return phases
 
 
+@pytest.mark.slow
 def test_steps_that_differ_by_less_than_they_vary_are_noise() -> None:
     comparison = compare(side("a", steps(20, seed=1)), side("b", steps(20, seed=2)))
     assert comparison.is_same

@@ -16,6 +16,7 @@ def drawn(rng: np.random.Generator, pairs: int, change: float = 0.0) -> PairedCh
     return paired_change(times[0].tolist(), (times[1] * (1 + change)).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [3, 7, 8, 20])
 def test_the_interval_of_equal_programs_contains_0_in_93_of_100(pairs):
     rng = np.random.default_rng(5)
@@ -33,6 +34,7 @@ def test_a_constant_ratio_is_the_change_and_its_interval(times, ratio):
     assert (change.low, change.change, change.high) == pytest.approx((ratio - 1,) * 3, abs=1e-6)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=3, max_size=30))
 def test_the_interval_contains_the_change_and_is_the_same_each_time(pairs):
     a, b = zip(*pairs, strict=True)

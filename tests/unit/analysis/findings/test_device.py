@@ -305,6 +305,7 @@ def test_work_before_the_first_kernel_of_the_steps_is_idle_time_beyond_one_steps
     assert finding.next_steps == ("Move this code out of the step: images.py(9): normalize.",)
 
 
+@pytest.mark.slow
 def test_idle_time_that_the_recording_explains_is_only_info(tmp_path: Path) -> None:
     def slowed(made: Recording, _kernel: int, functions: int) -> None:
         for _ in range(functions):

@@ -40,6 +40,7 @@ def test_the_peaks_of_another_gpu_are_unknown(name: str) -> None:
     assert device_peaks(name) is None
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
     first = machine_peaks(tmp_path)
@@ -55,6 +56,7 @@ def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert again.bytes_per_s == 7.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["", "{}", "[1]", '{"machine": ["elsewhere", 1, "1"], "bytes_per_s": 1, "source": "x"}']
 )

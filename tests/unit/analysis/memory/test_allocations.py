@@ -112,6 +112,7 @@ def test_gradients_at_the_peak_belong_to_the_modules_of_their_forwards_and_to_th
     assert weight.stack[-1].endswith(": <module>") or len(weight.stack) > 10
 
 
+@pytest.mark.slow
 def test_forward_blocks_have_their_module_phase_and_step(recorded):
     device = at_forward(recorded)
     held = {(site.operator, site.module, site.bytes, site.phase, site.step) for site in device.sites}

@@ -120,6 +120,7 @@ def test_a_summary_is_made_of_the_windows_files_and_the_steps_before(tmp_path: P
     assert made.arrivals.count == 0
 
 
+@pytest.mark.slow
 def test_of_hundreds_of_ranks_on_hosts_with_other_clocks_the_late_one_is_named(tmp_path: Path) -> None:
     directory = make_many_ranks(tmp_path, 96, windows=2, straggler=42)
     run = load_run(directory)

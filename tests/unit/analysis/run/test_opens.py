@@ -39,6 +39,7 @@ def run(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["show", "show --all", "show --format json", "report", "compare"])
 def test_each_text_file_of_a_run_is_opened_once(
     run: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -311,6 +311,7 @@ def test_reading_loads_neither_torch_nor_pickle(run_python):
     assert run_python("-c", f"import sys, lightning_memprof.analysis.snapshot.replay; {loaded}").stdout == "\n"
 
 
+@pytest.mark.slow
 def test_reading_allocations_loads_no_torch(run_python):
     loaded = "print(*{'torch', 'pandas', 'lightning'} & {*sys.modules})"
     assert run_python("-c", f"import sys, lightning_memprof.analysis.memory.allocations; {loaded}").stdout == "\n"

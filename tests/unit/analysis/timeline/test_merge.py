@@ -163,6 +163,7 @@ def test_windows_of_a_rank_share_its_tracks_and_twins_do_not(tmp_path):
     assert len(names(found)) == 1
 
 
+@pytest.mark.slow
 def test_workers_write_what_one_process_writes(tmp_path):
     traces = [[op(f"{rank}-{n}", n * 3, 5, args={"n": n}) for n in range(200)] for rank in range(3)]
     alone = merged(tmp_path, *traces, workers=0)
@@ -172,6 +173,7 @@ def test_workers_write_what_one_process_writes(tmp_path):
     assert sum(1 for _ in read_trace(tmp_path / "out.json.gz").events()) == len(alone["traceEvents"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_damaged_trace_leaves_nothing_behind(tmp_path, workers):
     good = write_trace(tmp_path / "good.json", [op("a", 0, 10)])

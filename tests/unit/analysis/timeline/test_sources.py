@@ -131,6 +131,7 @@ def test_a_hosts_clock_moves_all_its_events(tmp_path):
     assert {source.offset_ns for source in run_sources(run, clocks=clocks)[1:]} == {1_000}
 
 
+@pytest.mark.slow
 def test_a_long_series_is_never_held_in_memory(tmp_path):
     run = make_run(tmp_path)
     row = {"step": 2, "global_step": 2, "recorded": True, "time_ns": 10**18, "load_1m": 0.5}

@@ -271,6 +271,7 @@ def test_a_category_is_known_in_any_case_and_an_unknown_one_is_another_event(tmp
     assert columns.kinds.tolist() == list(kinds.values())
 
 
+@pytest.mark.slow
 def test_every_event_of_a_trace_of_many_pieces_keeps_its_time(tmp_path):
     count = 40_000
     events = [{**kernel(i, i), "dur": i % 3 - 1 + 0.125} for i in range(count)]
@@ -306,6 +307,7 @@ def test_a_trace_that_was_cut_anywhere_is_told_in_one_line(tmp_path):
             assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_progress_is_told_in_bytes_of_the_file(tmp_path):
     path = write_trace(tmp_path / "long.json.gz", [kernel(i, i + 1) for i in range(20_000)])
     told: list[tuple[int, int]] = []

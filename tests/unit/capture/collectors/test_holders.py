@@ -80,6 +80,7 @@ def test_without_growth_nothing_is_counted(tmp_path: Path, memory: Memory, sizes
     assert memory.taken == []
 
 
+@pytest.mark.slow
 def test_growth_is_counted_once_then_searched_for_ever_more_rarely_and_at_the_end(
     tmp_path: Path, memory: Memory
 ) -> None:

@@ -88,6 +88,7 @@ class Script:
         return row
 
 
+@pytest.mark.slow
 @given(steps_of_trees)
 def test_nested_actions_come_back_with_their_exact_names_times_and_depths(steps: list[list[Node]]) -> None:
     script = Script()

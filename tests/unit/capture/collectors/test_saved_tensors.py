@@ -210,6 +210,7 @@ class TwoLayers(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wraps", [False, True])
 def test_what_compiled_code_saves_belongs_to_the_compiled_module(tmp_path: Path, wraps: bool) -> None:
     model = nn.Sequential(TwoLayers(), nn.GELU())

@@ -290,6 +290,7 @@ def test_sparse_tensors_count_their_parts() -> None:
     assert found.bytes == 5 * 4 + 2 * 5 * 8
 
 
+@pytest.mark.slow
 def test_a_compiled_function_counts_what_its_backward_keeps() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
     rows = torch.randn(6, 8)

@@ -36,6 +36,7 @@ def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
     return lambda _rank, _step: {**HEALTHY, **changes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("samples", "positions", "is_found"), [(2, 0, True), (8, 0, True), (9, 0, False), (2, 99, False)]
 )
