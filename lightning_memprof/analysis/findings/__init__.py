@@ -16,6 +16,7 @@ from lightning_memprof.analysis.findings.communication import (
 )
 from lightning_memprof.analysis.findings.compute import (
     anomaly_detection,
+    broadcast_loss,
     dense_embedding,
     double_precision,
     idle_cores,
@@ -64,7 +65,7 @@ from lightning_memprof.analysis.findings.profiler import (
     worker_died,
 )
 from lightning_memprof.analysis.findings.program.lines import costly_line
-from lightning_memprof.analysis.findings.program.loops import python_loop, small_batch
+from lightning_memprof.analysis.findings.program.loops import python_loop, small_batch, synced_passes
 from lightning_memprof.analysis.findings.program.python import python_time
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,
@@ -111,6 +112,7 @@ RULES: Final[tuple[Rule, ...]] = (
     allocator_retries,
     straggler,
     buffer_broadcast,
+    synced_passes,
     input_bound,
     workers_restart,
     worker_start,
@@ -120,6 +122,7 @@ RULES: Final[tuple[Rule, ...]] = (
     python_loop,
     costly_line,
     python_time,
+    broadcast_loss,
     busy_thread,
     unused_gradients,
     double_backward,

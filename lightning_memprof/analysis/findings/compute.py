@@ -1,4 +1,4 @@
-"""Time in the model: its precision, its threads and its optimizer."""
+"""Time in the model: its precision, its threads, its optimizer, and a loss that broadcasts."""
 
 from __future__ import annotations
 
@@ -433,3 +433,61 @@ def _embedding(rank: Rank) -> tuple[ParameterFacts, float] | None:
     share = largest.bytes / max(sum(training.parameter_dtypes.values()), 1)
     is_dense = largest.module in {"Embedding", "EmbeddingBag"} and not largest.sparse
     return (largest, share) if is_dense and share >= MIN_EMBEDDING else None
+
+
+# Functions of torch that warn of it, and broadcast nonetheless.
+LOSSES: Final = ("aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "aten::huber_loss")
+BROADCAST: Final = "aten::broadcast_tensors"
+# Of two targets for each prediction one remains, of thousands nearly none.
+OF_ALL: Final = (0.5, 1.0)
+SAME_SHAPE: Final = (
+    "Give prediction and target the same shape, such as prediction.squeeze(-1) for (N, 1) and (N,): they broadcast to "
+    "(N, N)."
+)
+
+
+def broadcast_loss(facts: Facts) -> Finding | None:
+    """Find a loss whose prediction and target have different shapes: torch compares all that broadcasting pairs.
+
+    Recovers half to all of the loss's own operators, forward and backward: of two or more targets for each prediction,
+    one remains.
+    """
+    if (worst := facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))) is None:
+        return None
+    rank, ledger = worst
+    recorded = facts.host_ledger(rank) or ledger
+    forward = [line for line in recorded.of("forward") if line.called]
+    found = []
+    for line in forward:
+        # Other functions that broadcast, those of distributions, may mean it.
+        losses = [loss for loss in forward if loss.operator in LOSSES and loss.module == line.module]
+        if line.operator == BROADCAST and line.inside and line.called == sum(loss.called for loss in losses):
+            found += losses
+    if not found:
+        return None
+    names = {f"{loss.operator}{suffix}" for loss in found for suffix in ("", "_backward")}
+    spent = total(line for line in ledger.of("forward", "backward") if line.operator in names)
+    worth = Recovery(unit="ns", min=spent * OF_ALL[0], max=spent * OF_ALL[1], whole=ledger.running_ns)
+    loss = max(found, key=lambda line: line.ns)
+    name = (loss.operator or "").removeprefix("aten::")
+    return Finding(
+        rule="broadcast_loss",
+        sentence=(
+            f"The loss broadcasts: {name} gets a prediction and a target of different shapes and takes "
+            f"{ledger.share_text(spent)}{facts.on_rank(rank)}."
+        ),
+        why=(
+            f"{format_ns(spent)} of {ledger.length_text}. {name} compares each value of one with several of the other; "
+            "torch warns that this likely leads to incorrect results."
+        ),
+        next_steps=(SAME_SHAPE,),
+        evidence=facts.pulse_and_trace(rank),
+        numbers={
+            "rank": rank.rank,
+            "loss": loss.operator,
+            "module": loss.module,
+            "loss_ns": round(spent),
+            "duration_ns": round(ledger.step_ns),
+        },
+        **worth.parts,
+    )

@@ -438,7 +438,7 @@ def buffer_broadcast(facts: Facts) -> Finding | None:
     ns = total(line for line in ledger.communication if line.part == "collective" and line.name == BROADCAST)
     worth = Recovery(unit="ns", min=ns * OF_BROADCAST[0], max=ns * OF_BROADCAST[1], whole=ledger.running_ns)
     buffers = rank.training.largest_buffers if rank.training else []
-    if not calls or worth.share < NOTABLE or not buffers or not _is_wrapped(rank):
+    if not calls or worth.share < NOTABLE or not buffers or not is_wrapped(rank):
         return None
     largest = f"{buffers[0].name} ({format_bytes(buffers[0].bytes)})"
     return Finding(
@@ -466,5 +466,6 @@ def buffer_broadcast(facts: Facts) -> Finding | None:
     )
 
 
-def _is_wrapped(rank: Rank) -> bool:
+def is_wrapped(rank: Rank) -> bool:
+    """Return whether DistributedDataParallel wraps the model."""
     return (rank.facts.strategy or "").startswith(WRAPPER)

@@ -148,7 +148,11 @@ CALLS: Final = (
     ),
     (
         "Make the array first, then one tensor: torch.from_numpy(numpy.stack(parts)), not a tensor for each value.",
-        re.compile(r"torch\.(?:tensor|FloatTensor|LongTensor)\(|\.tolist\(\)"),
+        # Not the one tensor that a function returns of what Python computes for each value: Python takes the time.
+        re.compile(
+            r"torch\.(?:tensor|FloatTensor|LongTensor)\((?!(?<=return torch\.tensor\()(?:\[[^\[\]]*\(.* for |\w+\[))"
+            r"|\.tolist\(\)"
+        ),
     ),
     (SORT, re.compile(r"\b(?:sorted|argsort|sort|unique|quantile|percentile|median)\(")),
 )

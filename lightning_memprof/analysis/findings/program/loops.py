@@ -1,4 +1,4 @@
-"""Many calls that compute little: loops over operators and submodules in Python, and batches of few samples."""
+"""Work in many small parts: loops in Python, batches of few samples, gradients that each of several passes averages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import msgspec
 from lightning_memprof.analysis.findings.compute import PARALLEL_NS
 from lightning_memprof.analysis.findings.measures import LOOP, VIEWS
 from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery
-from lightning_memprof.analysis.findings.modules import MOSTLY, ROOT, in_compiled
+from lightning_memprof.analysis.findings.modules import ALL_GRADIENTS, MOSTLY, ROOT, in_compiled, is_wrapped
 from lightning_memprof.analysis.findings.program.lines import has, of_forward, of_spot
 from lightning_memprof.analysis.ledger.model import grouped, total
+from lightning_memprof.analysis.steps.events import rank_events
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.units import format_bytes, format_ns, percent
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.ledger.memory import ByteLedger
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.analysis.steps.events import Event
+    from lightning_memprof.analysis.trace.model import TraceReport
 
 # Batching the calls of a loop saves their dispatch, and lets an operator use all cores.
 IN_BATCHES: Final = (0.2, 0.7)
@@ -250,3 +253,92 @@ def _samples(rank: Rank, *, with_positions: bool) -> int | None:
     rows = [row for window in rank.windows for row in window.read(ThroughputRow).recorded]
     sizes = [max(row.samples, (row.positions or 0) * with_positions) for row in rows if row.samples]
     return statistics.median_low(sizes) if sizes else None
+
+
+ALL_REDUCE: Final = "all_reduce"
+ADD: Final = "aten::add_"
+# Fewer are two optimizers that share a pass, or an epoch whose last batches are too few for a step.
+MIN_PASSES: Final = 1.75
+# The last all-reduce may wait for the ranks, and fewer of them overlap a pass.
+OF_THE_OTHERS: Final = (0.5, 1.0)
+LAST_ONLY: Final = (
+    "Average them in the last pass only: call forward and manual_backward of the others under "
+    "self.trainer.strategy.block_backward_sync() (no_sync() of DistributedDataParallel)."
+)
+TRAINER_ACCUMULATES: Final = (
+    "Or let the Trainer accumulate, which does this: automatic optimization, Trainer(accumulate_grad_batches={passes})."
+)
+
+
+def synced_passes(facts: Facts) -> Finding | None:
+    """Find gradients that several backward passes accumulate for one optimizer step, and that each pass all-reduces.
+
+    Recovers, of ``n`` passes, half to all of ``n - 1`` of ``n`` parts of the all-reduces that nothing hides, on the
+    host.
+    """
+    if (worst := facts.heaviest(lambda ledger: ledger.communicates("collective"))) is None:
+        return None
+    rank, ledger = worst
+    trace = next((trace for trace in facts.traces if trace.rank == rank.rank and trace.host_ledger), None)
+    passes = _passes(rank, trace) if trace is not None and is_wrapped(rank) else 0.0
+    spent = total(line for line in ledger.communication if (line.part, line.name) == ("collective", ALL_REDUCE))
+    if passes < MIN_PASSES or not spent:
+        return None
+    least, most = (share * spent * (1 - 1 / passes) for share in OF_THE_OTHERS)
+    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.running_ns)
+    return Finding(
+        rule="synced_passes",
+        sentence=(
+            f"DDP all-reduces the gradients in each of {passes:.0f} backward passes per optimizer step: "
+            f"{ledger.share_text(spent)}{facts.on_rank(rank)}."
+        ),
+        why=(
+            f"All-reduces take {format_ns(spent)} of {ledger.length_text}; the passes accumulate gradients, and the "
+            "optimizer needs their average only once."
+        ),
+        next_steps=(LAST_ONLY, TRAINER_ACCUMULATES.format(passes=round(passes))),
+        evidence=facts.pulse_and_trace(rank),
+        numbers={"rank": rank.rank, "passes": passes, "all_reduce_ns": round(spent), "duration_ns": ledger.step_ns},
+        **worth.parts,
+    )
+
+
+def _passes(rank: Rank, trace: TraceReport) -> float:
+    """Return the backward passes per optimizer step, if the recorded ones accumulate and each all-reduces; else 0."""
+    steps = [
+        step for step in rank_events(rank) if trace.start_ns <= step.start_ns + step.duration_ns / 2 < trace.end_ns
+    ]
+    events = [(step.start_ns + event.offset_ns, event) for step in steps for event in step.events]
+    passes = [(at, at + event.duration_ns) for at, event in events if _is(event, "[Precision]", "backward")]
+    updates = [(at, at + event.duration_ns) for at, event in events if _is(event, "[Optimizer]", "step")]
+    reduced = [call.start_ns for call in trace.arrivals if (call.name, call.device) == (ALL_REDUCE, "host")]
+    # An optimizer that evaluates a closure several times needs each of its gradients.
+    is_closure = any(_within(update, [start for start, _ in passes]) > 1 for update in updates)
+    counted = [row for row in rank.pulse if row.step is not None and row.global_step is not None]
+    if len(passes) < 2 or is_closure or not all(_within(each, reduced) for each in passes) or not counted:
+        return 0.0
+    first, last = counted[0], counted[-1]
+    optimized = (last.global_step or 0) - (first.global_step or 0)
+    batches = (last.step or 0) - (first.step or 0)
+    return (
+        len(passes) / len(steps) * batches / optimized if optimized and _accumulate(rank, trace, len(passes)) else 0.0
+    )
+
+
+def _accumulate(rank: Rank, trace: TraceReport, passes: int) -> bool:
+    """Return whether gradients are added to others: of passes in a row, in every second one at least."""
+    ledger = trace.host_ledger
+    lines = ledger.of("backward") if ledger else ()
+    added = sum(line.count for line in lines if line.operator == ADD and not line.module) * (
+        ledger.steps if ledger else 0
+    )
+    parameters = sum(optimizer.parameters or 0 for optimizer in rank.training.optimizers) if rank.training else 0
+    return added >= ALL_GRADIENTS * parameters * (passes // 2) > 0
+
+
+def _is(event: Event, owner: str, method: str) -> bool:
+    return event.action.startswith(owner) and event.action.endswith(f".{method}")
+
+
+def _within(span: tuple[int, int], moments: Iterable[int]) -> int:
+    return sum(span[0] <= moment < span[1] for moment in moments)

@@ -95,6 +95,11 @@ CALLED = {
     "retained": ("self.manual_backward(loss, retain_graph=True)", None, "Run one backward for the sum"),
     "profiler": ("self.profiler.step()", "profile.step", "Record fewer steps with the profiler in f"),
     "sort": ("top = x.sort(descending=True)", None, "Sort less"),
+    "tensor for each value": ("token = torch.tensor(number)", None, "Make the array first"),
+    "tensor of a list": ("return torch.tensor(rows)", None, "Make the array first"),
+    "tensors of parts": ("return torch.tensor([step.state for step in steps])", None, "Make the array first"),
+    "one tensor of a loop": ("return torch.tensor([index.get(word, 0) for word in words])", None, None),
+    "one tensor of a part": ("return torch.tensor(numbers[: self.length])", None, None),
     "work of a test": ("time.sleep(0.1)", None, None),
     "arithmetic": ("y = (x - low) / (high - low)", None, None),
 }
