@@ -64,7 +64,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "private_pools": ("free_segments", "fragmentation"),
     "python_loop": PASSES,
     "python_time": (*WORK, "gc_pauses"),
-    "retained_graph": ("activation",),
+    "retained_graph": ("activation", "unattributed"),
     "recompilation": ("compile",),
     "recomputation": PASSES,
     "registered_hook_bound": ("forward_hook", "backward_hook"),

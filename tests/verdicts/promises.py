@@ -5,8 +5,8 @@
 Each fault runs once with the profiler: the finding that names the fault promises a gain. Then the training with its
 fault and its healthy twin, which has the remedy, run without the profiler in turns (A B B A ...); the gain is the
 difference of the medians. A promise is kept if the gain is within 30 % of its range. Prints a table in Markdown. The
-exit code is 1 if a promise is broken or a training fails. ``--cpu`` compares the CPU time of the process, which other
-processes change little, and which is the step's where one thread does the work: callbacks, hooks, logging, GC.
+exit code is 1 if a promise is broken or a training fails. ``--cpu`` compares the CPU time of the process, as a share of
+that before the remedy: on a busy machine a second of CPU time does more or less work from one run to the next.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Promise:
     unit: str
     least: float
     most: float
+    whole: float
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,22 @@ def compared(fault: Expected, rounds: int, clock: str) -> Comparison:
         for is_healthy in turns:
             figures = bare(script, fault.name, directory, is_healthy=is_healthy)
             found[is_healthy].append(figures[clock if promise.unit == "ms" else "peak_mib"])
-    return Comparison(fault.name, promise, statistics.median(found[False]), statistics.median(found[True]))
+    before, after = statistics.median(found[False]), statistics.median(found[True])
+    scale = promise.whole / before if promise.unit == "ms" and clock == "cpu_ms" else 1
+    return Comparison(fault.name, promise, scale * before, scale * after)
 
 
 def promised(shown: Mapping[str, Any], fault: Expected) -> Promise | None:
-    """Return what the first finding that names the fault, or its surroundings, says that it recovers."""
+    """Return what the first finding that names the fault, or its surroundings, says that it recovers.
+
+    What other processes take of the machine, no remedy of the training recovers.
+    """
     for patterns in (fault.cause, fault.near):
         for row in shown["findings"]:
-            if row["recovers"] is not None and matches(row["sentence"], patterns):
+            if row["recovers"] is not None and row["rule"] != "core_wait" and matches(row["sentence"], patterns):
                 found = row["recovers"]
                 unit, scale = ("ms", MS) if found["unit"] == "ns" else ("MiB", MIB)
-                return Promise(row["rule"], unit, found["min"] / scale, found["max"] / scale)
+                return Promise(row["rule"], unit, *(found[key] / scale for key in ("min", "max", "whole")))
     return None
 
 

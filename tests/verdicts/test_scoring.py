@@ -101,16 +101,17 @@ def test_each_training_is_in_its_script_and_has_patterns_that_compile(folder):
 
 
 def test_a_promise_is_that_of_the_finding_that_names_the_fault() -> None:
-    other = {"rule": "b", "sentence": "Slow.", "recovers": {"unit": "ns", "min": 1e6, "max": 2e6}}
-    named = {"rule": "a", "sentence": "Padding.", "recovers": {"unit": "bytes", "min": 2**20, "max": 2**21}}
+    other = {"rule": "b", "sentence": "Slow.", "recovers": {"unit": "ns", "min": 1e6, "max": 2e6, "whole": 9e6}}
+    named = {"rule": "a", "sentence": "Padding.", "recovers": {"unit": "bytes", "min": 2**20, "max": 2**21, "whole": 2**22}}
     unknown = {"rule": "c", "sentence": "Padding.", "recovers": None}
-    assert promised({"findings": [other, unknown, named]}, PADDING) == Promise("a", "MiB", 1, 2)
+    assert promised({"findings": [other, unknown, named]}, PADDING) == Promise("a", "MiB", 1, 2, 4)
     assert promised({"findings": [other, unknown]}, PADDING) is None
+    assert promised({"findings": [{**named, "rule": "core_wait"}]}, PADDING) is None
 
 
 @pytest.mark.parametrize(("after", "is_kept"), [(3.0, True), (2.5, False), (8.5, True), (9.5, False)])
 def test_a_promise_is_kept_if_the_gain_is_within_30_percent_of_its_range(after: float, is_kept: bool) -> None:
-    compared = Comparison("padding", Promise("a", "ms", 2.0, 5.5), before=10.0, after=after)
+    compared = Comparison("padding", Promise("a", "ms", 2.0, 5.5, 10.0), before=10.0, after=after)
     assert compared.is_kept is is_kept
 
 

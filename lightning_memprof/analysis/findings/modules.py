@@ -11,6 +11,7 @@ import msgspec
 from lightning_memprof.analysis.findings.growth import RETAINED
 from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery, Severity, recovered
 from lightning_memprof.analysis.ledger.growth import steady_growth
+from lightning_memprof.analysis.ledger.memory import UNATTRIBUTED
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import rank_events
 from lightning_memprof.artifacts.series import SavedTensorsRow
@@ -376,8 +377,10 @@ MOSTLY: Final = 0.5
 def retained_graph(facts: Facts) -> Finding | None:
     """Find saved activations of a step that are live at the peak of a later one: backward did not free its graph.
 
-    Recovers these bytes, at most the saved activations of the byte ledger. Memory that grows from step to step is not
-    this finding's.
+    Recovers once to twice these bytes, at most the saved activations and the unattributed bytes of the byte ledger:
+    retain_graph=True also keeps the graph of the step itself whole while its backward makes gradients, which otherwise
+    frees it from its end, and a host's allocator keeps the blocks that lie between those of the two. Memory that grows
+    from step to step is not this finding's.
     """
     for memory in facts.memory.ranks if facts.memory is not None else ():
         rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
@@ -385,19 +388,22 @@ def retained_graph(facts: Facts) -> Finding | None:
         kept = max((_outliving(device) for window in memory.allocations for device in window.devices), default=0)
         if saved is None or kept < max(MIN_RETAINED, MOSTLY * saved.total_bytes):
             continue
-        worth = recovered(ledger, min(kept, saved.total_bytes), "activation")
+        once = recovered(ledger, min(kept, saved.total_bytes), "activation")
         columns = ("rss_bytes", "device_peak_bytes")
-        if ledger is None or worth is None or any(steady_growth(rank.pulse, column) for column in columns):
+        if ledger is None or once is None or any(steady_growth(rank.pulse, column) for column in columns):
             continue
+        # The ledger's activations are those of one step: the graph before is among what nothing recorded owns.
+        twice = min(2 * once.min, ledger.bytes("activation") + ledger.bytes(UNATTRIBUTED))
+        worth = Recovery(unit="bytes", min=once.min, max=twice, whole=once.whole)
         return Finding(
             rule="retained_graph",
             sentence=(
-                f"Graphs outlive their step: {format_bytes(worth.max)} of saved activations are live in the "
+                f"Graphs outlive their step: {format_bytes(worth.min)} of saved activations are live in the "
                 f"next one{facts.on_rank(rank)}."
             ),
             why=(
                 f"A step saves {format_bytes(saved.total_bytes)} of activations; at the peak, {format_bytes(kept)} "
-                f"of the forward before are live, {percent(worth.share)} of {format_bytes(ledger.peak_bytes)}: "
+                f"of the forward before are live, {percent(once.share)} of {format_bytes(ledger.peak_bytes)}: "
                 "retain_graph=True keeps a graph, and a stored loss or output holds it."
             ),
             next_steps=(RETAINED,),

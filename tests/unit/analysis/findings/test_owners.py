@@ -150,9 +150,11 @@ def test_activations_that_outlive_their_step_are_a_retained_graph(
     assert (finding is not None) == is_found
     if finding is not None:
         assert finding.sentence == "Graphs outlive their step: 300 MiB of saved activations are live in the next one."
-        assert finding.severity is Severity.WARNING
+        assert finding.severity is Severity.CRITICAL
         assert finding.recovers is not None
-        assert finding.recovers.max == 300 * MIB
+        assert finding.recovers.min == 300 * MIB
+        assert finding.recovers.max == 2 * 300 * MIB
+        assert "29% of 1.01 GiB" in finding.why
         assert "retain_graph=True" in finding.next_steps[0]
 
 

@@ -46,6 +46,19 @@ def test_long_calls_are_no_loop(tmp_path: Path) -> None:
     assert "python_loop" not in found(tmp_path / "long", *calls("net", "aten::bmm", 8, each=1000))
 
 
+# The step is three times as long as its trace.
+@pytest.mark.parametrize(("each", "work"), [(25, 0), (BUSY, BUSY / (BUSY + 10))], ids=["mostly dispatch", "computes"])
+def test_a_loop_recovers_up_to_all_of_its_shortest_calls_and_a_part_of_those_that_compute(
+    tmp_path: Path, each: float, work: float
+) -> None:
+    _, *looped = calls("net", "aten::bmm", 18, each=each)
+    finding = found(tmp_path, event("[pl][module]Net: net", 10, 10 + 18 * (each + 10)), *looped)["python_loop"]
+    worth, loop = finding.recovers, finding.numbers["loop_ns"]
+    assert worth is not None
+    assert worth.min == pytest.approx(0.2 * loop)
+    assert worth.max == pytest.approx(loop * (1 - 0.3 * work), rel=0.01)
+
+
 def test_what_runs_beside_a_loop_is_not_in_it(tmp_path: Path) -> None:
     module, (_, *looped) = event("[pl][module]Net: net", 0, 1900), calls("net", "aten::mul", 8)
     alone = found(tmp_path / "alone", module, *looped)["python_loop"].numbers["loop_ns"]
