@@ -102,7 +102,11 @@ def test_each_training_is_in_its_script_and_has_patterns_that_compile(folder):
 
 def test_a_promise_is_that_of_the_finding_that_names_the_fault() -> None:
     other = {"rule": "b", "sentence": "Slow.", "recovers": {"unit": "ns", "min": 1e6, "max": 2e6, "whole": 9e6}}
-    named = {"rule": "a", "sentence": "Padding.", "recovers": {"unit": "bytes", "min": 2**20, "max": 2**21, "whole": 2**22}}
+    named = {
+        "rule": "a",
+        "sentence": "Padding.",
+        "recovers": {"unit": "bytes", "min": 2**20, "max": 2**21, "whole": 2**22},
+    }
     unknown = {"rule": "c", "sentence": "Padding.", "recovers": None}
     assert promised({"findings": [other, unknown, named]}, PADDING) == Promise("a", "MiB", 1, 2, 4)
     assert promised({"findings": [other, unknown]}, PADDING) is None

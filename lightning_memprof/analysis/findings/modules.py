@@ -379,8 +379,8 @@ def retained_graph(facts: Facts) -> Finding | None:
 
     Recovers once to twice these bytes, at most the saved activations and the unattributed bytes of the byte ledger:
     retain_graph=True also keeps the graph of the step itself whole while its backward makes gradients, which otherwise
-    frees it from its end, and a host's allocator keeps the blocks that lie between those of the two. Memory that grows
-    from step to step is not this finding's.
+    frees it from its end, and a host's allocator keeps free blocks that are next to those of the two. Memory that
+    grows from step to step is not this finding's.
     """
     for memory in facts.memory.ranks if facts.memory is not None else ():
         rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
