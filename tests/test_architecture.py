@@ -212,9 +212,9 @@ def module_state(module: ast.Module) -> Iterator[ast.stmt]:
                     yield statement
 
 
-def check_none(found: list[str] | dict[str, int]) -> None:
+def check_none(found: list[str] | dict[str, int], rule: str = "") -> None:
     lines = [f"{where}: {count}" for where, count in found.items()] if isinstance(found, dict) else found
-    assert not found, "\n".join(["", *lines])
+    assert not found, "\n".join([rule, *lines])
 
 
 def test_the_package_is_there():
@@ -223,12 +223,14 @@ def test_the_package_is_there():
 
 def test_modules_are_short():
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
-    check_none({name: length for name, length in lengths.items() if length > MODULE_LINES})
+    too_long = {name: length for name, length in lengths.items() if length > MODULE_LINES}
+    check_none(too_long, f"more than {MODULE_LINES} lines: move a part to the module of the folder closest to it")
 
 
 def test_folders_hold_few_modules():
     counts = Counter(str(Path(name).parent) for name in MODULES if not name.endswith("__init__.py"))
-    check_none({folder: n for folder, n in counts.items() if n > FOLDER_MODULES})
+    full = {folder: n for folder, n in counts.items() if n > FOLDER_MODULES}
+    check_none(full, f"more than {FOLDER_MODULES} modules: put the code into the module most like it")
 
 
 def imports_of(name: str, *, typing: bool) -> set[str]:

@@ -101,7 +101,7 @@ def out_of_bounds(findings: Iterable[Finding], *ledgers: TimeLedger | ByteLedger
         if (worth := finding.recovers) is None:
             continue
         if finding.rule not in LINES:
-            found.append(f"{finding.rule}: its lines are not in {__name__}.LINES")
+            found.append(f"{finding.rule}: add what it recovers from to LINES in tests/support/ledger_lines.py")
             continue
         wholes = ("step_ns", "running_ns") if worth.unit == "ns" else ("peak_bytes",)
         of = [

@@ -77,7 +77,7 @@ def test_a_namespace_has_these_names_and_none_is_in_two_places(namespace: str) -
     defined = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
     own = {name for name in defined if not name.startswith("_")}
     public = reexported(module) | (own & set(getattr(module, "__all__", own)))
-    assert public == NAMESPACES[namespace]
+    assert public == NAMESPACES[namespace], f"NAMESPACES in {Path(__file__).name} lists the public names"
     assert all(hasattr(module, name) for name in public)
     others = [names for other, names in NAMESPACES.items() if other != namespace]
     assert public.isdisjoint(ROOT.union(*others))

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
+from lightning_memprof.analysis import findings
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.analysis.trace.model import Cause
@@ -125,6 +126,15 @@ def test_what_the_page_says_of_the_rules_is_what_their_documentation_says() -> N
     done = subprocess.run([sys.executable, "-c", script], cwd=DOCS, capture_output=True, text=True, check=True)
     held = Path(html_module.__file__).with_name("templates") / "findings.json"
     assert json.loads(held.read_text(encoding="utf-8")) == json.loads(done.stdout), "python docs/finding_texts.py"
+
+
+def test_every_rule_is_documented() -> None:
+    modules = Path(findings.__file__).parent.rglob("*.py")
+    rules = {rule for module in modules for rule in re.findall(r'\brule="(\w+)"', module.read_text(encoding="utf-8"))}
+    held = Path(html_module.__file__).with_name("templates") / "findings.json"
+    missing = rules - json.loads(held.read_text(encoding="utf-8")).keys()
+    assert len(rules) > 20
+    assert not missing, "describe them in docs/reference/findings/, then run python docs/finding_texts.py"
 
 
 def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp_path: Path) -> None:
