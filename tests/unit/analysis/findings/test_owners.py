@@ -128,6 +128,28 @@ def test_a_device_with_room_has_its_filling_beside_the_advice_to_save_memory(
     assert finding.why.endswith(end)
 
 
+def retained(
+    directory: Path, rss: int, *, phase: str = "forward", step: int = 2, size: int = 300 * MIB
+) -> Finding | None:
+    """Return the finding about bytes that a phase of a step allocated and that are live at the peak, in step 3."""
+    run = load_run(make_run(directory, FakeRun(rss_bytes=lambda _: rss, memory=FakeMemory(kept_bytes=40 * MIB))))
+    site = Site("aten::addmm", "net", None, (), step=step, phase=phase, bytes=size, blocks=9)
+    device = DeviceAllocations(
+        device="cpu", start_bytes=None, peak_bytes=GIB, peak_time_ns=1, peak_step=3, sites=(site,),
+        unattributed_bytes=0, freed_outside_bytes=0, curve=(), steps=(), marks=(), allocations=9,
+    )  # fmt: skip
+    allocations = [WindowAllocations(rank=0, window=0, devices=(device,))]
+    found = examine(Facts.of(run, memory=memory_report(run, allocations)))
+    return next((finding for finding in found if finding.rule == "retained_graph"), None)
+
+
+def test_a_retained_graph_recovers_no_more_than_activations_and_what_nothing_else_owns(tmp_path: Path) -> None:
+    finding = retained(tmp_path, 500 * MIB)
+    assert finding is not None
+    assert finding.recovers is not None
+    assert 300 * MIB < finding.recovers.max < 2 * 300 * MIB
+
+
 @pytest.mark.parametrize(
     ("phase", "step", "size", "is_found"),
     [
@@ -138,15 +160,7 @@ def test_a_device_with_room_has_its_filling_beside_the_advice_to_save_memory(
 def test_activations_that_outlive_their_step_are_a_retained_graph(
     tmp_path: Path, phase: str, step: int, size: int, is_found: bool
 ) -> None:
-    run = load_run(make_run(tmp_path, FakeRun(rss_bytes=lambda _: GIB, memory=FakeMemory(kept_bytes=40 * MIB))))
-    site = Site("aten::addmm", "net", None, (), step=step, phase=phase, bytes=size * MIB, blocks=9)
-    device = DeviceAllocations(
-        device="cpu", start_bytes=None, peak_bytes=GIB, peak_time_ns=1, peak_step=3, sites=(site,),
-        unattributed_bytes=0, freed_outside_bytes=0, curve=(), steps=(), marks=(), allocations=9,
-    )  # fmt: skip
-    allocations = [WindowAllocations(rank=0, window=0, devices=(device,))]
-    found = examine(Facts.of(run, memory=memory_report(run, allocations)))
-    finding = next((finding for finding in found if finding.rule == "retained_graph"), None)
+    finding = retained(tmp_path, GIB, phase=phase, step=step, size=size * MIB)
     assert (finding is not None) == is_found
     if finding is not None:
         assert finding.sentence == "Graphs outlive their step: 300 MiB of saved activations are live in the next one."

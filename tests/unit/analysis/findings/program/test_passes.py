@@ -11,7 +11,7 @@ from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
-from passes import event, found
+from passes import event
 
 STEP_US = 20_000
 OPTIMIZERS = [{"name": "SGD", "parameters": 2, "device": "cpu"}]
@@ -38,6 +38,7 @@ def trained(
             event(f"ProfilerStep#{step}", start, start + 18_000),
             event("[pl][profile][Strategy]DDPStrategy.training_step", start, start + 18_000),
             event("[pl][profile][Strategy]DDPStrategy.backward", start + 6_500, start + 17_000),
+            event("aten::mul", start + 6_510, start + 6_550),
             *(event("aten::add_", start + 6_600 + 10 * at, start + 6_605 + 10 * at) for at in range(added)),
             *({**event("gloo:all_reduce", start + at + 500, start + at + 1_500), "cat": "user_annotation", "tid": 10}
               for at in reduced),
@@ -100,34 +101,3 @@ def test_so_are_those_of_several_batches(tmp_path: Path) -> None:
 )
 def test_passes_that_do_not_need_fewer_all_reduces_are_not_named(tmp_path: Path, of: dict[str, Any]) -> None:
     assert "synced_passes" not in trained(tmp_path, **of)
-
-
-def loss(*inside: str, operator: str = "aten::mse_loss") -> list[dict[str, Any]]:
-    """A loss of 900 us in forward after the call that broadcasts, with what that calls, and its backward."""
-    return [
-        event("aten::broadcast_tensors", 100, 120),
-        *(event(name, 101 + 5 * at, 104 + 5 * at) for at, name in enumerate(inside)),
-        event(operator, 200, 1_100),
-        event(f"{operator}_backward", 2_910, 2_990),
-    ]
-
-
-@pytest.mark.parametrize("operator", ["aten::mse_loss", "aten::l1_loss", "aten::huber_loss"])
-def test_a_loss_of_two_shapes_is_named(tmp_path: Path, operator: str) -> None:
-    finding = found(tmp_path, *loss("aten::expand", "aten::expand", operator=operator))["broadcast_loss"]
-    assert finding.sentence.startswith(f"The loss broadcasts: {operator.removeprefix('aten::')} gets a prediction")
-    assert "squeeze(-1)" in finding.next_steps[0]
-    assert finding.recovers is not None
-    spent = finding.numbers["loss_ns"]
-    assert finding.recovers.min == pytest.approx(spent / 2)
-    assert finding.recovers.max == pytest.approx(spent)
-
-
-def test_a_loss_of_equal_shapes_is_not(tmp_path: Path) -> None:
-    assert "broadcast_loss" not in found(tmp_path, *loss())
-
-
-def test_nor_is_what_else_broadcasts_beside_a_loss(tmp_path: Path) -> None:
-    normal = [event("aten::broadcast_tensors", 1_200, 1_250), event("aten::expand", 1_210, 1_215)]
-    assert "broadcast_loss" not in found(tmp_path / "both", *loss(), *normal)
-    assert "broadcast_loss" not in found(tmp_path / "alone", *normal)
