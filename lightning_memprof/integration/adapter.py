@@ -239,6 +239,6 @@ class Adapter(Callback):
                 self._choose_hooks()
                 if not self._attachments:
                     self._log_lines.hide()
-                if exception is not None:
-                    # The training ends anyway, and an exception here would end it without Lightning's teardown.
-                    arrived.clear()
+            if exception is not None:
+                # The training ends anyway, and an exception here would end it without Lightning's teardown.
+                arrived.clear()
