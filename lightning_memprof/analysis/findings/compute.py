@@ -435,10 +435,10 @@ def _embedding(rank: Rank) -> tuple[ParameterFacts, float] | None:
     return (largest, share) if is_dense and share >= MIN_EMBEDDING else None
 
 
-# Functions of torch that warn of it, and broadcast nonetheless.
+# In these torch warns about different shapes, and broadcasts.
 LOSSES: Final = ("aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "aten::huber_loss")
 BROADCAST: Final = "aten::broadcast_tensors"
-# Of two targets for each prediction one remains, of thousands nearly none.
+# With two targets per prediction half of the work is needless, with thousands nearly all.
 OF_ALL: Final = (0.5, 1.0)
 SAME_SHAPE: Final = (
     "Give prediction and target the same shape, such as prediction.squeeze(-1) for (N, 1) and (N,): they broadcast to "
@@ -449,8 +449,8 @@ SAME_SHAPE: Final = (
 def broadcast_loss(facts: Facts) -> Finding | None:
     """Find a loss whose prediction and target have different shapes: torch compares all that broadcasting pairs.
 
-    Recovers half to all of the loss's own operators, forward and backward: of two or more targets for each prediction,
-    one remains.
+    Recovers half to all of the time of the loss's own operators, forward and backward: one target per prediction
+    remains of two or more.
     """
     if (worst := facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))) is None:
         return None

@@ -377,10 +377,10 @@ MOSTLY: Final = 0.5
 def retained_graph(facts: Facts) -> Finding | None:
     """Find saved activations of a step that are live at the peak of a later one: backward did not free its graph.
 
-    Recovers once to twice these bytes, at most the saved activations and the unattributed bytes of the byte ledger:
-    retain_graph=True also keeps the graph of the step itself whole while its backward makes gradients, which otherwise
-    frees it from its end, and a host's allocator keeps free blocks that are next to those of the two. Memory that
-    grows from step to step is not this finding's.
+    Recovers one to two times these bytes, at most the saved activations and the unattributed bytes of the byte ledger.
+    With retain_graph=True the step's own graph, too, stays whole until its backward ends, instead of being freed on the
+    way; on a host, the C allocator also keeps free blocks between the two graphs. Memory that grows from step to step
+    is not this finding's.
     """
     for memory in facts.memory.ranks if facts.memory is not None else ():
         rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
@@ -392,7 +392,7 @@ def retained_graph(facts: Facts) -> Finding | None:
         columns = ("rss_bytes", "device_peak_bytes")
         if ledger is None or once is None or any(steady_growth(rank.pulse, column) for column in columns):
             continue
-        # The ledger's activations are those of one step: the graph before is among what nothing recorded owns.
+        # The ledger's activations are those of one step; the earlier graph is among the unattributed bytes.
         twice = min(2 * once.min, ledger.bytes("activation") + ledger.bytes(UNATTRIBUTED))
         worth = Recovery(unit="bytes", min=once.min, max=twice, whole=once.whole)
         return Finding(

@@ -40,7 +40,7 @@ CACHED: Final = "Compute the parameters of {module} once: with torch.nn.utils.pa
 class _Loop(msgspec.Struct, frozen=True, kw_only=True):
     """A module whose forward calls the same operator, or submodule, many times.
 
-    ``ns`` is the time of its short calls with their part of Python's, ``work_ns`` that of operators in it that compute.
+    ``ns`` is the time of its short calls and of Python around them, ``work_ns`` of those among them that compute.
     """
 
     module: str
@@ -54,9 +54,9 @@ class _Loop(msgspec.Struct, frozen=True, kw_only=True):
 def python_loop(facts: Facts) -> Finding | None:
     """Find a forward that runs an operator or a submodule many times in a Python loop.
 
-    Recovers 20% to 100% of the time of the loop's short calls, forward and backward, with their part of Python's; at
-    most 70% of that of calls of 0.1 ms and longer. One batched call has the same arithmetic without Python, dispatch
-    and autograd of each, which are most of a shorter call. Calls of 0.3 ms or more count nothing.
+    Recovers 20% to 100% of the time of the loop's short calls and of Python around them, forward and backward; of
+    calls of 0.1 ms and longer, at most 70%. One batched call does the same arithmetic without the Python, dispatch
+    and autograd work of each call, which dominates shorter calls. Calls of 0.3 ms or more do not count.
     """
     if (worst := facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))) is None:
         return None
@@ -156,9 +156,9 @@ def _loops(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
 
 
 def _in_short_calls(lines: Sequence[TimeLine], least: float) -> tuple[float, float]:
-    """Return the time of operators that run at least so often in short calls, with their part of Python's time.
+    """Return the time of operators that run at least so often in short calls, and of those among them that compute.
 
-    With it that of the operators among them that compute for much of a call.
+    The first includes their share of Python's time.
     """
     operators = [line for line in lines if line.operator]
     looped = [line for line in operators if line.count >= least and line.ns < SHORT_CALL_NS * line.count]
@@ -282,11 +282,11 @@ MIN_PASSES: Final = 1.75
 # The last all-reduce may wait for the ranks, and fewer of them overlap a pass.
 OF_THE_OTHERS: Final = (0.5, 1.0)
 LAST_ONLY: Final = (
-    "Average them in the last pass only: call forward and manual_backward of the others under "
+    "All-reduce gradients in the last pass only: run forward and manual_backward of the other passes under "
     "self.trainer.strategy.block_backward_sync() (no_sync() of DistributedDataParallel)."
 )
 TRAINER_ACCUMULATES: Final = (
-    "Or let the Trainer accumulate, which does this: automatic optimization, Trainer(accumulate_grad_batches={passes})."
+    "Or use automatic optimization with Trainer(accumulate_grad_batches={passes}), which does the same."
 )
 
 
@@ -340,19 +340,19 @@ def _passes(rank: Rank, trace: TraceReport) -> float:
     first, last = counted[0], counted[-1]
     optimized = (last.global_step or 0) - (first.global_step or 0)
     batches = (last.step or 0) - (first.step or 0)
-    return (
-        len(passes) / len(steps) * batches / optimized if optimized and _accumulate(rank, trace, len(passes)) else 0.0
-    )
+    if not optimized or not _accumulate(rank, trace, len(passes)):
+        return 0.0
+    return len(passes) / len(steps) * batches / optimized
 
 
 def _accumulate(rank: Rank, trace: TraceReport, passes: int) -> bool:
     """Return whether gradients are added to others: of passes in a row, in every second one at least."""
-    ledger = trace.host_ledger
-    lines = ledger.of("backward") if ledger else ()
-    added = sum(line.count for line in lines if line.operator == ADD and not line.module) * (
-        ledger.steps if ledger else 0
-    )
-    parameters = sum(optimizer.parameters or 0 for optimizer in rank.training.optimizers) if rank.training else 0
+    ledger, training = trace.host_ledger, rank.training
+    if ledger is None or training is None:
+        return False
+    per_step = sum(line.count for line in ledger.of("backward") if line.operator == ADD and not line.module)
+    added = per_step * ledger.steps
+    parameters = sum(optimizer.parameters or 0 for optimizer in training.optimizers)
     return added >= ALL_GRADIENTS * parameters * (passes // 2) > 0
 
 
