@@ -1,4 +1,4 @@
-"""What remedies gain on a training run that ran with and without them, in turns; and whether it is still the same."""
+"""What remedies gain on a training run that ran alternately with and without them, and whether it is still the same."""
 
 from __future__ import annotations
 

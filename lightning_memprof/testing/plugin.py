@@ -161,7 +161,7 @@ class Memprof:
     ) -> PairedChange:
         """Fail the test unless ``a`` takes less time than ``b``, by at least ``by`` at the lower end of a 95% interval.
 
-        Each round measures both, in turns; a measurement takes at least 10 ms. Callables that use a GPU must
+        Each round measures both alternately; a measurement takes at least 10 ms. Callables that use a GPU must
         synchronize. With a negative ``by``, ``a`` may take as much longer.
 
         Returns:

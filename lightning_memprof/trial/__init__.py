@@ -1,1 +1,1 @@
-"""Trials: the user's own training with and without a remedy, in turns."""
+"""Trials: the user's own training alternately with and without a remedy."""

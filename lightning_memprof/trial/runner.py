@@ -1,4 +1,4 @@
-"""Runs the program in separate processes, with and without remedies in turns."""
+"""Runs the program in separate processes, alternately with and without remedies."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ _Checks = Mapping[str, Measured]
 
 
 def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Finding] | None = None) -> Trial:
-    """Run a program with and without remedies, in turns.
+    """Run a program alternately with and without remedies.
 
     Args:
         program: its command line.

@@ -95,7 +95,7 @@ class PairedChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def paired_change(a: Sequence[float], b: Sequence[float]) -> PairedChange:
-    """Return the change from A to B, measured in turns: a slow phase of the machine slows both of a pair.
+    """Return the change from A to B, measured alternately: a slow phase of the machine slows both of a pair.
 
     The change is the mean of the middle half of the logarithms of B / A. Its interval is a bootstrap percentile
     interval, widened for few pairs (Hesterberg, "What Teachers Should Know about the Bootstrap", 2015); of up to 7
