@@ -11,7 +11,7 @@
 #   make torture    every fault at every moment of a training           (half an hour; ARGS=--quick)
 #   make power-cut  a crash between any two file operations             (minutes)
 #   make soak       20,000 steps, one window every 100                  (ten minutes)
-#   make verdicts   score the page on trainings with one known fault each  (ten minutes)
+#   make verdicts   score the page on trainings with one known fault each  (hours)
 #   make compatibility  versions, strategies and kinds of training      (half an hour)
 #   make test-gpu   the tests that need a GPU
 #   make test-cuda  the same with a CUDA build of PyTorch and a simulated GPU (minutes; downloads 550 MB once)

@@ -9,44 +9,23 @@ import json
 import resource
 import runpy
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning
+from clock import Clock
 
 SKIPPED = 5  # the first steps warm up caches and workers
 
 
-class Clock(lightning.Callback):
-    """Notes when each batch ends."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-        self.cpu: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ends.append(time.perf_counter())
-        self.cpu.append(time.process_time())
-
-
 def main() -> None:
     began = time.perf_counter()
-    clock = Clock()
-    trainer_init = lightning.Trainer.__init__
-
-    def with_clock(trainer: Any, **options: Any) -> None:
-        options["callbacks"] = [*(options.get("callbacks") or ()), clock]
-        trainer_init(trainer, **options)
-
-    # The script makes its Trainer itself.
-    lightning.Trainer.__init__ = with_clock  # type: ignore[method-assign, assignment]
-    sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    ends = clock.ends
+    with tempfile.TemporaryDirectory(prefix="bare-") as directory:
+        ends, times = timed(Path(directory) / "ends.json")
     peaks = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    wall, cpu = (
-        round(1e3 * (times[-1] - times[SKIPPED]) / (len(times) - 1 - SKIPPED), 1) for times in (ends, clock.cpu)
-    )
+    wall, cpu = (round(1e3 * (clock[-1] - clock[SKIPPED]) / (len(clock) - 1 - SKIPPED), 1) for clock in (ends, times))
     figures = {
         "steps": len(ends),
         "mean_ms": wall,
@@ -57,6 +36,23 @@ def main() -> None:
         "ends_s": [round(end, 5) for end in ends],
     }
     print(json.dumps(figures))
+
+
+def timed(path: Path) -> list[list[float]]:
+    """Run the script; return when its batches ended, on the clock and in CPU time, by way of a file."""
+    clock = Clock(path)
+    trainer_init = lightning.Trainer.__init__
+
+    def with_clock(trainer: Any, **options: Any) -> None:
+        options["callbacks"] = [*(options.get("callbacks") or ()), clock]
+        trainer_init(trainer, **options)
+
+    # The script makes its Trainer itself.
+    lightning.Trainer.__init__ = with_clock  # type: ignore[method-assign, assignment]
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    ends: list[list[float]] = json.loads(path.read_text())
+    return ends
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -77,17 +78,21 @@ def main() -> int:
     faults = [
         row for row in expected_of("faults") if not options.only or any(text in row.name for text in options.only)
     ]
-    rows = [
-        compared(fault, options.rounds, "cpu_ms" if options.cpu else "mean_ms")
-        for fault in track(faults, "promises", disable=not sys.stderr.isatty())
-    ]
+    rows = []
     print(f"| training | finding | promised | before | after | gain | |\n|{'---|' * 7}")
-    for row in rows:
-        print(line_of(row))
+    for fault in track(faults, "promises", disable=not sys.stderr.isatty()):
+        try:
+            rows.append(compared(fault, options.rounds, "cpu_ms" if options.cpu else "mean_ms"))
+        except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+            print(f"| {fault.name} | {type(error).__name__}: {error} | | | | | failed |")
+        else:
+            print(line_of(rows[-1]), flush=True)
     made = [row for row in rows if row.promise is not None]
-    kept = sum(row.is_kept for row in made)
-    print(f"\n{kept} of {len(made)} promises kept; {len(rows) - len(made)} trainings without a promise")
-    return 0 if kept == len(made) else 1
+    kept, failed = sum(row.is_kept for row in made), len(faults) - len(rows)
+    print(
+        f"\n{kept} of {len(made)} promises kept; {len(rows) - len(made)} trainings without a promise, {failed} failed"
+    )
+    return 0 if kept == len(made) and not failed else 1
 
 
 def parse() -> argparse.Namespace:

@@ -4,6 +4,7 @@
     python tests/verdicts/run.py --set holdout       the faults that nobody may look at before a release
     python tests/verdicts/run.py --set gpu           those of a GPU
     python tests/verdicts/run.py --only padding --repeat 3 --loaded
+    python tests/verdicts/run.py --recordings DIR    keep the recordings; where one is there, only read its page again
     python tests/verdicts/run.py --read build/verdicts.json --write
 
 Each training runs as ``lightning-memprof run SCRIPT`` with defaults: once with its fault, once healthy. Writes
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,6 +56,8 @@ from measured import write_fragment
 
 HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE.parents[1] / "build" / "verdicts.json"
+# In the directory of a recording: written when its training has ended.
+RAN: Final = "ran.json"
 
 
 @dataclass(frozen=True)
@@ -90,24 +94,23 @@ def trained(options: argparse.Namespace) -> list[Result]:
         for expected in expected_of(folder)
         if not options.only or any(text in expected.name for text in options.only)
         for repeat in range(options.repeat)
-        for healthy in (False, True)
+        for healthy in ((True,) if options.twins else (False, True))
     ]
     if not cases:
         raise SystemExit(f"There is no training in the set {options.set} with such a name.")
     with busy_core() if options.loaded else contextlib.nullcontext():
-        results = run_all(cases, options.jobs)
-    for result in results:
-        result.loaded = options.loaded
-    return results
+        return run_all(cases, options)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=(*SETS, ON_GPU, "all"), default="faults", help="default: faults")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="trainings whose name contains a text")
+    parser.add_argument("--twins", action="store_true", help="the healthy twins only")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each training N times")
     parser.add_argument("--loaded", action="store_true", help="keep one core busy with another process")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at the same time; default 1")
+    parser.add_argument("--recordings", type=Path, metavar="DIR", help="keep recordings here, and read those that are")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"default: {RESULTS}")
     parser.add_argument("--read", type=Path, nargs="+", default=[], metavar="FILE", help="results instead of trainings")
     parser.add_argument("--write", action="store_true", help="write docs/measured/verdicts.md")
@@ -124,14 +127,14 @@ def busy_core() -> Iterator[None]:
             process.kill()
 
 
-def run_all(cases: Sequence[Case], jobs: int) -> list[Result]:
+def run_all(cases: Sequence[Case], options: argparse.Namespace) -> list[Result]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
         Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress,
-        ThreadPoolExecutor(jobs) as pool,
+        ThreadPoolExecutor(options.jobs) as pool,
     ):
         task = progress.add_task("trainings", total=len(cases))
-        pending = {pool.submit(run_case, case): index for index, case in enumerate(cases)}
+        pending = {pool.submit(run_case, case, options): index for index, case in enumerate(cases)}
         results: dict[int, Result] = {}
         for future in as_completed(pending):
             results[pending[future]] = result = future.result()
@@ -139,31 +142,55 @@ def run_all(cases: Sequence[Case], jobs: int) -> list[Result]:
     return [results[index] for index in sorted(results)]
 
 
-def run_case(case: Case) -> Result:
-    """Run one training in an empty directory and read its page. A failure is the result's error."""
+def run_case(case: Case, options: argparse.Namespace) -> Result:
+    """Run one training in a directory of its own and read its page. A failure is the result's error."""
     expected = case.expected
     result = Result(
         name=expected.name, domain=expected.domain, healthy=case.healthy, repeat=case.repeat, set=case.folder
     )
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="verdicts-") as directory:
+    with kept_directory(case, options.recordings) as directory:
         try:
-            read_page(case, Path(directory), result)
+            printed = None if (directory / RAN).is_file() else train(case, directory, is_loaded=options.loaded)
+            for name, value in json.loads((directory / RAN).read_text()).items():
+                setattr(result, name, value)
+            read_page(case, directory, printed, result)
         except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
             result.error = f"{type(error).__name__}: {error}"
-    result.seconds, result.load = round(time.monotonic() - began, 1), round(os.getloadavg()[0], 1)
     return result
 
 
-def read_page(case: Case, directory: Path, result: Result) -> None:
+@contextlib.contextmanager
+def kept_directory(case: Case, recordings: Path | None) -> Iterator[Path]:
+    """Yield the directory of a training: one that stays in ``recordings``, or one that does not stay."""
+    if recordings is None:
+        with tempfile.TemporaryDirectory(prefix="verdicts-") as name:
+            yield Path(name)
+    else:
+        path = recordings.resolve() / f"{case.expected.name}-{'healthy' if case.healthy else 'fault'}-{case.repeat}"
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+
+
+def train(case: Case, directory: Path, *, is_loaded: bool) -> str:
+    """Run a training, from nothing, note that it ended, and give what it printed."""
+    for part in directory.iterdir():
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
+    began = time.monotonic()
     script = HERE / case.folder / case.expected.script
-    command("run", str(script), case.expected.name, *(["--healthy"] if case.healthy else []), directory=directory)
+    healthy = ["--healthy"] if case.healthy else []
+    printed = command("run", str(script), case.expected.name, *healthy, directory=directory)
+    seconds, load = round(time.monotonic() - began, 1), round(os.getloadavg()[0], 1)
+    (directory / RAN).write_text(json.dumps({"seconds": seconds, "load": load, "loaded": is_loaded}))
+    return printed
+
+
+def read_page(case: Case, directory: Path, printed: str | None, result: Result) -> None:
+    """Score what the page of a recording says; raise if the run that just ended printed another verdict."""
     runs = sorted(directory.rglob("memprofiler"))
     if len(runs) != 1:
         raise LookupError(f"{len(runs)} runs instead of 1")
     page = page_of(json.loads(command("show", str(runs[0]), "--format", "json", directory=directory)))
-    shown = command("show", str(runs[0]), directory=directory)
-    if squeezed(page.sentence) not in squeezed(shown):
+    if printed is not None and squeezed(page.sentence) not in squeezed(printed):
         raise ValueError(f"the terminal page lacks the verdict {page.sentence!r}")
     result.sentence, result.next_step, result.findings = page.sentence, page.next_step, list(page.findings)
     if case.healthy:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from dataclasses import replace
@@ -7,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from fake_runs import make_run
+
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE))
 
 from promises import Comparison, Promise, promised  # noqa: E402 - its folder comes first
 from results import Result, page  # noqa: E402 - its folder comes first
+from run import RAN, Case, run_case  # noqa: E402 - its folder comes first
 from scoring import (  # noqa: E402 - its folder comes first
     ON_GPU,
     SETS,
@@ -142,3 +146,15 @@ def test_the_page_of_scores_has_a_row_per_load_and_one_per_training():
     assert "| faults | whatever else runs | unknown | 1 | 100% | 50% | 1 | 0 | 0 |" in text
     assert "| faults | another busy process | 2.0 (max 3.0) | 1 | 0% | 0% | 0 | 0 | 1 |" in text
     assert "| data | padding | 2 | 50% | 25% | 0 | Padding. |" in text
+
+
+def test_a_recording_that_was_kept_is_read_again_without_a_training(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "padding-healthy-0" / "logs")
+    (tmp_path / "padding-healthy-0" / RAN).write_text('{"seconds": 9.5, "load": 1.5, "loaded": true}')
+    options = argparse.Namespace(recordings=tmp_path, loaded=False)
+    result = run_case(Case(replace(PADDING, script="no such script"), "faults", healthy=True, repeat=0), options)
+    assert (result.error, result.seconds, result.load, result.loaded) == ("", 9.5, 1.5, True)
+    assert result.sentence
+    assert directory.is_dir()
+    other = run_case(Case(replace(PADDING, script="no such script"), "faults", healthy=False, repeat=0), options)
+    assert "no such script" in other.error
