@@ -218,7 +218,8 @@ def worker_growth(rows: Sequence[ProcessRow]) -> Growth | None:
     """Return the slope of the private memory of DataLoader workers if it rises until the end, else None.
 
     The first sample is excluded where more than three are known, else the rate must not fall: workers start, and copy
-    what they touch. Workers that start anew have other samples.
+    what they touch. So does a garbage collection, which touches all objects of the main process: without the largest
+    rise, the others still have a third of the rate. Workers that start anew have other samples.
     """
     known = [
         (row.step, row.private_bytes)
@@ -234,6 +235,9 @@ def worker_growth(rows: Sequence[ProcessRow]) -> Growth | None:
         return None
     # A cache that is nearly full grows more slowly.
     if (end - half) / (last - middle) < (STEADY if is_short else FILLING) * (half - start) / (middle - first):
+        return None
+    jump, apart = max((after[1] - before[1], after[0] - before[0]) for before, after in itertools.pairwise(known))
+    if (end - start - jump) * (last - first) <= FILLING * (end - start) * (last - first - apart):
         return None
     return Growth(
         bytes_per_step=(end - start) / (last - first), added_bytes=end - start, start_bytes=start, steps=last - first

@@ -207,8 +207,21 @@ def test_workers_of_a_run_of_seconds_grow_if_they_rise_at_one_rate_from_their_st
         (40, 160),
         (40, 100, 140),
         (40, 100, 105, 110, 115),
+        (30, 31, 32, 32, 115, 115, 115),
+        (30, 31, 32, 40, 41, 42, 120),
+        (30, 31, 115),
     ],
-    ids=["steady", "a cache that is full", "workers that start anew", "too few samples", "a short run", "too little"],
+    ids=[
+        "steady",
+        "a cache that is full",
+        "workers that start anew",
+        "too few samples",
+        "a short run",
+        "too little",
+        "a garbage collection",
+        "one at the end",
+        "one in a short run",
+    ],
 )
 def test_workers_that_do_not_rise_until_the_end_do_not_grow(sizes: tuple[int, ...]) -> None:
     assert worker_growth(workers(*sizes)) is None
