@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["bare", "command"]
+__all__ = ["bare", "command", "recorded"]
 
 HERE: Final = Path(__file__).resolve().parent
 COMMAND: Final = Path(sys.executable).parent / "lightning-memprof"
@@ -23,6 +23,12 @@ def command(*arguments: str, directory: Path) -> str:
     return _output([str(COMMAND), *arguments], directory)
 
 
+def recorded(script: str, name: str, directory: Path, *, is_healthy: bool) -> str:
+    """Run a training with the profiler in a directory and give all that it printed, the page at its end included."""
+    healthy = ["--healthy"] if is_healthy else []
+    return _output([str(COMMAND), "run", script, name, *healthy], directory, errors=subprocess.STDOUT)
+
+
 def bare(script: str, name: str, directory: Path, *, is_healthy: bool) -> dict[str, Any]:
     """Run a training without the profiler and return its figures, those of ``bare.py``."""
     healthy = ["--healthy"] if is_healthy else []
@@ -31,17 +37,18 @@ def bare(script: str, name: str, directory: Path, *, is_healthy: bool) -> dict[s
     return figures
 
 
-def _output(program: list[str], directory: Path) -> str:
+def _output(program: list[str], directory: Path, *, errors: int = subprocess.PIPE) -> str:
     ended = subprocess.run(
         program,
         cwd=directory,
         env=os.environ | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=errors,
         text=True,
         timeout=LIMIT_S,
         check=False,
     )
     if ended.returncode:
-        raise ValueError(f"{program[1]} ended with {ended.returncode}: {ended.stderr[-600:]}")
+        raise ValueError(f"{program[1]} ended with {ended.returncode}: {(ended.stderr or ended.stdout)[-600:]}")
     return ended.stdout

@@ -32,7 +32,7 @@ from typing import Final
 sys.path.append(str(Path(__file__).resolve().parent))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
-from page_commands import command
+from page_commands import command, recorded
 from results import Result, page, totals
 from rich.console import Console
 from rich.markup import escape
@@ -177,8 +177,7 @@ def train(case: Case, directory: Path, *, is_loaded: bool) -> str:
         shutil.rmtree(part) if part.is_dir() else part.unlink()
     began = time.monotonic()
     script = HERE / case.folder / case.expected.script
-    healthy = ["--healthy"] if case.healthy else []
-    printed = command("run", str(script), case.expected.name, *healthy, directory=directory)
+    printed = recorded(str(script), case.expected.name, directory, is_healthy=case.healthy)
     seconds, load = round(time.monotonic() - began, 1), round(os.getloadavg()[0], 1)
     (directory / RAN).write_text(json.dumps({"seconds": seconds, "load": load, "loaded": is_loaded}))
     return printed
