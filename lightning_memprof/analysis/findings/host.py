@@ -305,11 +305,16 @@ def between_steps(facts: Facts) -> Finding | None:
     )
 
 
+# Of a step that mostly waits, nothing else is worth as much.
+MOST_OF_STEP: Final = 0.5
+
+
 def core_wait(facts: Facts) -> Finding | None:
     """Find a training thread that is ready to run but waits for a core, and the processes that use the cores.
 
     Recovers half to all of this time. It is the last of the warnings: findings about the training itself still apply
-    when the other processes have ended. Their worth is a share of the step without this wait, so that other processes
+    when the other processes have ended. Less than half of a step that other programs take is a note: what bounds the
+    training comes first. Their worth is a share of the step without this wait, so that other processes
     hide none of them: of a step that waits three quarters of its time the other lines are those of a quiet machine.
     """
     worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
@@ -322,9 +327,10 @@ def core_wait(facts: Facts) -> Finding | None:
         return None
     waits = f"the training thread waits {percent(ns / ledger.step_ns)} of each step for a core{facts.on_rank(rank)}"
     use = core_use(facts, rank)
+    is_note = use.by_others and ns < MOST_OF_STEP * ledger.step_ns
     return Finding(
         rule="core_wait",
-        severity=Severity.WARNING,
+        severity=Severity.INFO if is_note else Severity.WARNING,
         sentence=f"{use.owner} the cores: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
         why=(
             f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step; all other "
@@ -340,7 +346,7 @@ def core_wait(facts: Facts) -> Finding | None:
             "cores_of_training": use.own,
             "cores_of_others": use.others,
         },
-        weight=0.0,
+        weight=worth.share if is_note else 0.0,
         recovers=worth,
     )
 

@@ -388,10 +388,14 @@ BUSY_WORKERS: Final = 0.5
 
 
 class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Who uses the cores in the recorded steps: ``own`` cores by the training, ``others``; None where unknown."""
+    """Who uses the cores in the recorded steps: ``own`` cores by the training, ``others``; None where unknown.
+
+    ``by_others``: the training itself cannot change the wait.
+    """
 
     next_steps: tuple[str, ...]
     owner: str = ""
+    by_others: bool = False
     text: str = ""
     own: float | None = None
     others: float | None = None
@@ -419,7 +423,8 @@ def core_use(facts: Facts, rank: Rank) -> CoreUse:
     compute = of_workers >= len(here) * process.mean / 100
     # Many workers that compute share the cores among themselves, whatever else runs.
     if others >= of_workers and not (count >= MANY_PER_CORE * each and compute):
-        return CoreUse(next_steps=(OTHERS, LIMIT), owner="Other processes take", text=text, own=own, others=others)
+        owner = "Other processes take"
+        return CoreUse(next_steps=(OTHERS, LIMIT), owner=owner, by_others=True, text=text, own=own, others=others)
     owner, fewer = "The training's own processes share", FEWER_THREADS.format(count=max(each - count, 1))
     slow = slow_function(rank)
     if slow is not None and of_workers >= BUSY_WORKERS * len(here):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -496,11 +497,28 @@ def test_a_fault_of_the_training_comes_before_cores_that_others_take(tmp_path: P
     assert "of each step's own time" in first.sentence
 
 
-def test_a_training_that_shares_its_cores_says_what_it_is_bound_by_itself(tmp_path: Path) -> None:
-    first, second, *_ = waits_for_a_core(tmp_path, 0.5, load=OTHERS_BUSY).values()
-    assert (first.rule, second.rule) == ("core_wait", "nothing_found")
-    assert second.sentence.startswith("Compute-bound: forward and backward take 86% of each step's own time")
-    assert second.severity is Severity.INFO
+@pytest.mark.parametrize(
+    ("share", "rules", "severity"),
+    [
+        (0.55, ["core_wait", "nothing_found"], Severity.INFO),
+        (0.45, ["nothing_found", "core_wait"], Severity.NONE),
+    ],
+)
+def test_a_training_that_shares_its_cores_says_what_it_is_bound_by_itself(
+    tmp_path: Path, share: float, rules: list[str], severity: Severity
+) -> None:
+    found = waits_for_a_core(tmp_path, share, load=OTHERS_BUSY)
+    assert list(found)[:2] == rules
+    bound = found["nothing_found"]
+    assert re.match(r"Compute-bound: forward and backward take 8\d% of each step's own time", bound.sentence)
+    assert bound.severity is severity
+
+
+@pytest.mark.parametrize("load", [None, {"process_cpu_percent": 100.0, "machine_cpu_percent": 40.0}])
+def test_a_wait_that_no_other_program_causes_comes_before_what_a_training_is_bound_by(
+    tmp_path: Path, load: Mapping[str, float] | None
+) -> None:
+    assert list(waits_for_a_core(tmp_path, 0.4, load=load))[:2] == ["core_wait", "nothing_found"]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
