@@ -96,18 +96,25 @@ OF_LOADERS: Final = (
         re.compile(r"DataLoaderIter\.__next__"),
     ),
 )
+DECOMPOSES: Final = re.compile(
+    r"linalg\.(?:svd\w*|eig\w*|matrix_(?:norm|exp|rank|power)|p?inv|qr|cholesky\w*|s?l?o?g?det|lstsq|cond|solve)\("
+    r"|\.(?:svd|eigh?|inverse|pinverse|cholesky|matrix_exp|det|logdet)\("
+)
+OF_SAMPLES: Final = (
+    (
+        (
+            "Decompose matrices once, in __init__ of the data set, where all samples have the same; else once per "
+            "sample, before training."
+        ),
+        DECOMPOSES,
+    ),
+)
 CALLS: Final = (
     (
         COPY_LESS,
         re.compile(r"deepcopy|\bcopy\.copy\(|\.state_dict\("),
     ),
-    (
-        DECOMPOSE,
-        re.compile(
-            r"linalg\.(?:svd\w*|eig\w*|matrix_(?:norm|exp|rank|power)|p?inv|qr|cholesky\w*|s?l?o?g?det|lstsq|cond|solve)\("
-            r"|\.(?:svd|eigh?|inverse|pinverse|cholesky|matrix_exp|det|logdet)\("
-        ),
-    ),
+    (DECOMPOSE, DECOMPOSES),
     (
         "Run one backward for the sum of the losses: each backward with retain_graph=True runs through the same graph.",
         re.compile(r"retain_graph ?= ?True"),
@@ -256,7 +263,7 @@ def of_spot(spot: Spot) -> tuple[str, ...]:
 
 def of_samples(spot: Spot) -> tuple[str, ...]:
     """Return the next step that fits what a line calls that makes samples, if there is one."""
-    step = _fitting(spot.source, spot.called, spot.inside, choices=CALLS)
+    step = _fitting(spot.source, spot.called, spot.inside, choices=(*OF_SAMPLES, *CALLS))
     return () if step is None else (step.format(name=spot.function),)
 
 

@@ -140,6 +140,12 @@ def test_a_data_set_that_reads_a_loader_gets_no_advice_about_the_step() -> None:
     assert fitting("aten::mul", at)[0].startswith("Let the Trainer load both")
 
 
+def test_a_data_set_that_decomposes_the_same_matrix_for_each_sample_does_it_once() -> None:
+    at = Spot(function="Spectra.solver", share=0.9, depth=1, source="return bumps, np.linalg.pinv(bumps)")
+    assert of_samples(at)[0].startswith("Decompose matrices once, in __init__ of the data set")
+    assert fitting("aten::mul", at)[0].startswith("Decompose matrices less often")
+
+
 def test_a_helper_of_unknown_work_is_to_run_less_often() -> None:
     helper = Spot(function="Net.table", share=0.5, depth=1)
     assert fitting("aten::mul", helper)[0].startswith("Make Net.table cheaper, or run it less often")
