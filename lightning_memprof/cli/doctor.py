@@ -119,8 +119,7 @@ def _machine() -> Iterator[Check]:
         yield Check("accelerator", *_accelerator(importlib.import_module("torch")))
     except Exception as error:  # noqa: BLE001 a broken driver or a broken torch is a result
         yield Check("accelerator", "no", f"unknown: {_one_line(error)}")
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Check("processors", "ok", f"{usable} of {os.cpu_count()} for this process")
+    yield Check("processors", "ok", f"{_processors()} of {os.cpu_count()} for this process")
     yield Check("memory", "ok", f"{format_bytes(psutil.virtual_memory().total)}; {_memory_limit()}")
     try:
         with tempfile.NamedTemporaryFile() as file:
@@ -141,6 +140,14 @@ def _accelerator(torch: Any) -> tuple[State, str]:
         return "ok", f"{count} x {device.type}"
     memory = format_bytes(torch.cuda.get_device_properties(0).total_memory)
     return "ok", f"{count} x {torch.cuda.get_device_name(0)}, {memory}"
+
+
+def _processors() -> str:
+    try:
+        from lightning_memprof.capture.sources.memory import usable_cpus
+    except Exception as error:  # noqa: BLE001 a broken torch can raise anything when it is imported
+        return f"unknown: {_one_line(error)}"
+    return str(usable_cpus())
 
 
 def _memory_limit() -> str:

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.capture.sources.compiled import compiled_modules
-from lightning_memprof.capture.sources.memory import cgroup_memory, mapped_files
+from lightning_memprof.capture.sources.memory import cgroup_cores, cgroup_memory, mapped_files, usable_cpus
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_storage
 from lightning_memprof.schedule import Action, Schedule, no_window
 from lightning_memprof.units import format_count
@@ -71,7 +71,8 @@ def run_facts(
             "lightning_memprof": lightning_memprof.__version__,
             "platform": platform.platform(),
             "cpu_count": os.cpu_count(),
-            "usable_cpus": _usable_cpus(),
+            "usable_cpus": usable_cpus(),
+            "cpu_quota": cgroup_cores(),
             "physical_cpus": psutil.cpu_count(logical=False),
             "torch_threads": torch.get_num_threads(),
             **_memory_facts(device),
@@ -134,11 +135,6 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "compiled": sorted(compiled_modules(module)),
     }
-
-
-def _usable_cpus() -> int | None:
-    """Return the number of cores that this process may use, which containers and job schedulers limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _bytes_by_dtype(parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:

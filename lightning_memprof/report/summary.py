@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import ArtifactFile, Run
     from lightning_memprof.analysis.trace.model import TraceReport
 
-# Training waits for the page: about two and a half seconds of reading at most, whatever the number of ranks.
+# Training waits for the page: about three seconds of reading at most, whatever the number of ranks.
 MAX_PULSE_BYTES: Final = 16 * MIB
 MAX_MEMORY_BYTES: Final = 8 * MIB
-# Compressed; read in half a second. The verdict names modules where a trace is this small.
-MAX_TRACE_BYTES: Final = 2 * MIB
+# Compressed; read in a second, with 80 MiB of memory. The verdict names modules where a trace is this small.
+MAX_TRACE_BYTES: Final = 8 * MIB
 MAX_NAMED: Final = 8
 WIDTH: Final = 80
 

@@ -32,8 +32,9 @@ RUN_ROW = {
     "operator_table",
 }  # fmt: skip
 ENVIRONMENT = {
-    "python", "torch", "lightning", "lightning_memprof", "platform", "cpu_count", "usable_cpus", "torch_threads",
-    "device_name", "memory_bytes", "rss_at_start_bytes", "physical_cpus", "memory_limit_bytes", "device_memory_bytes",
+    "python", "torch", "lightning", "lightning_memprof", "platform", "cpu_count", "usable_cpus", "physical_cpus",
+    "cpu_quota", "torch_threads", "device_name", "memory_bytes", "rss_at_start_bytes", "memory_limit_bytes",
+    "device_memory_bytes",
 }  # fmt: skip
 
 Fit = Callable[..., Path]

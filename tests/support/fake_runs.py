@@ -66,6 +66,7 @@ class FakeRun:
         device_bytes: step to allocated bytes; None is a run without an accelerator.
         windows: the recorded steps of each window; the step before is its warmup.
         training: fields of the manifest's ``training`` row to replace.
+        environment: the same of the environment in its ``run`` row.
         endings: how ranks end that do not finish: a message of an exception, or None where the rank was killed.
         trace: whether each window has an operator trace.
         memory: what the memory collectors saw in each window; None is a run without them.
@@ -86,6 +87,7 @@ class FakeRun:
     device_bytes: Callable[[int], int] | None = None
     windows: tuple[tuple[int, ...], ...] = ((2, 3),)
     training: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
     endings: Mapping[int, str | None] = field(default_factory=dict)
     trace: bool = True
     memory: FakeMemory | None = field(default_factory=FakeMemory)
@@ -184,7 +186,8 @@ def _facts(place: RunPlace, rank: int, fake: FakeRun) -> dict[str, Any]:
         "root": str(place.root.absolute()),
         "schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 1},
         "collectors": ["pulse", "host", "allocator", "hooks", "functions", "saved_tensors", "operator_trace"],
-        "environment": {"python": "3.11.7", "torch": "2.13.0", "lightning": "2.6.6", "cpu_count": 8},
+        "environment": {"python": "3.11.7", "torch": "2.13.0", "lightning": "2.6.6", "cpu_count": 8}
+        | dict(fake.environment),
     }
 
 

@@ -159,11 +159,12 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
         achieved = _of_module(facts, rank, heaviest)
         at = of_forward(rank) if owner is ledger and rank.facts.is_cpu else None
         compiled = " (compiled)" if in_compiled(heaviest.module, rank) else ""
+        leads = f"; {heaviest.leader} has {percent(heaviest.leader_ns / heaviest.ns)} of it" if heaviest.leader else ""
         sentence = (
             f"Compute-bound: {heaviest.module}{compiled} takes {owner.share_text(heaviest.ns)}{often} "
             f"({format_ns(heaviest.ns)} of {format_ns(owner.running_ns)}), "
             f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
-            f"{has(at, 'the forward') if at else ''}"
+            f"{has(at, 'the forward') if at else leads}"
         )
         why = (
             f"{achieved.text + ' ' if achieved else ''}Forward takes {format_ns(ledger.ns('forward'))}, backward "

@@ -103,7 +103,7 @@ def thread_oversubscription(facts: Facts) -> Finding | None:
     wanted = max(cores // here, 1)
     return Finding(
         rule="thread_oversubscription",
-        sentence=f"Thread oversubscription: operators use {threads} threads{ranks} on {cores} cores.",
+        sentence=f"Thread oversubscription: operators use {threads} threads{ranks} on {format_count(cores, 'core')}.",
         why=(
             f"Forward, backward, optimizer and waiting for a core take {format_ns(spent)} of a "
             f"{format_ns(ledger.step_ns)} step; each parallel operator waits until all of its threads have had a "

@@ -331,7 +331,7 @@ def core_wait(facts: Facts) -> Finding | None:
     return Finding(
         rule="core_wait",
         severity=Severity.INFO if is_note else Severity.WARNING,
-        sentence=f"{use.owner} the cores: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
+        sentence=f"{use.owner}: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
         why=(
             f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step; all other "
             f"shares are of the step's own time, without this wait.{use.text}"

@@ -371,10 +371,13 @@ def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
     return [other for other in facts.run.ranks if other.facts.host == rank.facts.host]
 
 
-# With less of the machine in use there are free cores, and a limit keeps the training from them.
+# With less of the machine in use there are free cores.
 IS_FULL: Final = 0.8
 OTHERS: Final = "Find them with top: end them, let them wait (renice 19 -p PID), or move them to other cores (taskset)."
-LIMIT: Final = "Use no more threads than the CPU limit of the container or job (cpu.max): torch.set_num_threads(...)."
+LIMIT: Final = (
+    "Give the container or job more than its {quota:g} of {cores} cores (cpu.max, --cpus), or use fewer threads and "
+    "DataLoader workers."
+)
 FEWER_WORKERS: Final = "Use fewer worker processes: DataLoader(num_workers={count}) for {cores} cores."
 FEWER_THREADS: Final = "Leave them a core: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
 
@@ -408,29 +411,38 @@ def core_use(facts: Facts, rank: Rank) -> CoreUse:
     process, machine = figures.get("process_cpu_percent"), figures.get("machine_cpu_percent")
     cores, all_cores = rank.facts.cpu_count or 1, rank.facts.environment.get("cpu_count")
     if process is None or machine is None or not isinstance(all_cores, int):
-        return CoreUse(next_steps=(OTHERS, LIMIT))
+        return CoreUse(next_steps=(OTHERS,))
     workers = figures.get("workers_cpu_percent")
     # The ranks of a training run do the same work.
     own = min(len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100, all_cores)
     busy = machine.mean * all_cores / 100
     others = max(busy - own, 0.0)
     text = f" In recorded steps the training used {own:.1f} of {all_cores} cores, other processes {others:.1f}."
-    if busy < IS_FULL * all_cores and cores == all_cores:
-        return CoreUse(next_steps=(LIMIT, OTHERS), text=text, own=own, others=others)
+    if busy < IS_FULL * all_cores:
+        quota = rank.facts.environment.get("cpu_quota")
+        if quota is not None and own >= quota / 2:
+            limit, found = (
+                LIMIT.format(quota=quota, cores=all_cores),
+                f"The CPU limit is {quota:g} of {all_cores} cores",
+            )
+            return CoreUse(next_steps=(limit, OTHERS), owner=found, text=text, own=own, others=others)
+        if cores == all_cores:
+            # They had the cores in other steps than the recorded ones.
+            return CoreUse(next_steps=(OTHERS,), by_others=True, text=text, own=own, others=others)
     each = max(cores // len(here), 1)
     count = max((loader.num_workers or 0 for loader in rank.training.dataloaders), default=0) if rank.training else 0
     of_workers = own - len(here) * process.mean / 100
     compute = of_workers >= len(here) * process.mean / 100
     # Many workers that compute share the cores among themselves, whatever else runs.
     if others >= of_workers and not (count >= MANY_PER_CORE * each and compute):
-        owner = "Other processes take"
-        return CoreUse(next_steps=(OTHERS, LIMIT), owner=owner, by_others=True, text=text, own=own, others=others)
-    owner, fewer = "The training's own processes share", FEWER_THREADS.format(count=max(each - count, 1))
+        owner = "Other processes take the cores"
+        return CoreUse(next_steps=(OTHERS,), owner=owner, by_others=True, text=text, own=own, others=others)
+    owner, fewer = "The training's own processes share the cores", FEWER_THREADS.format(count=max(each - count, 1))
     slow = slow_function(rank)
     if slow is not None and of_workers >= BUSY_WORKERS * len(here):
-        owner = f"DataLoader workers, mostly in {slow.function}, take"
+        owner = f"DataLoader workers, mostly in {slow.function}, take the cores"
         fewer = CHEAPER_FETCH.format(name=slow.function, share=percent(slow.share), cores=of_workers)
     elif count >= each > 1 and compute:
-        owner = f"{count} DataLoader workers take"
+        owner = f"{count} DataLoader workers take the cores"
         fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
     return CoreUse(next_steps=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)

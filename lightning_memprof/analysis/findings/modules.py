@@ -18,7 +18,7 @@ from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.analysis.memory.model import DeviceAllocations
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 ROOT: Final = "the model"
 # A module with less of its parent's time does not explain it.
 EXPLAINS: Final = 0.5
+# What one of several submodules must have, of the whole and beside the next one, to be worth a name.
+LEADS: Final = 0.25
+AHEAD: Final = 1.25
 # Operators that do the same, under the names of forward and backward and of all libraries.
 FAMILIES: Final = (
     (
@@ -46,12 +49,15 @@ class Heaviest(msgspec.Struct, frozen=True, kw_only=True):
     """The innermost module that takes most of the time of forward and backward, and the operators most of its time.
 
     ``ns`` is per step, ``family`` names the operators, ``family_ns`` is their part; ``operators`` are all that run.
+    ``leader`` is the submodule that stands out, ``leader_ns`` its time.
     """
 
     module: str
     ns: float
     family: str
     family_ns: float
+    leader: str = ""
+    leader_ns: float = 0.0
     operators: frozenset[str] = frozenset()
 
 
@@ -82,13 +88,22 @@ def heaviest_module(owners: Iterable[TimeLine]) -> Heaviest | None:
     if unfused >= UNFUSED_SHARE * total(inside):
         families = Counter({UNFUSED: round(unfused)})
     family, family_ns = families.most_common(1)[0]
+    leader, leader_ns = _leader({child: total(of_child) for child, of_child in below.items()}, total(inside))
     return Heaviest(
         module=".".join(path) or ROOT,
         ns=total(inside),
         family=family,
         family_ns=family_ns,
+        leader=".".join((*path, leader)) if leader else "",
+        leader_ns=leader_ns,
         operators=frozenset(line.operator for line in inside if line.operator),
     )
+
+
+def _leader(submodules: Mapping[str, float], whole: float) -> tuple[str, float]:
+    """Return the submodule whose time stands out, and this time; an empty name where none does."""
+    first, second, *_ = [*sorted(((ns, name) for name, ns in submodules.items()), reverse=True), (0.0, ""), (0.0, "")]
+    return (first[1], first[0]) if first[0] >= max(LEADS * whole, AHEAD * second[0]) else ("", 0.0)
 
 
 # Attention that keeps its weights: batched products around a softmax. Projections are products of two matrices.

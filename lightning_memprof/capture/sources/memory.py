@@ -1,8 +1,9 @@
-"""Readings of memory: of the process, the device's allocator, and the container's limit."""
+"""Readings of memory: of the process and the device's allocator; the limits of the container, on memory and cores."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import resource
 import sys
@@ -28,6 +29,11 @@ _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 _MOUNT: Final = Path("/sys/fs/cgroup")
 # Version 1 writes "no limit" as the largest number of pages that fits into 63 bits.
 _UNLIMITED: Final = 1 << 60
+# Limit and use: of version 1, of version 2.
+_MEMORY_FILES: Final = (
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("memory.max", "memory.current"),
+)
 
 
 class ResidentSize:
@@ -220,14 +226,10 @@ def cgroup_memory(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> tuple
         membership: the file that lists the groups of this process; source: cgroups(7).
         mount: where the groups are mounted.
     """
-    try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None, None
     limits = [
         (limit, used)
-        for line in lines
-        for folder, limit_name, used_name in _groups(line, mount)
+        for folder, is_second in _groups("memory", membership, mount)
+        for limit_name, used_name in (_MEMORY_FILES[is_second],)
         if (limit := _number(folder / limit_name)) is not None and limit < _UNLIMITED
         for used in (folder / used_name,)
     ]
@@ -237,20 +239,52 @@ def cgroup_memory(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> tuple
     return limit, _number(used)
 
 
-def _groups(line: str, mount: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield folder, limit file and use file of each group of a line ``number:controllers:path``, innermost first."""
-    _, _, rest = line.partition(":")
-    controllers, _, path = rest.partition(":")
-    if not controllers:
-        top = mount if (mount / "cgroup.controllers").exists() else mount / "unified"
-        names = ("memory.max", "memory.current")
-    elif "memory" in controllers.split(","):
-        top, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    else:
+def cgroup_cores(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> float | None:
+    """Return how many cores this process's control groups let it use at once, None without a limit.
+
+    ``docker run --cpus 2``, a pod's limit, and some job schedulers set it; the number of cores that a process sees
+    stays that of the machine. Source: cpu.max of version 2, CFS bandwidth control of version 1.
+    """
+    quotas = []
+    for folder, is_second in _groups("cpu", membership, mount):
+        try:
+            if is_second:
+                quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+            else:
+                quota, period = (
+                    (folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period")
+                )
+            quotas.append(int(quota) / int(period))
+        except (OSError, ValueError, ZeroDivisionError):
+            continue  # "max" is not a number, and the root has no file.
+    return min((quota for quota in quotas if quota > 0), default=None)
+
+
+def usable_cpus() -> int | None:
+    """Return the number of cores that this process may use, by its affinity and its control groups; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = cgroup_cores()
+    return cores if cores is None or quota is None else max(min(cores, math.ceil(quota)), 1)
+
+
+def _groups(controller: str, membership: Path, mount: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the folder of each group of this process with a controller, innermost first, and whether of version 2."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
         return
-    parts = [part for part in path.split("/") if part not in {"", "..", "."}]
-    for count in range(len(parts), -1, -1):
-        yield (top.joinpath(*parts[:count]), *names)
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            top = mount if (mount / "cgroup.controllers").exists() else mount / "unified"
+        elif controller in controllers.split(","):
+            top = mount / controller
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in {"", "..", "."}]
+        for count in range(len(parts), -1, -1):
+            yield top.joinpath(*parts[:count]), not controllers
 
 
 def _number(file: Path) -> int | None:

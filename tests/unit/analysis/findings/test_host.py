@@ -514,11 +514,8 @@ def test_a_training_that_shares_its_cores_says_what_it_is_bound_by_itself(
     assert bound.severity is severity
 
 
-@pytest.mark.parametrize("load", [None, {"process_cpu_percent": 100.0, "machine_cpu_percent": 40.0}])
-def test_a_wait_that_no_other_program_causes_comes_before_what_a_training_is_bound_by(
-    tmp_path: Path, load: Mapping[str, float] | None
-) -> None:
-    assert list(waits_for_a_core(tmp_path, 0.4, load=load))[:2] == ["core_wait", "nothing_found"]
+def test_a_wait_of_unknown_cause_comes_before_what_a_training_is_bound_by(tmp_path: Path) -> None:
+    assert list(waits_for_a_core(tmp_path, 0.4))[:2] == ["core_wait", "nothing_found"]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
@@ -554,11 +551,21 @@ def test_workers_that_sleep_do_not_take_the_cores(tmp_path: Path) -> None:
     assert "num_workers" not in finding.next_steps[0]
 
 
-def test_on_a_machine_with_free_cores_a_limit_is_the_cause(tmp_path: Path) -> None:
-    load = {"process_cpu_percent": 100.0, "machine_cpu_percent": 40.0}
-    finding = waits_for_a_core(tmp_path, 0.4, load=load)["core_wait"]
-    assert finding.sentence.startswith("The training thread waits 40%")
-    assert "cpu.max" in finding.next_steps[0]
+@pytest.mark.parametrize(("quota", "is_cause"), [(2.0, True), (16.0, False), (None, False)])
+def test_on_a_machine_with_free_cores_a_cpu_limit_that_is_used_up_is_the_cause(
+    tmp_path: Path, quota: float | None, is_cause: bool
+) -> None:
+    load = {"process_cpu_percent": 190.0, "machine_cpu_percent": 40.0}
+    finding = waits_for_a_core(tmp_path, 0.4, load=load, environment={"cpu_quota": quota})["core_wait"]
+    if is_cause:
+        assert finding.sentence.startswith("The CPU limit is 2 of 8 cores: the training thread waits 40%")
+        assert finding.next_steps[0].startswith("Give the container or job more than its 2 of 8 cores")
+        assert finding.severity is Severity.WARNING
+    else:
+        # Others had the cores in steps that were not recorded.
+        assert finding.sentence.startswith("The training thread waits 40%")
+        assert finding.next_steps[0].startswith("Find them with top")
+        assert finding.severity is Severity.INFO
 
 
 def test_a_wait_without_the_load_of_the_machine_has_no_owner(tmp_path: Path) -> None:

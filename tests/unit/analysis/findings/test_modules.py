@@ -59,6 +59,23 @@ def test_without_a_module_with_half_of_the_time_it_is_the_model() -> None:
 
 
 @pytest.mark.parametrize(
+    ("times", "leader"),
+    [
+        ((4, 3, 2, 1), "net.part0"),
+        ((4, 3.5, 2, 1), ""),
+        ((2, 1, 1, 1, 1, 1, 1, 1), ""),
+    ],
+    ids=["it stands out", "it is beside another one", "it is small"],
+)
+def test_of_the_submodules_of_the_heaviest_module_the_one_that_stands_out_is_named(
+    times: tuple[float, ...], leader: str
+) -> None:
+    found = heaviest_module(line(f"net.part{number}", "aten::mul", ms) for number, ms in enumerate(times))
+    assert found is not None
+    assert (found.module, found.leader, found.leader_ns) == ("net", leader, times[0] * MS if leader else 0.0)
+
+
+@pytest.mark.parametrize(
     ("operators", "family"),
     [
         (("aten::bmm", "aten::_softmax", "aten::addmm"), "attention without the fused kernel"),

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from fake_devices import FakeCuda
+from lightning_memprof.capture.sources import memory
 from lightning_memprof.capture.sources.memory import (
     ResidentSize,
+    cgroup_cores,
     cgroup_memory,
     memory_stats,
     peak_allocated_bytes,
@@ -127,8 +129,35 @@ def test_the_smallest_limit_of_the_groups_around_is_the_limit(
     assert cgroup_memory(*groups(tmp_path, lines, files))[0] == limit
 
 
+@pytest.mark.parametrize(
+    ("lines", "files", "cores"),
+    [
+        ("0::/a/b\n", {"cgroup.controllers": "", "a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/on/the/host\n", {"cgroup.controllers": "", "cpu.max": "50000 100000\n"}, 0.5),
+        ("3:cpu,cpuacct:/c\n", {"cpu/c/cpu.cfs_quota_us": "400000\n", "cpu/c/cpu.cfs_period_us": "100000\n"}, 4.0),
+        ("3:cpu,cpuacct:/c\n", {"cpu/c/cpu.cfs_quota_us": "-1\n", "cpu/c/cpu.cfs_period_us": "100000\n"}, None),
+        ("3:cpuset:/c\n", {"cpuset/c/cpu.cfs_quota_us": "1\n", "cpuset/c/cpu.cfs_period_us": "1\n"}, None),
+        ("0::/x\n", {"cgroup.controllers": "", "x/cpu.max": "1 0\n"}, None),
+    ],
+)
+def test_the_smallest_quota_of_the_groups_around_is_the_number_of_cores(
+    lines: str, files: dict[str, str], cores: float | None, tmp_path: Path
+) -> None:
+    assert cgroup_cores(*groups(tmp_path, lines, files)) == cores
+
+
+@pytest.mark.parametrize(("quota", "affinity", "cores"), [(None, 4, 4), (1.5, 4, 2), (8.0, 4, 4), (0.2, 4, 1)])
+def test_the_usable_cores_are_those_of_the_affinity_within_the_quota(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, affinity: int, cores: int
+) -> None:
+    monkeypatch.setattr(memory, "cgroup_cores", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(affinity)), raising=False)
+    assert memory.usable_cpus() == cores
+
+
 def test_a_machine_without_groups_has_no_limit(tmp_path: Path) -> None:
     assert cgroup_memory(tmp_path / "none", tmp_path) == (None, None)
+    assert cgroup_cores(tmp_path / "none", tmp_path) is None
 
 
 def test_this_machines_limit_is_a_size_or_none() -> None:
