@@ -25,7 +25,11 @@ def event(name: str, start: float, end: float) -> dict[str, Any]:
 
 
 def found(
-    tmp_path: Path, *inside: dict[str, Any], fake: FakeRun | None = None, lines: Sequence[dict[str, Any]] = ()
+    tmp_path: Path,
+    *inside: dict[str, Any],
+    fake: FakeRun | None = None,
+    lines: Sequence[dict[str, Any]] = (),
+    saved_tensors: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Finding]:
     """The findings of a run whose trace has a step of 4 ms: 2 ms of forward with these events, then backward."""
     around = [
@@ -37,8 +41,9 @@ def found(
     tmp_path.mkdir(exist_ok=True)
     trace = trace_report(write_trace(tmp_path / "made.json", [*around, *inside]))
     directory = make_run(tmp_path / "log", fake or FakeRun())
-    if lines:
-        add_series(directory, "lines", lines)
+    for collector, rows in (("lines", lines), ("saved_tensors", saved_tensors)):
+        if rows:
+            add_series(directory, collector, rows)
     run = load_run(directory)
     return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
 

@@ -50,13 +50,7 @@ from lightning_memprof.analysis.findings.memory import (
     worker_memory,
 )
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
-from lightning_memprof.analysis.findings.modules import (
-    buffer_broadcast,
-    double_backward,
-    recomputation,
-    retained_graph,
-    unused_gradients,
-)
+from lightning_memprof.analysis.findings.modules import buffer_broadcast, retained_graph
 from lightning_memprof.analysis.findings.profiler import (
     hang,
     other_profiler,
@@ -66,6 +60,7 @@ from lightning_memprof.analysis.findings.profiler import (
 )
 from lightning_memprof.analysis.findings.program.lines import costly_line
 from lightning_memprof.analysis.findings.program.loops import python_loop, small_batch, synced_passes
+from lightning_memprof.analysis.findings.program.passes import double_backward, recomputation, unused_gradients
 from lightning_memprof.analysis.findings.program.python import python_time
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,

@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from lightning_memprof.analysis.findings.growth import RETAINED
-from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery, Severity, recovered
+from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery, recovered
 from lightning_memprof.analysis.ledger.growth import steady_growth
 from lightning_memprof.analysis.ledger.memory import UNATTRIBUTED
 from lightning_memprof.analysis.ledger.model import grouped, total
-from lightning_memprof.analysis.steps.events import rank_events
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping
 
-    from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
+    from lightning_memprof.analysis.ledger.model import TimeLine
     from lightning_memprof.analysis.memory.model import DeviceAllocations
     from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.artifacts.manifest import OptimizerFacts
 
 
 ROOT: Final = "the model"
@@ -140,8 +138,8 @@ def operator_family(operator: str | None) -> str:
     return next((name for name, matches in FAMILIES if matches.match(operator)), operator or "Python")
 
 
-# Pairs and triplets of inputs; more forwards are a loop over time, or over samples.
-MAX_FORWARDS: Final = 3
+# Pairs and triplets of inputs, or two of them; more forwards are a loop over time, or over samples.
+MAX_FORWARDS: Final = 6
 FORWARD_ONCE: Final = (
     "Run the forward once per step and reuse its output; where the inputs differ, join them into one batch (torch.cat)."
 )
@@ -207,181 +205,6 @@ def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
         less = (LESS.format(module=heaviest.module, family=heaviest.family),) if rank.facts.is_cpu else ()
         return (*less, *lower, *compiled)
     return (*compiled, *lower)
-
-
-ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
-# Of the gradients that all passes of a step could compute: parameters that a pass does not need are missing.
-ALL_GRADIENTS: Final = 0.95
-# Other modules may need the gradients of a module's inputs, half of its backward.
-FROZEN: Final = (0.4, 1.0)
-
-
-class _Unused(msgspec.Struct, frozen=True, kw_only=True):
-    """Gradients that no optimizer uses: the texts of the finding, and the nanoseconds per step that they cost."""
-
-    sentence: str
-    why: str
-    next_steps: tuple[str, ...]
-    min: float
-    max: float
-
-
-def unused_gradients(facts: Facts) -> Finding | None:
-    """Find backward passes that compute gradients which no optimizer uses.
-
-    Of modules that are in no optimizer: recovers 40% to 100% of their backward, the lower figure where modules before
-    them train. With several optimizers and ``n`` passes per step that all reach all of their parameters: one pass of
-    the optimizer with the shortest backward, to ``n - 1`` of the one with the longest.
-    """
-    if (worst := facts.heaviest(lambda ledger: ledger.ns("backward"))) is None or worst[0].training is None:
-        return None
-    rank, ledger = worst
-    training = worst[0].training
-    unused = _not_optimized(training.not_optimized, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
-    if unused is None:
-        return None
-    worth = Recovery(unit="ns", min=unused.min, max=unused.max, whole=ledger.running_ns)
-    if worth.share < NOTABLE:
-        return None
-    return Finding(
-        rule="unused_gradients",
-        sentence=f"Unused gradients: {unused.sentence}{facts.on_rank(rank)}.",
-        why=f"{unused.why} of {ledger.length_text}.",
-        next_steps=unused.next_steps,
-        evidence=facts.pulse_and_trace(rank),
-        numbers={"rank": rank.rank, "backward_ns": ledger.ns("backward"), "duration_ns": ledger.step_ns},
-        **worth.parts,
-    )
-
-
-# Of a penalty in every 16th step a sixteenth remains; in every second one half.
-LESS_OFTEN: Final = (1 / 2, 15 / 16)
-LAZY: Final = "Apply the gradient penalty in every 16th step, with 16 times its weight (lazy regularization)."
-NO_GRAPH: Final = "Remove create_graph=True where nothing differentiates the gradients."
-
-
-def double_backward(facts: Facts) -> Finding | None:
-    """Find gradients of gradients in each step: a penalty on gradients, or a graph of them that nothing uses.
-
-    Recovers half of the nodes that build or run the graph of gradients, to 15/16 of them. Lost: a penalty applies less
-    often.
-    """
-    if (worst := facts.heaviest(lambda ledger: ledger.double_backward_ns)) is None:
-        return None
-    rank, ledger = worst
-    ns = ledger.double_backward_ns
-    worth = Recovery(unit="ns", min=ns * LESS_OFTEN[0], max=ns * LESS_OFTEN[1], whole=ledger.running_ns)
-    if worth.share < NOTABLE:
-        return None
-    share = ledger.share_text(ns)
-    return Finding(
-        rule="double_backward",
-        sentence=f"Double backward: gradients of gradients take {share}{facts.on_rank(rank)}.",
-        why=(
-            f"{format_ns(ns)} of {ledger.length_text}: backward builds a graph of the gradients "
-            "(create_graph=True), and a second backward runs through it."
-        ),
-        next_steps=(LAZY, NO_GRAPH),
-        evidence=facts.pulse_and_trace(rank),
-        numbers={"rank": rank.rank, "double_backward_ns": round(ns), "duration_ns": round(ledger.step_ns)},
-        **worth.parts,
-    )
-
-
-# Of the peak: what the memory can hold is four times as much, so that activations fit that checkpointing does not save.
-AMPLE: Final = 0.25
-# Saving activations takes some time, too.
-SAVED: Final = (0.7, 1.0)
-NO_CHECKPOINTS: Final = (
-    "Save the activations: call the modules without torch.utils.checkpoint (gradient_checkpointing=False).",
-    "Checkpoint fewer modules, such as every second one.",
-)
-
-
-def recomputation(facts: Facts) -> Finding | None:
-    """Find activation checkpointing, which runs forwards of modules again in backward, where memory is ample.
-
-    Recovers 70% to all of these forwards. Lost: memory for the activations that they save then.
-    """
-    if (worst := facts.heaviest(lambda ledger: ledger.recomputed_ns)) is None:
-        return None
-    rank, ledger = worst
-    memory, ns = facts.byte_ledgers.get(rank.rank), ledger.recomputed_ns
-    worth = Recovery(unit="ns", min=ns * SAVED[0], max=ns * SAVED[1], whole=ledger.running_ns)
-    if worth.share < NOTABLE or memory is None or memory.filled is None:
-        return None
-    limit = f"{format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of what {memory.place} can hold"
-    return Finding(
-        rule="recomputation",
-        severity=worth.severity if memory.filled <= AMPLE else Severity.INFO,
-        sentence=(
-            f"Activation checkpointing: backward runs forwards again, {ledger.share_text(ns)}{facts.on_rank(rank)}."
-        ),
-        why=f"Forwards of modules in backward take {format_ns(ns)} of {ledger.length_text}. The peak of {limit}.",
-        next_steps=NO_CHECKPOINTS,
-        evidence=facts.pulse_and_trace(rank),
-        numbers={"rank": rank.rank, "recomputed_ns": round(ns), "peak_bytes": memory.peak_bytes},
-        weight=worth.share,
-        recovers=worth,
-    )
-
-
-def _not_optimized(modules: Iterable[str], ledger: TimeLedger) -> _Unused | None:
-    """Return the module in no optimizer with the longest backward."""
-    path, ns = max(((path, _backward(ledger, [path])) for path in modules), key=lambda pair: pair[1], default=("", 0.0))
-    if not ns:
-        return None
-    freeze = f"self.{path}.requires_grad_(False)"
-    return _Unused(
-        sentence=f"backward computes those of {path}, which is in no optimizer",
-        why=f"Backward of {path} takes {format_ns(ns)}",
-        next_steps=(f"Freeze it: {freeze}; where nothing before it trains, call it under torch.no_grad().",),
-        min=ns * FROZEN[0],
-        max=ns * FROZEN[1],
-    )
-
-
-def _of_other_optimizers(rank: Rank, optimizers: Sequence[OptimizerFacts], ledger: TimeLedger) -> _Unused | None:
-    """Return the gradients of passes after which the optimizer of other modules steps."""
-    passes = _passes_to_all(rank, optimizers, ledger)
-    if passes < 2:
-        return None
-    spent = [_backward(ledger, optimizer.modules) for optimizer in optimizers]
-    parts = (f"{', '.join(each.modules)} {format_ns(ns)}" for each, ns in zip(optimizers, spent, strict=True))
-    return _Unused(
-        sentence=(
-            f"each of {passes} backward passes per step reaches all {len(optimizers)} optimizers, without detach()"
-        ),
-        why=f"One optimizer steps after each pass and uses its own gradients only; backward takes {', '.join(parts)}",
-        next_steps=(
-            "Cut the graph with detach() where a loss trains one part only: discriminator(generated.detach()).",
-            "Or train one part at a time: self.toggle_optimizer(optimizer), self.untoggle_optimizer(optimizer).",
-        ),
-        min=min(spent) / passes,
-        max=max(spent) * (passes - 1) / passes,
-    )
-
-
-def _backward(ledger: TimeLedger, modules: Iterable[str]) -> float:
-    """Return the time of backward in modules, with their submodules."""
-    prefixes = tuple(f"{module}." for module in modules)
-    return total(line for line in ledger.of("backward") if f"{line.module}.".startswith(prefixes))
-
-
-def _passes_to_all(rank: Rank, optimizers: Sequence[OptimizerFacts], ledger: TimeLedger) -> int:
-    """Return the backward passes per step if each reaches all parameters of several optimizers, of which one steps."""
-    recorded = rank_events(rank)
-    actions = Counter(
-        (event.action.partition("]")[0], event.action.rpartition(".")[2]) for step in recorded for event in step.events
-    )
-    passes, steps = actions["[Precision", "backward"], actions["[Optimizer", "step"]
-    modules = [module for optimizer in optimizers for module in optimizer.modules]
-    if len(optimizers) < 2 or not recorded or passes != steps or len(set(modules)) < len(modules):
-        return 0
-    gradients = sum(line.called for line in ledger.of("backward") if line.operator == ACCUMULATE)
-    parameters = sum(optimizer.parameters or 0 for optimizer in optimizers)
-    per_step = passes / len(recorded)
-    return round(per_step) if parameters and gradients >= ALL_GRADIENTS * per_step * parameters else 0
 
 
 # A smaller graph is that of a loss, or of a few outputs.

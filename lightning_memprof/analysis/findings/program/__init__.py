@@ -1,1 +1,1 @@
-"""What the program's own lines do, and the next steps that fit it."""
+"""What the program's own code does, its lines, loops and backward passes, and the next steps that fit it."""

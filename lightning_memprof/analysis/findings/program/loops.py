@@ -11,8 +11,9 @@ import msgspec
 from lightning_memprof.analysis.findings.compute import PARALLEL_NS
 from lightning_memprof.analysis.findings.measures import LOOP, VIEWS
 from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery
-from lightning_memprof.analysis.findings.modules import ALL_GRADIENTS, MOSTLY, ROOT, in_compiled, is_wrapped
+from lightning_memprof.analysis.findings.modules import MOSTLY, ROOT, in_compiled, is_wrapped
 from lightning_memprof.analysis.findings.program.lines import has, of_forward, of_spot
+from lightning_memprof.analysis.findings.program.passes import ALL_GRADIENTS
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import rank_events
 from lightning_memprof.artifacts.series import ThroughputRow

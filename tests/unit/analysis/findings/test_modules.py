@@ -264,6 +264,47 @@ def test_passes_that_all_reach_two_optimizers_compute_gradients_in_vain(
         assert "detach()" in findings["unused_gradients"].next_steps[0]
 
 
+@pytest.mark.parametrize(
+    ("count", "passes", "detached", "named"),
+    [
+        (10, 2, False, "generator"),
+        (8, 2, False, "critic"),
+        (6, 2, False, None),
+        # Its samples are detached for the critic: the graph is freed before that pass.
+        (10, 2, True, None),
+        (13, 3, False, None),
+    ],
+)
+def test_gradients_that_the_pass_for_another_optimizer_computes_too_are_named(
+    tmp_path: Path, count: int, passes: int, detached: bool, named: str | None
+) -> None:
+    fake = replace(
+        trained(optimizers=OPTIMIZERS),
+        actions=("[Precision]Half.backward", "[Optimizer]SGD.step") * passes,
+        memory=None,
+    )
+    row = {"step": 2, "recorded": True, "time_ns": 1}
+    first, second = ({"generator": [0, size, 1, 9, 9], "critic": [0, 9, 2, 9, 9]} for size in (0 if detached else 9, 9))
+    findings = found(
+        tmp_path,
+        *node("generator.0", 100),
+        *node("critic.0", 1000),
+        *gradients(count),
+        fake=fake,
+        saved_tensors=[row | {"modules": first}, row | {"modules": second}],
+    )
+    assert ("unused_gradients" in findings) == (named is not None)
+    if named:
+        finding = findings["unused_gradients"]
+        assert finding.sentence.endswith(f"both backward passes of a step compute those of {named}, without detach().")
+        assert "detach()" in finding.next_steps[0]
+        assert finding.recovers is not None
+        # 15 ms of backward for each part: one of its two passes.
+        assert "both take 15.0 ms" in finding.why
+        assert finding.recovers.max == pytest.approx(7.5e6)
+        assert finding.recovers.min == pytest.approx(0.4 * finding.recovers.max)
+
+
 def test_modules_whose_own_time_is_below_the_cost_of_recording_are_no_loop(tmp_path: Path) -> None:
     layers = [
         made
