@@ -138,8 +138,8 @@ def operator_family(operator: str | None) -> str:
     return next((name for name, matches in FAMILIES if matches.match(operator)), operator or "Python")
 
 
-# Pairs and triplets of inputs, or two of them; more forwards are a loop over time, or over samples.
-MAX_FORWARDS: Final = 6
+# Pairs and triplets of inputs; more forwards are a loop over time, or over samples.
+MAX_FORWARDS: Final = 3
 FORWARD_ONCE: Final = (
     "Run the forward once per step and reuse its output; where the inputs differ, join them into one batch (torch.cat)."
 )
