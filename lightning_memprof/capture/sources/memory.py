@@ -264,7 +264,7 @@ def usable_cpus() -> int | None:
     """Return the number of cores that this process may use, by its affinity and its control groups; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = cgroup_cores()
-    return cores if cores is None or quota is None else max(min(cores, math.ceil(quota)), 1)
+    return cores if cores is None or quota is None else min(cores, math.ceil(quota))
 
 
 def _groups(controller: str, membership: Path, mount: Path) -> Iterator[tuple[Path, bool]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gzip
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from lightning_memprof.errors import ReportError
 from lightning_memprof.report import summary
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.summary import print_summary
+from lightning_memprof.units import MIB
 
 
 def test_the_summary_is_the_page_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +46,22 @@ def test_the_summary_has_the_memory_and_survives_a_damaged_trace(
     page = capsys.readouterr().out
     assert "Peak memory by owner" in page
     assert "not a trace" not in page
+
+
+@pytest.mark.parametrize(("mib", "first"), [(4, "the model takes 88%"), (12, "forward and backward take 88%")])
+def test_a_trace_of_some_mebibytes_is_part_of_the_page_and_a_large_one_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mib: int, first: str
+) -> None:
+    directory = make_run(tmp_path)
+    (path,) = tmp_path.glob("*.pt.trace.json.gz")
+    small = path.stat().st_size
+    events = gzip.decompress(path.read_bytes()).removesuffix(b"}")
+    text = events + b', "padding": "' + random.Random(0).randbytes(mib * MIB * 3 // 4).hex().encode() + b'"}'
+    path.write_bytes(gzip.compress(text, 1))
+    manifest = directory / "manifest.rank00000.jsonl"
+    manifest.write_text(manifest.read_text().replace(f'"size_bytes":{small}', f'"size_bytes":{path.stat().st_size}'))
+    print_summary(directory)
+    assert capsys.readouterr().out.startswith(f"verdict   Compute-bound: {first}")
 
 
 def test_a_run_of_many_windows_does_not_hold_up_the_end_of_training(
