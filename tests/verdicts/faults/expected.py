@@ -4535,6 +4535,19 @@ EXPECTED: Final = (
         ),
         near_fix=(r"persistent_workers|num_workers|workers",),
     ),
+    # Each item computes the same pseudo-inverse again. Compute it once, in __init__.
+    Expected(
+        name="milk_spectra",
+        script="signals.py",
+        cause=(r"pinv", r"solver", r"MilkSpectra", r"__getitem__", r"(pseudo.?)?inverse", r"\bsvd\b"),
+        near=(r"input.bound", r"wait\w* for (data|batch|the next)", r"data ?load", r"dataset"),
+        fix=(
+            r"\bonce\b|__init__|precompute|in advance|ahead of time",
+            r"cache|keep the result|reuse",
+            r"(out of|outside) .{0,30}__getitem__",
+        ),
+        near_fix=(r"num_workers|workers", r"pinv|solver|__getitem__", r"per batch|whole batch|vectori[sz]e"),
+    ),
     # torch.set_num_threads(8) on two cores: the threads wait for each other. A good engineer: as many threads as
     # cores.
     Expected(
@@ -4757,6 +4770,25 @@ EXPECTED: Final = (
     # The discriminator's loss goes back through the generator: detach the fakes (or draw them under no_grad).
     Expected(
         name="roman_coins",
+        script="graphs.py",
+        cause=(
+            r"detach",
+            r"generator[^.]*(discriminator|unused|never|thrown|discard|wast|need|not)",
+            r"discriminator[^.]*generator",
+            r"gradients?[^.]*(unused|never used|thrown away|discarded|nobody|overwritten|zeroed|no optimi[sz]er|wast)",
+            r"(unneeded|needless|unused|wasted)[^.]*(graph|backward|gradient)",
+        ),
+        near=(r"\bbackward", r"generator"),
+        fix=(r"detach", r"no_grad", r"toggle_optimizer", r"toggled_optimizer", r"requires_grad"),
+        near_fix=(r"(cut|stop)[^.]*(graph|gradient)",),
+        accuse=(
+            r"gradients?[^.]*(unused|never used|thrown away|discarded|overwritten)",
+            r"(unneeded|needless|unused|wasted)[^.]*(graph|backward|gradient)",
+        ),
+    ),
+    # The same, with the discriminator frozen while the generator trains.
+    Expected(
+        name="greek_coins",
         script="graphs.py",
         cause=(
             r"detach",

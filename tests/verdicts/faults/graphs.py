@@ -21,12 +21,13 @@ from plain import main, quiet
 
 
 class CoinGan(lightning.LightningModule):
-    """Draws Roman coins."""
+    """Draws coins. ``toggles``: the discriminator is frozen while the generator trains."""
 
-    def __init__(self, cut: bool, latent: int = 64) -> None:
+    def __init__(self, cut: bool, toggles: bool = False, latent: int = 64) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.cut = cut
+        self.toggles = toggles
         self.latent = latent
         self.generator = nn.Sequential(
             nn.Linear(latent, 128 * 8 * 8),
@@ -65,11 +66,15 @@ class CoinGan(lightning.LightningModule):
         self.manual_backward(loss_d)
         optimizer_d.step()
 
+        if self.toggles:
+            self.toggle_optimizer(optimizer_g)
         fakes = self.generator(torch.randn(len(coins), self.latent))
         loss_g = self.judge(fakes, real=True)
         optimizer_g.zero_grad()
         self.manual_backward(loss_g)
         optimizer_g.step()
+        if self.toggles:
+            self.untoggle_optimizer(optimizer_g)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [
@@ -81,6 +86,11 @@ class CoinGan(lightning.LightningModule):
 def roman_coins(fault: bool) -> None:
     data = TensorDataset(torch.rand(3000, 1, 32, 32) * 2 - 1)
     quiet(160).fit(CoinGan(cut=not fault), DataLoader(data, batch_size=32, shuffle=True))
+
+
+def greek_coins(fault: bool) -> None:
+    data = TensorDataset(torch.rand(3000, 1, 32, 32) * 2 - 1)
+    quiet(160).fit(CoinGan(cut=not fault, toggles=True), DataLoader(data, batch_size=32, shuffle=True))
 
 
 def reader(width: int) -> nn.Sequential:
@@ -288,6 +298,7 @@ if __name__ == "__main__":
     main(
         {
             "roman_coins": roman_coins,
+            "greek_coins": greek_coins,
             "handwriting": handwriting,
             "street_trees": street_trees,
             "flood_maps": flood_maps,

@@ -1,4 +1,4 @@
-"""Trainings on measurements: earthquakes, rivers, hives, bridges, electricity meters and radar."""
+"""Trainings on measurements: earthquakes, rivers, hives, bridges, electricity meters, radar and milk."""
 
 from __future__ import annotations
 
@@ -241,6 +241,37 @@ def radar_echoes(fault: bool) -> None:
     quiet(80).fit(SeriesModel(2, 64, 4), DataLoader(echoes, batch_size=64, shuffle=True))
 
 
+# --- milk: fat and protein from near-infrared spectra
+
+
+class MilkSpectra(Dataset[tuple[Tensor, Tensor]]):
+    """Spectra without their baseline, which is fitted with broad bumps over the wavelengths."""
+
+    def __init__(self, samples: int, once: bool) -> None:
+        self.wavelengths = np.linspace(900, 1700, 512)
+        self.spectra = np.random.default_rng(1).normal(size=(samples, 512)).astype(np.float32)
+        self.content = torch.randint(2, (samples,))
+        self.baseline = self.solver() if once else None
+
+    def solver(self) -> tuple[np.ndarray, np.ndarray]:
+        centers = np.linspace(900, 1700, 16)
+        bumps = np.exp(-(((self.wavelengths[:, None] - centers) / 40) ** 2)).astype(np.float32)
+        return bumps, np.linalg.pinv(bumps)
+
+    def __len__(self) -> int:
+        return len(self.spectra)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        bumps, inverse = self.baseline if self.baseline is not None else self.solver()
+        spectrum = self.spectra[index]
+        return torch.from_numpy(spectrum - bumps @ (inverse @ spectrum))[None], self.content[index]
+
+
+def milk_spectra(fault: bool) -> None:
+    milk = MilkSpectra(6400, once=not fault)
+    quiet(100).fit(SeriesModel(1, 192, 2, stride=2), DataLoader(milk, batch_size=64, shuffle=True))
+
+
 if __name__ == "__main__":
     main(
         {
@@ -250,5 +281,6 @@ if __name__ == "__main__":
             "bridge_strain": bridge_strain,
             "smart_meters": smart_meters,
             "radar_echoes": radar_echoes,
+            "milk_spectra": milk_spectra,
         }
     )
