@@ -56,6 +56,7 @@ HELD: Final = 0.5
 MAIN: Final = 1 / 3
 MIN_MAIN: Final = 0.3
 FREE: Final = "free memory"
+NOTHING: Final = "nothing"
 OUTSIDE: Final = frozenset({"remainder", FREE})
 ENDING: Final = frozenset({"mapped file", "first touch"})
 # Between the rates of a leak before and after the objects were first counted.
@@ -115,12 +116,16 @@ def who_holds(rows: Sequence[HolderRow]) -> list[HolderRow]:
     """Return the result of the last search for holders, the largest first; empty where none found anything.
 
     A later search has the growth of a longer time, and misses what the program has released since: where the C
-    allocator keeps that, as after ``on_train_epoch_end`` has cleared a list, the search before counts.
+    allocator keeps that, as after ``on_train_epoch_end`` has cleared a list, the search before counts. So it does where
+    it found freed memory, and the later one nothing.
     """
     searches = [list(found) for _, found in itertools.groupby(rows, key=lambda row: row.step)]
-    if len(searches) > 1 and {row.kind for row in searches[-1]} == {FREE} and any(row.place for row in searches[-2]):
-        searches.pop()
-    return [row for row in searches[-1] if row.kind != "nothing"] if searches else []
+    if len(searches) > 1:
+        before, last = ({row.kind for row in found} for found in searches[-2:])
+        is_released = last == {FREE} and any(row.place for row in searches[-2])
+        if is_released or (last == {NOTHING} and before == {FREE}):
+            searches.pop()
+    return [row for row in searches[-1] if row.kind != NOTHING] if searches else []
 
 
 class Holders(msgspec.Struct, frozen=True):

@@ -415,6 +415,8 @@ EXPECTED: Final = (
         near=(r"threads?|context switch|contention",),
         fix=(r"OMP_NUM_THREADS|set_num_threads|num_threads",),
         near_fix=(r"threads?",),
+        # Other programs on the machine may take the cores: that is no word about the training's threads.
+        accuse=(r"oversubscri|set_num_threads|\d+ threads",),
     ),
     Expected(
         name="forced_collection",

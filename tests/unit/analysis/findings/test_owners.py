@@ -352,6 +352,19 @@ def test_freed_memory_that_the_allocator_keeps_is_a_note(tmp_path: Path) -> None
     assert finding.sentence.endswith(": the C allocator keeps freed memory.")
 
 
+@pytest.mark.parametrize(("kind", "is_note"), [("free memory", True), ("remainder", False)])
+def test_freed_memory_that_an_earlier_search_found_remains_a_note_where_a_later_one_finds_nothing(
+    tmp_path: Path, kind: str, is_note: bool
+) -> None:
+    directory = make_run(tmp_path, GROWING)
+    found = {"kind": kind, "added_bytes": 200 * MIB, "since_step": 20, "step": 70, "grown_bytes": 200 * MIB}
+    rows(directory / "holders.rank00000.jsonl", found, {"kind": "nothing", "step": 119})
+    finding = finding_of(directory, "memory_growth")
+    assert finding is not None
+    assert (finding.severity is Severity.INFO) == is_note
+    assert finding.sentence.endswith("keeps freed memory.") == is_note
+
+
 @pytest.mark.parametrize(("epochs", "severity"), [(1, Severity.INFO), (5, Severity.INFO), (100, Severity.WARNING)])
 def test_freed_memory_that_fills_the_machine_before_the_training_ends_is_a_warning(
     tmp_path: Path, epochs: int, severity: Severity
