@@ -17,22 +17,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 sys.path.append(str(Path(__file__).resolve().parent))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
-from page_commands import command, recorded
 from results import Result, page, totals
 from rich.console import Console
 from rich.markup import escape
@@ -43,31 +38,15 @@ from scoring import (
     NEXT_AIM,
     ON_GPU,
     SETS,
-    Expected,
-    accusations,
     expected_of,
     is_healthy,
-    page_of,
-    score,
-    squeezed,
 )
+from trainings import Case, run_case
 
 from measured import write_fragment
 
 HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE.parents[1] / "build" / "verdicts.json"
-# In the directory of a recording: written when its training has ended.
-RAN: Final = "ran.json"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One training: its fault, its folder, and whether it is the healthy twin."""
-
-    expected: Expected
-    folder: str
-    healthy: bool
-    repeat: int
 
 
 def main() -> int:
@@ -134,71 +113,15 @@ def run_all(cases: Sequence[Case], options: argparse.Namespace) -> list[Result]:
         ThreadPoolExecutor(options.jobs) as pool,
     ):
         task = progress.add_task("trainings", total=len(cases))
-        pending = {pool.submit(run_case, case, options): index for index, case in enumerate(cases)}
+        pending = {
+            pool.submit(run_case, case, options.recordings, is_loaded=options.loaded): index
+            for index, case in enumerate(cases)
+        }
         results: dict[int, Result] = {}
         for future in as_completed(pending):
             results[pending[future]] = result = future.result()
             progress.update(task, advance=1, description=result.name)
     return [results[index] for index in sorted(results)]
-
-
-def run_case(case: Case, options: argparse.Namespace) -> Result:
-    """Run one training in a directory of its own and read its page. A failure is the result's error."""
-    expected = case.expected
-    result = Result(
-        name=expected.name, domain=expected.domain, healthy=case.healthy, repeat=case.repeat, set=case.folder
-    )
-    with kept_directory(case, options.recordings) as directory:
-        try:
-            printed = None if (directory / RAN).is_file() else train(case, directory, is_loaded=options.loaded)
-            for name, value in json.loads((directory / RAN).read_text()).items():
-                setattr(result, name, value)
-            read_page(case, directory, printed, result)
-        except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
-            result.error = f"{type(error).__name__}: {error}"
-    return result
-
-
-@contextlib.contextmanager
-def kept_directory(case: Case, recordings: Path | None) -> Iterator[Path]:
-    """Yield the directory of a training: one that stays in ``recordings``, or one that does not stay."""
-    if recordings is None:
-        with tempfile.TemporaryDirectory(prefix="verdicts-") as name:
-            yield Path(name)
-    else:
-        path = recordings.resolve() / f"{case.expected.name}-{'healthy' if case.healthy else 'fault'}-{case.repeat}"
-        path.mkdir(parents=True, exist_ok=True)
-        yield path
-
-
-def train(case: Case, directory: Path, *, is_loaded: bool) -> str:
-    """Run a training, from nothing, note that it ended, and give what it printed."""
-    for part in directory.iterdir():
-        shutil.rmtree(part) if part.is_dir() else part.unlink()
-    began = time.monotonic()
-    script = HERE / case.folder / case.expected.script
-    printed = recorded(str(script), case.expected.name, directory, is_healthy=case.healthy)
-    seconds, load = round(time.monotonic() - began, 1), round(os.getloadavg()[0], 1)
-    (directory / RAN).write_text(json.dumps({"seconds": seconds, "load": load, "loaded": is_loaded}))
-    return printed
-
-
-def read_page(case: Case, directory: Path, printed: str | None, result: Result) -> None:
-    """Score what the page of a recording says; raise if the run that just ended printed another verdict."""
-    runs = sorted(directory.rglob("memprofiler"))
-    if len(runs) != 1:
-        raise LookupError(f"{len(runs)} runs instead of 1")
-    shown = json.loads(command("show", str(runs[0]), "--format", "json", directory=directory))
-    page = page_of(shown)
-    # Rank 0 prints its page before the others have written all.
-    if printed is not None and len(shown["ranks"]) == 1 and squeezed(page.sentence) not in squeezed(printed):
-        raise ValueError(f"the terminal page lacks the verdict {page.sentence!r}")
-    result.sentence, result.next_step, result.findings = page.sentence, page.next_step, list(page.findings)
-    if case.healthy:
-        result.accused = accusations(case.expected, page)
-    else:
-        points = score(case.expected, page)
-        result.cause, result.fix = points.cause, points.fix
 
 
 def table_of(results: Sequence[Result]) -> Table:

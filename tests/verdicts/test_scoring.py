@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from dataclasses import replace
@@ -15,7 +14,6 @@ sys.path.append(str(HERE))
 
 from promises import Comparison, Promise, promised  # noqa: E402 - its folder comes first
 from results import Result, page  # noqa: E402 - its folder comes first
-from run import RAN, Case, run_case  # noqa: E402 - its folder comes first
 from scoring import (  # noqa: E402 - its folder comes first
     ON_GPU,
     SETS,
@@ -30,6 +28,7 @@ from scoring import (  # noqa: E402 - its folder comes first
     share,
     squeezed,
 )
+from trainings import RAN, Case, run_case  # noqa: E402 - its folder comes first
 
 PADDING = Expected(
     name="padding",
@@ -151,10 +150,9 @@ def test_the_page_of_scores_has_a_row_per_load_and_one_per_training():
 def test_a_recording_that_was_kept_is_read_again_without_a_training(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "padding-healthy-0" / "logs")
     (tmp_path / "padding-healthy-0" / RAN).write_text('{"seconds": 9.5, "load": 1.5, "loaded": true}')
-    options = argparse.Namespace(recordings=tmp_path, loaded=False)
-    result = run_case(Case(replace(PADDING, script="no such script"), "faults", healthy=True, repeat=0), options)
+    result = run_case(Case(replace(PADDING, script="no such script"), "faults", healthy=True, repeat=0), tmp_path)
     assert (result.error, result.seconds, result.load, result.loaded) == ("", 9.5, 1.5, True)
     assert result.sentence
     assert directory.is_dir()
-    other = run_case(Case(replace(PADDING, script="no such script"), "faults", healthy=False, repeat=0), options)
+    other = run_case(Case(replace(PADDING, script="no such script"), "faults", healthy=False, repeat=0), tmp_path)
     assert "no such script" in other.error
