@@ -305,7 +305,7 @@ def between_steps(facts: Facts) -> Finding | None:
     )
 
 
-# Of a step that mostly waits, nothing else is worth as much.
+# Where a step mostly waits, nothing else is worth as much.
 MOST_OF_STEP: Final = 0.5
 
 
@@ -313,9 +313,8 @@ def core_wait(facts: Facts) -> Finding | None:
     """Find a training thread that is ready to run but waits for a core, and the processes that use the cores.
 
     Recovers half to all of this time. It is the last of the warnings: findings about the training itself still apply
-    when the other processes have ended. Less than half of a step that other programs take is a note: what bounds the
-    training comes first. Their worth is a share of the step without this wait, so that other processes
-    hide none of them: of a step that waits three quarters of its time the other lines are those of a quiet machine.
+    when the other processes have ended. Their worth is a share of the step without this wait, so that it hides none of
+    them. A wait that other programs cause is a note below half of the step: what bounds the training comes first.
     """
     worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
     if worst is None or not _matters(worst[1], worst[1].of("core_wait")) or is_oversubscribed(facts, worst[0]):

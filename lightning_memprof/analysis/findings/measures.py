@@ -420,12 +420,10 @@ def core_use(facts: Facts, rank: Rank) -> CoreUse:
     text = f" In recorded steps the training used {own:.1f} of {all_cores} cores, other processes {others:.1f}."
     if busy < IS_FULL * all_cores:
         quota = rank.facts.environment.get("cpu_quota")
-        if quota is not None and own >= quota / 2:
-            limit, found = (
-                LIMIT.format(quota=quota, cores=all_cores),
-                f"The CPU limit is {quota:g} of {all_cores} cores",
-            )
-            return CoreUse(next_steps=(limit, OTHERS), owner=found, text=text, own=own, others=others)
+        if quota is not None and quota < all_cores and own >= quota / 2:
+            owner = f"The CPU limit is {quota:g} of {all_cores} cores"
+            limit = LIMIT.format(quota=quota, cores=all_cores)
+            return CoreUse(next_steps=(limit, OTHERS), owner=owner, text=text, own=own, others=others)
         if cores == all_cores:
             # They had the cores in other steps than the recorded ones.
             return CoreUse(next_steps=(OTHERS,), by_others=True, text=text, own=own, others=others)

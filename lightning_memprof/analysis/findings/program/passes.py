@@ -208,8 +208,8 @@ def _to_all(passes: int, optimizers: Sequence[OptimizerFacts], ledger: TimeLedge
 def _computed_twice(optimizer: OptimizerFacts, ledger: TimeLedger) -> _Unused:
     ns, names = _backward(ledger, optimizer.modules), ", ".join(optimizer.modules)
     return _Unused(
-        sentence=f"both backward passes of a step compute those of {names}, without detach()",
-        why=f"Its optimizer uses those of one pass; both take {format_ns(ns)}",
+        sentence=f"both backward passes of each step reach {names}, without detach()",
+        why=f"Its optimizer uses the gradients of one pass; both take {format_ns(ns)}",
         next_steps=(DETACH, TOGGLE),
         min=ns / PAIR * FROZEN[0],
         max=ns / PAIR,

@@ -558,11 +558,15 @@ def test_workers_that_sleep_do_not_take_the_cores(tmp_path: Path) -> None:
     assert "num_workers" not in finding.next_steps[0]
 
 
-@pytest.mark.parametrize(("quota", "is_cause"), [(2.0, True), (16.0, False), (None, False)])
+@pytest.mark.parametrize(
+    ("quota", "used", "is_cause"),
+    [(2.0, 190.0, True), (6.0, 190.0, False), (8.0, 500.0, False), (None, 190.0, False)],
+    ids=["used up", "not used up", "all cores", "none"],
+)
 def test_on_a_machine_with_free_cores_a_cpu_limit_that_is_used_up_is_the_cause(
-    tmp_path: Path, quota: float | None, is_cause: bool
+    tmp_path: Path, quota: float | None, used: float, is_cause: bool
 ) -> None:
-    load = {"process_cpu_percent": 190.0, "machine_cpu_percent": 40.0}
+    load = {"process_cpu_percent": used, "machine_cpu_percent": 65.0}
     finding = waits_for_a_core(tmp_path, 0.4, load=load, environment={"cpu_quota": quota})["core_wait"]
     if is_cause:
         assert finding.sentence.startswith("The CPU limit is 2 of 8 cores: the training thread waits 40%")

@@ -303,7 +303,7 @@ def test_gradients_that_the_pass_for_another_optimizer_computes_too_are_named(
     assert ("unused_gradients" in findings) == (named is not None)
     if named:
         finding = findings["unused_gradients"]
-        assert finding.sentence.endswith(f"both backward passes of a step compute those of {named}, without detach().")
+        assert finding.sentence.endswith(f"both backward passes of each step reach {named}, without detach().")
         assert "detach()" in finding.next_steps[0]
         assert finding.recovers is not None
         # 15 ms of backward for each part: one of its two passes.
