@@ -30,6 +30,7 @@ from lightning_memprof.capture import loader_calls, observe
 from lightning_memprof.capture.loader_calls import Calls, name_of, timed_calls
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.assignments import is_library
+from lightning_memprof.capture.threads import frames_of_threads
 from lightning_memprof.capture.torch_internals import _IterableDatasetFetcher, _MapDatasetFetcher, _utils
 from lightning_memprof.units import KIB
 
@@ -377,7 +378,7 @@ class _Page:
                 counts[looks] += 1
                 if waits_for_lock(_read(f"/proc/self/task/{thread}/syscall").decode()):
                     counts[waits] += 1
-                    places[_line(sys._current_frames().get(ident))] += 1  # noqa: SLF001 the only way to another thread's frame
+                    places[_line(frames_of_threads().get(ident))] += 1
                     line = places.most_common(1)[0][0].encode()[:_LOCK_BYTES]
                     self._bytes[_LOCK_AT:_CALLS_AT] = line.ljust(_LOCK_BYTES, b"\0")
 

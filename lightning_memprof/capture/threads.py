@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
+import operator
 import os
 import sys
 import threading
@@ -11,7 +13,7 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from lightning_memprof.artifacts.secrets import masking
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow, ProcessRow
@@ -19,6 +21,7 @@ from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.sources.user_hooks import hook_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import CodeType, FrameType
 
 # Of a core.
@@ -41,6 +44,20 @@ _WITHOUT_NAME: Final = frozenset({"<lambda>", "<listcomp>", "<genexpr>", "<dictc
 # The other lines are of a few looks.
 _MOST_LINES: Final = 500
 _MOST_SOURCE: Final = 160
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread by its ``ident``, as ``sys._current_frames`` does.
+
+    Python 3.11 before 3.11.9 collects garbage inside that function, with a lock that each new thread needs: a Python
+    function that the collection calls lets another thread run, which waits for ever (python/cpython#106883).
+    """
+    if sys.version_info >= (3, 11) and gc.isenabled():
+        calls: tuple[Callable[[], Any], ...] = gc.disable, sys._current_frames, gc.enable  # noqa: SLF001 documented
+        # One call in C: no other thread runs between its parts.
+        _, frames, _ = map(operator.call, calls)
+        return cast("dict[int, FrameType]", frames)
+    return sys._current_frames()  # noqa: SLF001 documented
 
 
 class CoreWait:
@@ -198,7 +215,7 @@ class LineSampler:
         try:
             while not self._stop.wait(_FIRST_PAUSE_S if self._looks.total() < _FIRST_LOOKS else _PAUSE_S):
                 now = perf_counter_ns()
-                frame = sys._current_frames().get(self._training)  # noqa: SLF001 Python has no other way
+                frame = frames_of_threads().get(self._training)
                 if self.is_open and before is not None and (at := self._line(frame)) is not None:
                     self._times[at] += now - before
                     self._looks[at] += 1

@@ -33,6 +33,7 @@ from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.loader_workers import counted_workers, stuck_workers
 from lightning_memprof.capture.sources.assignments import is_library
+from lightning_memprof.capture.threads import frames_of_threads
 from lightning_memprof.capture.torch_internals import _dump_fr_trace_json, _dump_nccl_trace_json
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import format_ns
@@ -338,7 +339,7 @@ class _Reports:
 
     def stand(self, row: HangRow, training: int) -> None:
         """Write where the threads of this rank are."""
-        frames = sys._current_frames()  # noqa: SLF001 the documented way to the stacks of all threads
+        frames = frames_of_threads()
         # At once: the frame of a generator that is suspended meanwhile has no frame around it.
         found = list(traceback.walk_stack(frames[training]))
         _set_place(row, found)

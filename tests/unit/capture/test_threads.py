@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
-from lightning_memprof.capture.threads import CoreWait, LineSampler, ThreadTimes
+from lightning_memprof.capture.threads import CoreWait, LineSampler, ThreadTimes, frames_of_threads
 
 
 @pytest.mark.skipif(CoreWait().read() is None, reason="the kernel does not count the times of threads")
@@ -151,3 +153,40 @@ def test_the_function_of_a_library_that_a_line_calls_is_named() -> None:
 
 def copied() -> object:
     return copy.deepcopy([[number] for number in range(30_000)])
+
+
+def test_a_collection_that_starts_a_thread_does_not_deadlock_with_a_look_at_all_frames(
+    run_python: Callable[..., CompletedProcess[str]],
+) -> None:
+    done = run_python(
+        "-c",
+        """if True:
+        import _thread, faulthandler, gc
+        from lightning_memprof.capture.threads import frames_of_threads
+
+        faulthandler.dump_traceback_later(60, exit=True)
+        collections = []
+
+        def start_a_thread(phase, found):
+            collections.append(phase)
+            _thread.start_new_thread(int, ())
+
+        gc.callbacks.append(start_a_thread)
+        # Some of these collections would be inside the look.
+        for threshold in range(1, 40):
+            gc.set_threshold(threshold)
+            frames_of_threads()
+        assert collections
+        assert gc.isenabled()
+        """,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_program_that_has_disabled_the_garbage_collector_finds_it_disabled() -> None:
+    gc.disable()
+    try:
+        assert threading.get_ident() in frames_of_threads()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
