@@ -240,6 +240,13 @@ class RemovedRow(Row, tag_field="kind", tag="removed"):
     reason: str = "no reason given"
 
 
+class PauseRow(Row, tag_field="kind", tag="pause"):
+    """The profiler's work between two steps that took ``ns`` up to ``time_ns``: other ranks wait for it."""
+
+    time_ns: Int64 = 0
+    ns: Int64 = 0
+
+
 class ErrorRow(Row, tag_field="kind", tag="error"):
     """A collector that failed and was disabled."""
 
@@ -293,11 +300,11 @@ class EndRow(Row, tag_field="kind", tag="end"):
 _KINDS: Final[Mapping[str, type[Row]]] = {
     "run": RunFacts, "training": TrainingFacts, "oom": OomRow, "window": WindowRow, "artifact": ArtifactRow,
     "removed": RemovedRow, "error": ErrorRow, "unavailable": UnavailableRow, "note": NoteRow, "budget": BudgetRow,
-    "end": EndRow,
+    "pause": PauseRow, "end": EndRow,
 }  # fmt: skip
 # The rows that have no open-ended fields, and nearly all rows of a manifest.
 _decode: Final = msgspec.json.Decoder(
-    WindowRow | ArtifactRow | RemovedRow | ErrorRow | UnavailableRow | NoteRow | BudgetRow | EndRow
+    WindowRow | ArtifactRow | RemovedRow | ErrorRow | UnavailableRow | NoteRow | BudgetRow | PauseRow | EndRow
 ).decode
 R = TypeVar("R", bound=Row)
 

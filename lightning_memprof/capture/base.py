@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from lightning_memprof.capture.budget import Ledger
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.faults import Faults
     from lightning_memprof.schedule import Mark, Point, Window
 
+_NOTABLE_PAUSE_NS: Final = 50_000_000
 OnMark = Callable[["Mark"], None]
 # Gets the exception that ended the run; returns whether the run's out-of-memory report describes it.
 OnException = Callable[[BaseException], bool]
@@ -253,6 +254,11 @@ class RunContext:
         """Write why a collector has no data, of one window or of the run."""
         within = {} if window is None else {"window": window.index}
         self.sink.manifest.append("unavailable", collector=collector, **within, reason=reason)
+
+    def note_pause(self, ns: int) -> None:
+        """Write that work between two steps took so long, if other ranks would notice that they waited."""
+        if ns >= _NOTABLE_PAUSE_NS:
+            self.sink.manifest.append("pause", ns=ns)
 
     def in_background(self, job: Callable[[], None], *, collector: str, window: Window) -> None:
         """Run slow work after the window, without blocking the training; a failure is the collector's."""

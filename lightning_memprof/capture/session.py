@@ -117,7 +117,9 @@ class Session:
             self._open_window(turn.opens, turn, position)
         in_window = was_open or self._recording is not None
         if in_window:
-            self._windows_ns += time.perf_counter_ns() - began
+            spent_ns = time.perf_counter_ns() - began
+            self._windows_ns += spent_ns
+            self._run.note_pause(spent_ns)
         progress.position, progress.point = position, Point.STEP_START
         if self._recording is not None:
             if turn.action is not Action.WARMUP:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -23,6 +24,7 @@ from lightning_memprof.artifacts.manifest import (
     ErrorRow,
     Manifest,
     NoteRow,
+    PauseRow,
     RemovedRow,
     UnavailableRow,
     WindowRow,
@@ -133,6 +135,7 @@ def _of_ranks(place: Place, layout: Layout, reports: Sequence[_RankReport]) -> R
     ranks = tuple(sorted((report.rank for report in reports if report.rank), key=lambda rank: rank.rank))
     if not ranks:
         raise ArtifactError(reports[0].problems[0].message)
+    ranks = tuple(replace(rank, held_up=_held_up(rank, ranks)) for rank in ranks)
     return Run(
         directory=place.directory,
         root=layout.root,
@@ -145,6 +148,21 @@ def _of_ranks(place: Place, layout: Layout, reports: Sequence[_RankReport]) -> R
         others=place.others,
         ooms=tuple(oom for report in reports for oom in report.ooms),
     )
+
+
+def _held_up(rank: Rank, ranks: Sequence[Rank]) -> frozenset[int]:
+    """Return the steps of a rank that are mostly in the profiler's work on other ranks, or the other way round."""
+    pauses = [pause for other in ranks if other.rank != rank.rank for pause in other.profiler_pauses]
+    rows = rank.pulse if pauses else ()
+    steps = [(row["start_ns"] or 0, row["duration_ns"] or 0, row["step"] or 0) for row in rows]
+    found: set[int] = set()
+    for begin, end in pauses:
+        for start, duration, step in steps[max(bisect(steps, (begin,)) - 1, 0) :]:
+            if start >= end:
+                break
+            if 2 * (min(end, start + duration) - max(begin, start)) >= min(duration, end - begin):
+                found.add(step)
+    return frozenset(found)
 
 
 def in_full(ranks: Sequence[int]) -> frozenset[int]:
@@ -197,6 +215,7 @@ def _read_rank(layout: Layout, number: int, *, in_full: bool, with_pulse: bool =
         steps=max(len(pulse), (end.steps if end else None) or 0),
         overhead=end.overhead if end else None,
         in_full=in_full,
+        profiler_pauses=tuple((row.time_ns - row.ns, row.time_ns) for row in manifest.of(PauseRow)),
     )
     return _RankReport(
         rank=rank,

@@ -132,7 +132,9 @@ class RecordedWindow(_Reader, frozen=True):
 class Rank(_Reader, frozen=True, dict=True):
     """The files of one rank. ``facts`` is the manifest's ``run`` row, ``training`` its ``training`` row.
 
-    Of thousands of ranks most are not read ``in_full``: they have no pulse and no artifacts here.
+    Of thousands of ranks most are not read ``in_full``: they have no pulse and no artifacts here. ``profiler_pauses``
+    are the long ones between two steps, ``(begin, end)`` in nanoseconds since the epoch, and ``held_up`` the steps in
+    which the rank waited for that of another rank.
     """
 
     rank: int
@@ -146,11 +148,13 @@ class Rank(_Reader, frozen=True, dict=True):
     steps: int
     overhead: OverheadFacts | None
     in_full: bool = True
+    profiler_pauses: tuple[tuple[int, int], ...] = ()
+    held_up: frozenset[int] = frozenset()
 
     @cached_property
     def typical_steps(self) -> TypicalSteps | None:
         """The typical steps of the pulse, None where it has no timed step; several rules use them."""
-        return typical_steps(self.pulse)
+        return typical_steps(self.pulse, self.held_up)
 
     @cached_property
     def system(self) -> SystemSamples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -106,12 +106,17 @@ class PulseStatistics(msgspec.Struct, frozen=True):
         return (self.breakdown_ns[phase] or 0) / self.mean_ns if self.mean_ns else 0.0
 
 
-def typical_steps(pulse: Sequence[PulseRow]) -> TypicalSteps | None:
-    """Return the steps of a pulse that are typical, or None where it has no timed step."""
+def typical_steps(pulse: Sequence[PulseRow], held_up: Collection[int] = ()) -> TypicalSteps | None:
+    """Return the steps of a pulse that are typical, or None where it has no timed step.
+
+    Args:
+        pulse: the rows of one rank.
+        held_up: steps in which it waited for the profiler's work on another rank.
+    """
     timed = [(row, timing) for row in pulse if (timing := host_timing(row)) is not None]
     if not timed:
         return None
-    used, left_out = _typical(timed)
+    used, left_out = _typical(timed, held_up)
     on_device = [(row["step"], timing) for row, _ in used if (timing := device_timing(row)) is not None]
     clock: Clock = "host"
     timings = [(row["step"], timing) for row, timing in used]
@@ -128,13 +133,17 @@ def typical_steps(pulse: Sequence[PulseRow]) -> TypicalSteps | None:
     return TypicalSteps(tuple((step or 0, timing[0], timing[1]) for step, timing in timings), basis, clock)
 
 
-def _typical(timed: list[_TimedRow]) -> tuple[list[_TimedRow], list[str]]:
+def _typical(timed: list[_TimedRow], held_up: Collection[int]) -> tuple[list[_TimedRow], list[str]]:
     """Leave out the steps that are not typical, as long as enough others remain; say which."""
     used, left_out = timed, []
     outside = [step for step in used if step[0]["window"] is None]
     if len(outside) < len(used) and len(outside) >= OTHERS_TO_DROP_WINDOWS:
         used = outside
         left_out.append("those in windows")
+    free = [step for step in used if step[0]["step"] not in held_up]
+    if len(free) < len(used) and len(free) >= OTHERS_TO_DROP_WINDOWS:
+        used = free
+        left_out.append("those that waited for the profiler on another rank")
     if used[0] is timed[0] and len(used) > OTHERS_TO_DROP_FIRST:
         used = used[1:]
         left_out.insert(0, "the first")

@@ -166,7 +166,9 @@ class _Growth:
         try:
             yield
         finally:
-            self._run.progress.charge(Holders.name, perf_counter_ns() - began)
+            spent_ns = perf_counter_ns() - began
+            self._run.progress.charge(Holders.name, spent_ns)
+            self._run.note_pause(spent_ns)
 
 
 def _most(limit: tuple[int, float], level: int) -> int:

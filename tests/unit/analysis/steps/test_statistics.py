@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_runs import FakeRun, make_run
+from lightning_memprof.analysis.ledger.model import Stall
+from lightning_memprof.analysis.ledger.run import run_ledger
 from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import classify, exclusive_times
 from lightning_memprof.analysis.steps.statistics import pulse_statistics, typical_steps, window_steps
+from lightning_memprof.artifacts.manifest import ManifestWriter
+from lightning_memprof.artifacts.naming import manifest_name
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, HookRow
 from lightning_memprof.units import MIB
 
@@ -195,6 +201,34 @@ def test_the_devices_clock_is_used_where_most_steps_have_it(tmp_path: Path, ever
     assert found is not None
     assert found.clock == clock
     assert len(found.steps) == 26  # without the first step and those of a window
+
+
+def test_a_step_that_waits_for_the_profiler_on_another_rank_is_neither_typical_nor_a_stall(tmp_path: Path) -> None:
+    step, pause = 20, 3_000_000_000
+
+    def phases(rank: int, at: int) -> dict[str, int]:
+        waits = {"backward": 40_000_000 + pause * ((rank, at) == (0, step))}
+        return dict.fromkeys(PHASES, 10_000_000) | waits
+
+    directory = make_run(tmp_path, FakeRun(world_size=2, phases=phases))
+    waiting = load_run(directory).lead
+    assert [stall.step for stall in stalls_of(waiting)] == [step]
+    before = waiting.pulse[step]["start_ns"] or 0
+    with closing(ManifestWriter(directory / manifest_name(1))) as manifest:
+        manifest.append("pause", time_ns=before + pause, ns=pause)
+    first, second = load_run(directory).ranks
+    assert (sorted(first.held_up), sorted(second.held_up)) == ([step], [])
+    assert stalls_of(first) == ()
+    statistics = pulse_statistics(first)
+    assert statistics is not None
+    without = "the first, those in windows and those that waited for the profiler on another rank"
+    assert statistics.basis == f"25 of 30 steps, without {without}"
+
+
+def stalls_of(rank: Rank) -> tuple[Stall, ...]:
+    ledger = run_ledger(rank)
+    assert ledger is not None
+    return ledger.stalls
 
 
 @pytest.mark.parametrize(

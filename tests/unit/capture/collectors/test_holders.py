@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_memprof.capture.collectors import holders
 from lightning_memprof.capture.collectors.holders import Holders
 from lightning_memprof.schedule import Action
 from lightning_memprof.units import MIB
+from recorded_rows import read_rows
 from sessions import context, drive, session
 
 SECOND = 1_000_000_000
@@ -34,6 +36,7 @@ class Memory:
 
         def take(step: int, *rest: Any) -> census.Census:
             self.taken.append(step)
+            time.sleep(0.05)
             return real(step, *rest)
 
         monkeypatch.setattr(holders, "take_census", take)
@@ -87,8 +90,12 @@ def test_growth_is_counted_once_then_searched_for_ever_more_rarely_and_at_the_en
     with context(tmp_path) as run:
         rows = follow(run, memory, [500 + 4 * step for step in range(200)])
         assert run.progress.apart_ns["holders"] > 0
+        pauses = [row["ns"] for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "pause"]
     # At 8 MiB, 32 MiB later, four times as far, and at the end.
     assert memory.taken == [7, 15, 39, 135, 199]
+    # Other ranks do not wait for the last.
+    assert len(pauses) == 4
+    assert run.progress.apart_ns["holders"] == sum(pauses)
     assert {row["since_step"] for row in rows} == {7}
     assert rows[-1]["kind"] in ("remainder", "free memory")
     assert rows[-1]["grown_bytes"] == 4 * 192 * MIB
