@@ -194,8 +194,6 @@ def _next_steps(
 SEVERE_WAIT: Final = 0.30
 # Causes that a busy core does not slow down.
 NOT_SHARED: Final = frozenset({"data_wait", "callbacks", "gc_pauses"})
-# A rank's own waits for a core that explain less of its lateness are not the cause.
-WAITED_ITSELF: Final = 0.5
 SHARED: Final = " All ranks share the cores of one machine: other programs there can delay a rank too."
 WORDS: Final = {
     "data_wait": "its data wait takes",
@@ -227,7 +225,7 @@ def straggler(facts: Facts) -> Finding | None:
     ledger = facts.ledgers.get(found.rank)
     at_stake = found.caused_ns if found.caused_ns is not None else (found.own_ns or 0) - (found.others_ns or 0)
     share = min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0
-    by_chance = found.cause not in NOT_SHARED and _waits_itself(facts, found)
+    by_chance = found.cause not in NOT_SHARED and _may_wait_itself(facts, found)
     severity = Severity.CRITICAL if share >= SEVERE_WAIT else Severity.WARNING
     next_step = NEXT.get(found.cause, UNKNOWN) if found.cause else UNKNOWN
     loading = [line for line in ledger.of("data_wait") if "." in line.name] if ledger else []
@@ -257,19 +255,15 @@ def _recovery(caused_ns: float, others: Sequence[TimeLedger]) -> Recovery | None
     return Recovery(unit="ns", min=min(waits)[0], max=most, whole=step_ns) if most else None
 
 
-def _waits_itself(facts: Facts, found: Straggler) -> bool:
+def _may_wait_itself(facts: Facts, found: Straggler) -> bool:
     """Return whether a rank without a device may be late because it waits for a core that all ranks share.
 
-    A pulse that shows it late tells its own waits for a core too.
+    The lateness that a pulse shows is without its waits for a core, where the kernel counts them.
     """
     device = facts.run.lead.facts.device or ""
     if not device.startswith("cpu") or facts.ranks is None or len({rank.host for rank in facts.ranks.ranks}) > 1:
         return False
-    waits = {rank: ledger.ns("core_wait") for rank, ledger in facts.ledgers.items()}
-    others = [ns for rank, ns in waits.items() if rank != found.rank]
-    if found.pulse_steps is None or not found.caused_ns or found.rank not in waits or not any(waits.values()):
-        return True
-    return waits[found.rank] - statistics.median(others) >= WAITED_ITSELF * found.caused_ns
+    return found.pulse_steps is None or not any(ledger.ns("core_wait") for ledger in facts.ledgers.values())
 
 
 def _evidence(facts: Facts, found: Straggler) -> tuple[Evidence, ...]:

@@ -75,9 +75,9 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
 
     A rank is late in a step by the time by which its data wait, callbacks and optimizer exceed those of every other
     rank, who then wait in collectives, in their other phases. A longer forward, or more untracked time, counts if the
-    others' backward is longer for it, or their collectives outside the passes, such as those of ``self.log``. One slow
-    step is chance, and so are ranks that are late in turns: lateness of other ranks is subtracted, and the mean must
-    exceed its scatter over the parts of the run.
+    others' backward is longer for it, or their collectives outside the passes, such as those of ``self.log``. What the
+    rank waits longer for a core than the others is not counted. One slow step is chance, and so are ranks that are late
+    in turns: lateness of other ranks is subtracted, and the mean must exceed its scatter over the parts of the run.
     """
     typical = {rank.rank: rank.typical_steps for rank in ranks if rank.in_full}
     if len(typical) < max(len(ranks), 2) or any(each is None or each.clock != "host" for each in typical.values()):
@@ -89,9 +89,10 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
     table = {rank: [steps[step] for step in common] for rank, steps in found.items()}
     whole = statistics.mean(duration for each in typical.values() if each for _, duration, _ in each.steps)
     least = ON_SHARED_CORES if share_cores(ranks) else MIN_WAIT_SHARE
-    late = _late(table, max(MIN_WAIT_NS, MIN_WAIT_SHARE * whole))
+    waits = _core_waits(ranks, common)
+    late = _late(table, waits, max(MIN_WAIT_NS, MIN_WAIT_SHARE * whole))
     for phase in ("forward", "other"):
-        late = late or _late(table, max(MIN_WAIT_NS, least * whole), phase)
+        late = late or _late(table, waits, max(MIN_WAIT_NS, least * whole), phase)
     if late is None:
         return PulseLateness(steps=len(common), late=None)
     rank, caused, share = late
@@ -119,17 +120,28 @@ def share_cores(ranks: Sequence[Rank]) -> bool:
     return all(rank.facts.is_cpu for rank in ranks) and len({rank.facts.host for rank in ranks}) == 1
 
 
+def _core_waits(ranks: Sequence[Rank], steps: Sequence[int]) -> dict[int, list[int]]:
+    """Return for each rank how much longer than the median of the others it waits for a core, in each of the steps."""
+    waits = {rank.rank: {row["step"]: row["core_wait_ns"] or 0 for row in rank.pulse} for rank in ranks if rank.in_full}
+
+    def more(rank: int, step: int) -> int:
+        return waits[rank][step] - statistics.median_low(own[step] for other, own in waits.items() if other != rank)
+
+    return {rank: [max(more(rank, step), 0) for step in steps] for rank in waits}
+
+
 def _ns(phases: Breakdown, *names: str) -> int:
     return sum(phases.get(name) or 0 for name in names)
 
 
 def _late(
-    table: dict[int, list[Breakdown]], least_ns: float, meeting: str | None = None
+    table: dict[int, list[Breakdown]], waits: dict[int, list[int]], least_ns: float, meeting: str | None = None
 ) -> tuple[int, float, float] | None:
     """Return the late rank, its lateness in the mean step, and its share of all ranks'; None where none is late.
 
     Args:
         table: the phases of the steps of each rank.
+        waits: how much longer each waits for a core.
         least_ns: notable lateness.
         meeting: compare this phase, in which a rank may wait itself, and not those in which it does not.
     """
@@ -142,10 +154,10 @@ def _late(
         if meeting:
             meets = {each: _ns(rows[at], *({"backward", "other"} - {meeting})) for each, rows in table.items()}
             late = min(late, min(ns for each, ns in meets.items() if each != rank) - meets[rank])
-        found.append((rank, max(late, 0)))
+        found.append((rank, max(late - waits[rank][at], 0)))
     caused = Counter[int]()
-    for rank, late in found:
-        caused[rank] += late
+    for each, late in found:
+        caused[each] += late
     ((rank, ns),) = caused.most_common(1)
     if ns < least_ns * steps or not _exceeds_chance([late if each == rank else -late for each, late in found]):
         return None

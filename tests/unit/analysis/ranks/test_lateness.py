@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Severity
@@ -13,6 +14,7 @@ from lightning_memprof.analysis.findings.communication import straggler
 from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.ranks.lateness import PulseLateness, pulse_lateness
 from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.analysis.run.model import Rank
 
 MS = 1_000_000
 USUAL = {"data_wait": 1, "forward": 20, "backward": 40, "optimizer": 5, "callbacks": 1, "other": 1}
@@ -114,6 +116,23 @@ def test_ranks_on_one_machine_have_a_straggler_if_waits_for_a_core_do_not_explai
     assert found is not None
     assert found.severity is severity
     assert found.sentence == "Rank 1 is the straggler: its forward takes 50.0 ms per step, 20.0 ms on the other ranks."
+
+
+@pytest.mark.parametrize(("wait_ms", "late_ms"), [((0, 8), 22), ((40, 40), 30), ((40, 0), 30), ((0, 30), None)])
+def test_what_a_rank_waits_longer_for_a_core_than_the_others_is_not_its_lateness(
+    wait_ms: tuple[int, int], late_ms: int | None, tmp_path: Path
+) -> None:
+    def phases(rank: int, _step: int) -> dict[str, int]:
+        more = {"forward": 30} if rank == 1 else {"backward": 30}
+        return {name: (ms + more.get(name, 0)) * MS for name, ms in USUAL.items()}
+
+    def waiting(rank: Rank, ms: int) -> Rank:
+        return replace(rank, pulse=tuple(replace(row, core_wait_ns=ms * MS) for row in rank.pulse))
+
+    ranks = load_run(make_run(tmp_path, FakeRun(world_size=2, phases=phases))).ranks
+    found = pulse_lateness([waiting(rank, ms) for rank, ms in zip(ranks, wait_ms, strict=True)])
+    assert found is not None
+    assert (found.late.caused_ns if found.late else None) == (late_ms * MS if late_ms else None)
 
 
 def test_the_next_step_names_the_data_set_that_a_late_rank_waits_for(tmp_path: Path) -> None:
