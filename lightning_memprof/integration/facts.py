@@ -26,7 +26,7 @@ import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.capture.sources.compiled import compiled_modules
 from lightning_memprof.capture.sources.memory import cgroup_cores, cgroup_memory, mapped_files, usable_cpus
-from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_storage
+from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, local_storage
 from lightning_memprof.schedule import Action, Schedule, no_window
 from lightning_memprof.units import format_count
 
@@ -145,7 +145,7 @@ def _bytes_by_dtype(parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
 
 
 def _largest_buffers(module: torch.nn.Module) -> list[dict[str, Any]]:
-    found = sorted(((buffer.nbytes, name) for name, buffer in module.named_buffers()), reverse=True)
+    found = sorted(((local_bytes(buffer), name) for name, buffer in module.named_buffers()), reverse=True)
     return [{"name": name, "bytes": size} for size, name in found[:_LARGEST]]
 
 

@@ -52,6 +52,37 @@ class SparseGradients(TracedModel):
         return torch.optim.SparseAdam(list(self.parameters()), 1e-2)
 
 
+class GraphConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0, 1, 64).reshape(8, 8))
+
+    def forward(self, edges: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(edges, self.weight)
+
+
+class SparseInputs(Mlp):
+    """A module's only argument is a sparse tensor, and a buffer is one, as in networks on graphs."""
+
+    def build(self) -> None:
+        super().build()
+        self.convolution = GraphConvolution()
+        self.edges: torch.Tensor
+        self.register_buffer("edges", torch.eye(8).to_sparse(), persistent=False)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        edges = (self.edges, self.edges.coalesce(), self.edges.to_dense().to_sparse_csr())
+        return super().loss(batch @ torch.stack([self.convolution(each) for each in edges]).sum(0))
+
+
+class NestedInputs(Mlp):
+    """A module's only argument is a batch of samples of different lengths."""
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        lengths = torch.nested.nested_tensor([batch[:1], batch[1:]], layout=torch.jagged, requires_grad=True)
+        return self.net(lengths).values().square().mean()
+
+
 class Counted(torch.Tensor):
     """Counts what is done with it."""
 
@@ -160,8 +191,8 @@ class ModeOverTheStep(Mlp):
 
 
 KINDS = (
-    LateLazy, SparseGradients, OwnTensors, Scripted, CompiledFunction, CompiledInAWindow, Exported, HooksOverTheStep,
-    ModeOverTheStep,
+    LateLazy, SparseGradients, SparseInputs, NestedInputs, OwnTensors, Scripted, CompiledFunction, CompiledInAWindow,
+    Exported, HooksOverTheStep, ModeOverTheStep,
 )  # fmt: skip
 EACH: dict[str, Callable[[], Collector]] = {
     "functions": lambda: FunctionMemory(functions=["training_step", "backward"], saved_tensors_hooks=True),
@@ -183,6 +214,14 @@ def test_training_is_the_same_to_the_last_bit_and_nothing_fails(kind: type[Trace
         assert rows_of(run, "error") == []
         assert rows_of(run, "unavailable") == []
         assert (run / "window000" / f"rank00000.{name}.jsonl").stat().st_size > 0
+
+
+@pytest.mark.parametrize("kind", [SparseGradients, SparseInputs, NestedInputs])
+def test_what_every_run_records_fails_for_no_layout_of_a_tensor(kind: type[TracedModel], tmp_path: Path) -> None:
+    bare = fit(kind, tmp_path / "bare")
+    recorded = fit(kind, tmp_path / "recorded", MemProfilerCallback(schedule=WINDOWS))
+    assert [torch.equal(expected, other) for expected, other in zip(bare, recorded, strict=True)] == [True] * len(bare)
+    assert rows_of(only_run(tmp_path / "recorded"), "error") == []
 
 
 def test_a_dispatch_mode_that_ends_before_ours_leaves_torchs_flags_as_they_were(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ from lightning_memprof.capture.base import Collector, DeviceTimer, OnMark, RunCo
 from lightning_memprof.capture.sources.compiled import module_paths
 from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.capture.sources.saved_graph import Checkpoint, SavedGraph, SavedStorages, can_read
-from lightning_memprof.capture.sources.tensors import ModelTensors, PersistentBytes, batch_bytes, fold, tensors_in
+from lightning_memprof.capture.sources.tensors import (
+    ModelTensors,
+    PersistentBytes,
+    batch_bytes,
+    fold,
+    local_bytes,
+    tensors_in,
+)
 from lightning_memprof.capture.torch_internals import (
     DisableTorchFunctionSubclass,
     _current_graph_task_id,
@@ -116,7 +123,7 @@ class _ForwardLog:
         now: Callable[[], Any] = time.perf_counter_ns if timer is None else timer.record
         zero = None if timer else 0
         sequences, owners, rows, inside = self.sequences, self.owners, self._rows, self._inside
-        doubles, double = self.doubles, torch.float64
+        doubles, double, strided = self.doubles, torch.float64, torch.strided
         recomputed = 0
 
         def before(path: str, args: tuple[Any, ...]) -> None:
@@ -126,7 +133,8 @@ class _ForwardLog:
                 return
             # The program may switch it on for its own forward only.
             self.detects_anomaly |= torch.is_anomaly_enabled()
-            size = args[0].nbytes if len(args) == 1 and type(args[0]) is torch.Tensor else self._size(args)
+            plain = len(args) == 1 and type(args[0]) is torch.Tensor and args[0].layout is strided
+            size = args[0].nbytes if plain else self._size(args)
             row = rows.get(path)
             if row is None:
                 row = rows[path] = [0, 0, 1, zero, size]
@@ -157,7 +165,7 @@ class _ForwardLog:
     def _size(self, args: tuple[Any, ...]) -> int:
         try:
             with DisableTorchFunctionSubclass():
-                return sum(tensor.nbytes for tensor in tensors_in(args))
+                return sum(map(local_bytes, tensors_in(args)))
         except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
             self._failed(error)
             return 0

@@ -281,11 +281,10 @@ def _signature(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> object:
     """Return a value that changes with the sizes of parameters, gradients, buffers and state; None if not cheap."""
-    given = [gradient for gradient in gradients if gradient is not None]
-    changing = [*given, *buffers]
+    changing = [*(gradient for gradient in gradients if gradient is not None), *buffers]
     if not ({nn.Parameter}.issuperset(map(type, parameters)) and {torch.Tensor}.issuperset(map(type, changing))):
         return None
-    if not {torch.strided}.issuperset([gradient.layout for gradient in given]):
+    if not {torch.strided}.issuperset([tensor.layout for tensor in (*parameters, *changing)]):
         return None
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     if any(type(value) not in _COUNTED_BY_KEY for state in states[:1] for value in dict(state).values()):

@@ -197,6 +197,11 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         with DisableTorchFunctionSubclass():
             return {info for part in dense_parts(t) for info in add(part, reftype, update_existing)}
 
+    def _track_inputs_or_outputs(self, args: Any) -> int:
+        # torch's own raises for a sparse tensor.
+        found: int = super()._track_inputs_or_outputs([part for each in tensors_in(args) for part in dense_parts(each)])
+        return found
+
     def _track(self, reftype: _RefType, t: torch.Tensor) -> None:
         if isinstance(t, FakeTensor) and t.fake_mode is not self._fake_mode_on_entry:
             # A compiler's, which also makes views of its tensors outside of its fake mode.
