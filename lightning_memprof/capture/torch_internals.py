@@ -335,8 +335,7 @@ INTERNALS: Final = (
         owner="torch.distributed._tools.mem_tracker:MemTracker",
         names="_WINFO _curr_mem_snap _in_ac _in_opt _mod_tracker _peak_mem _peak_mem_snap _post_bw_hook _post_fw_hook "
         "_pre_bw_hook _pre_fw_hook _ref_class _track _track_inputs_or_outputs _track_module_params_and_buffers "
-        "_track_optimizer_states "
-        "_update_and_maybe_create_winfos _update_peak_stats _update_snap",
+        "_track_optimizer_states _update_and_maybe_create_winfos _update_peak_stats _update_snap",
         used_for="adapt the tracker to Lightning's loop",
         without="ModuleMemory and FSDPMemory are disabled and reported",
     ),

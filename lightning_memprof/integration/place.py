@@ -9,8 +9,12 @@ import re
 import shutil
 import tempfile
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import ManifestWriter
@@ -26,26 +30,63 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WORKING_COPIES: Final = "memprofiler-uploads"
+# Rank 0 may load data first. The collectives of the training wait longer.
+_PATIENCE: Final = timedelta(minutes=5)
+_Agreed = tuple[str, int, str | None]
 # The last row of a manifest has about a hundred bytes.
 _TAIL: Final = 4096
 
 
 def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> RunPlace | None:
-    """Agree on the run directory with all ranks: a collective, called once in ``setup`` on every rank.
+    """Agree on the run directory with the other ranks, once in ``setup``.
 
     Returns:
-        The place, or None where rank 0 could not write there; training continues without recording.
+        The place, or None where rank 0 could not write there or does not record; training continues without recording.
     """
-    # The directory of a logger may be any object.
-    wanted = os.fspath(dirpath) if dirpath else str(trainer.log_dir or trainer.default_root_dir)
-    if is_url(wanted) and (path := url_path(wanted)) is not None:
-        wanted = path
-    place: RunPlace | None = None
+    found: _Agreed | None = None
     if trainer.is_global_zero:
+        # The directory of a logger may be any object.
+        wanted = os.fspath(dirpath) if dirpath else str(_log_dir(trainer) or trainer.default_root_dir)
+        if is_url(wanted) and (path := url_path(wanted)) is not None:
+            wanted = path
         place = _claim_url(trainer, stage, wanted) if is_url(wanted) else _claim_directory(stage, wanted)
-    found = None if place is None else (str(place.root), place.number, place.url)
-    agreed: tuple[str, int, str | None] | None = trainer.strategy.broadcast(found)
+        found = None if place is None else (str(place.root), place.number, place.url)
+    agreed = _from_rank_0(trainer, found)
     return None if agreed is None else RunPlace(Path(agreed[0]), agreed[1], agreed[2])
+
+
+def _log_dir(trainer: Trainer) -> Any:
+    """Return the Trainer's ``log_dir``, which itself is a collective."""
+    if not trainer.loggers:
+        return trainer.default_root_dir
+    logger = trainer.loggers[0]
+    return logger.log_dir if isinstance(logger, (TensorBoardLogger, CSVLogger)) else logger.save_dir
+
+
+def _from_rank_0(trainer: Trainer, found: _Agreed | None) -> _Agreed | None:
+    """Return what rank 0 passes.
+
+    In a collective, ranks with the callback would wait for ever for those without it. In the process group's store rank
+    0 waits for nobody, and the others for a limited time.
+    """
+    world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+    if trainer.world_size == 1 or world is None or not hasattr(world, "get_group_store"):
+        agreed: _Agreed | None = trainer.strategy.broadcast(found)
+        return agreed
+    store = world.get_group_store()
+    key = f"memprof/place/{store.add(f'memprof/runs/{trainer.global_rank}', 1)}"
+    if trainer.is_global_zero:
+        store.set(key, json.dumps(found))
+        return found
+    try:
+        store.wait([key], _PATIENCE)
+    except RuntimeError:
+        log.warning(
+            "rank %d records nothing: rank 0 has claimed no run directory in %d s; every rank needs the callback",
+            trainer.global_rank, _PATIENCE.total_seconds(),
+        )  # fmt: skip
+        return None
+    return cast("_Agreed | None", json.loads(store.get(key)))
 
 
 def release_place(sink: Sink) -> None:

@@ -40,6 +40,21 @@ def test_the_rank_that_is_chosen_records_everything_and_the_other_one_what_is_li
     assert warning in (tmp_path / "run/out1").read_text()
 
 
+def test_rank_0_records_alone_where_the_others_have_no_callback(tmp_path: Path) -> None:
+    assert launch("lone_rank.py", tmp_path / "run", "0", world=2) == [0, 0]
+    (rank,) = load_run(only_run(tmp_path / "run")).ranks
+    assert (rank.rank, rank.status, rank.steps) == (0, "finished", 8)
+
+
+def test_a_rank_records_nothing_where_rank_0_has_no_callback(tmp_path: Path) -> None:
+    assert launch("lone_rank.py", tmp_path / "run", "1", world=2) == [0, 0]
+    assert list((tmp_path / "run").rglob("memprofiler*")) == []
+    printed = (tmp_path / "run/out1").read_text()
+    assert (
+        "rank 1 records nothing: rank 0 has claimed no run directory in 2 s; every rank needs the callback" in printed
+    )
+
+
 def test_only_the_newest_windows_are_kept_and_the_page_says_so_without_a_word_of_missing_files(
     tmp_path: Path,
 ) -> None:
