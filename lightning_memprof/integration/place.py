@@ -70,7 +70,7 @@ def _from_rank_0(trainer: Trainer, found: _Agreed | None) -> _Agreed | None:
     0 waits for nobody, and the others for a limited time.
     """
     world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
-    if trainer.world_size == 1 or world is None or not hasattr(world, "get_group_store"):
+    if world is None or not hasattr(world, "get_group_store"):
         agreed: _Agreed | None = trainer.strategy.broadcast(found)
         return agreed
     store = world.get_group_store()

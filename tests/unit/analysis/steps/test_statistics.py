@@ -225,6 +225,12 @@ def test_a_step_that_waits_for_the_profiler_on_another_rank_is_neither_typical_n
     assert statistics.basis == f"25 of 30 steps, without {without}"
 
 
+def test_where_nearly_all_steps_wait_for_another_rank_they_count(tmp_path: Path) -> None:
+    pulse = load_run(make_run(tmp_path, FakeRun(windows=()))).lead.pulse
+    counts = [len(found.steps) for held in (25, 26) if (found := typical_steps(pulse, range(held)))]
+    assert counts == [5, 29]
+
+
 def stalls_of(rank: Rank) -> tuple[Stall, ...]:
     ledger = run_ledger(rank)
     assert ledger is not None

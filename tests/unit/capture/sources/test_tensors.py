@@ -213,6 +213,18 @@ def test_storages_of_sparse_tensors_are_those_of_their_parts() -> None:
     assert len(list(storages(rows))) == len(list(storages(columns))) == 3
 
 
+def test_sparse_parameters_and_buffers_are_counted_by_their_parts_each_time() -> None:
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(torch.eye(4).to_sparse()))
+    held = PersistentBytes(ModelTensors(model))
+    sizes, modules = held.count([])
+    assert modules[""] == [sizes["parameter_bytes"], 0] == [4 * 4 + 2 * 4 * 8, 0]
+    model.weight.data = torch.ones(4, 4).to_sparse()
+    assert held.count([])[0]["parameter_bytes"] == 16 * 4 + 2 * 16 * 8
+    model.register_buffer("edges", torch.eye(2).to_sparse())
+    assert counted(model)[0]["buffer_bytes"] == 2 * 4 + 2 * 2 * 8
+
+
 def test_optimizer_state_counts_what_two_entries_share_once() -> None:
     weight = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight])
