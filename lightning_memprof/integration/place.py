@@ -105,10 +105,16 @@ def release_place(sink: Sink) -> None:
             len(left), place.url, names, sink.uploads.error or "no answer", place.root,
         )  # fmt: skip
         return
-    manifest = ManifestWriter(place.directory / manifest_name(sink.rank))
-    manifest.append("uploaded", url=place.url)
-    manifest.close()
-    others = [path for path in place.directory.iterdir() if parse_manifest_name(path.name) is not None]
+    try:
+        manifest = ManifestWriter(place.directory / manifest_name(sink.rank))
+        manifest.append("uploaded", url=place.url)
+        manifest.close()
+        others = [path for path in place.directory.iterdir() if parse_manifest_name(path.name) is not None]
+    except FileNotFoundError:  # another rank has removed the working copy meanwhile
+        return
+    except OSError as error:
+        log.warning("the working copy %s cannot be removed (%s); its files are at %s", place.root, error, place.url)
+        return
     if all(_is_uploaded(path) for path in others):
         shutil.rmtree(place.root, ignore_errors=True)
         for parent in place.root.parents:
