@@ -134,7 +134,10 @@ class OperatorTrace(Collector):
             _KINETO.release()
 
     def _give_way(self, run: RunContext, window: Window, trace: WindowTrace) -> bool:
-        was_running = trace.finish()
+        was_running = True
+        # The caller is the program's profiler: a failure here is none of its training's.
+        with run.faults.caught(self.name, "mark", window.index):
+            was_running = trace.finish()
         if was_running:
             reason = "the program started its own torch profiler; the trace ends there"
             run.note_unavailable(self.name, reason, window)

@@ -117,6 +117,27 @@ def test_a_callback_of_the_user_that_fails_costs_the_trace_nothing(tmp_path: Pat
     assert events(trace)
 
 
+def test_a_callback_that_fails_where_the_program_starts_its_own_profiler_does_not_fail_that_one(tmp_path: Path) -> None:
+    def ready(_: object) -> None:
+        raise ZeroDivisionError
+
+    profilers: list[torch.profiler.profile] = []
+
+    def own(step: int) -> None:
+        if step == 2:
+            with torch.profiler.profile() as profiler:
+                torch.zeros(1)
+            profilers.append(profiler)
+
+    with context(tmp_path) as run:
+        with session(run, Schedule(), [OperatorTrace(on_trace_ready=ready)]) as made:
+            drive(made, range(6), own)
+        errors = [row for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "error"]
+    assert [(row["collector"], row["message"]) for row in errors] == [("operator_trace", "ZeroDivisionError")]
+    assert profilers[0].events()
+    assert len(list(tmp_path.glob("*.pt.trace.json.gz"))) == 1
+
+
 def test_without_export_nothing_is_written(tmp_path: Path) -> None:
     with context(tmp_path) as run, session(run, Schedule(), [OperatorTrace(export=False)]) as made:
         drive(made, range(6))
