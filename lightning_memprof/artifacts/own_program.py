@@ -22,7 +22,13 @@ _PROGRAM: Final = (
 
 
 def own_program(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of this package, as it is imported here, as a program."""
+    """Return the command that runs a module of this package, as it is imported here, as a program.
+
+    Raises:
+        OSError: there is no interpreter; a frozen program would start itself again.
+    """
+    if getattr(sys, "frozen", False) or not sys.executable:
+        raise OSError("this program has no Python interpreter to start")
     package = Path(lightning_memprof.__file__).absolute().parent.parent
     return [sys.executable, "-c", _PROGRAM, str(package), module, *arguments]
 

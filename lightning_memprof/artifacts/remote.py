@@ -179,7 +179,9 @@ def claim_url(url: str, patience_s: float = _CLAIM_SECONDS) -> int:
         raise ArtifactError(
             f"{url}: cannot be written (no answer in {patience_s:g} s); check the URL and its network"
         ) from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ArtifactError(f"{url}: cannot be written from another process ({error})") from error
+    except ValueError as error:
         raise ArtifactError(
             f"{url}: cannot be written (its process died); check the URL and its credentials"
         ) from error

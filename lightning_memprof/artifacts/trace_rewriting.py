@@ -8,6 +8,7 @@ that also has a range on the device. A rewritten file has the tab's categories; 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from lightning_memprof.artifacts.own_program import ignore_job_signals, own_prog
 FAST_LEVEL: Final = 1
 # Starting a process costs about as much as rewriting this.
 _SMALL_BYTES: Final = 8 << 20
+# Limits of that process, which rewrites about 150 MiB per second.
+_START_SECONDS: Final = 60.0
+_SLOWEST_BYTES: Final = 4 << 20
 _CHUNK: Final = 1 << 18
 _LONGEST_EVENT: Final = 16 << 20
 _EVENT: Final = b'"ph"'
@@ -61,10 +65,16 @@ def write_trace(raw: Path, target: Path) -> None:
 
 
 def _by_process(raw: Path, target: Path) -> bool:
-    command = own_program(__name__, str(raw.absolute()), str(target.absolute()))
     quiet = subprocess.DEVNULL
-    with suppress(OSError):
-        return subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, check=False).returncode == 0
+    seconds = _START_SECONDS + raw.stat().st_size / _SLOWEST_BYTES
+    with suppress(OSError, subprocess.TimeoutExpired):
+        command = own_program(__name__, str(raw.absolute()), str(target.absolute()))
+        # With close_fds, Python before 3.13 forks and reads a pipe until every copy of its other end is closed: a
+        # DataLoader worker that the training forks meanwhile has one for its whole life. Without, it uses posix_spawn.
+        done = subprocess.run(
+            command, stdin=quiet, stdout=quiet, stderr=quiet, check=False, close_fds=False, timeout=seconds
+        )
+        return done.returncode == 0
     return False
 
 
@@ -76,6 +86,8 @@ def _write(raw: Path, target: Path) -> None:
 def main(raw: str, target: str) -> None:
     """Rewrite a trace in this process."""
     ignore_job_signals()
+    # Sockets of gloo and NCCL: other ranks would see the end of a killed training only when this process ends.
+    os.closerange(3, max(int(fd.name) for fd in Path("/dev/fd").iterdir()) + 1)
     _write(Path(raw), Path(target))
 
 

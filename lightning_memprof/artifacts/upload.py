@@ -41,6 +41,7 @@ LAST_LOOK_S: Final = 1.0
 # Files in a row that fail before the end of the run tries no more of them.
 MAX_FAILURES: Final = 2
 _CLOSE_S: Final = 10.0
+_KILL_S: Final = 5.0
 
 _FLUSH, _END = "flush", "end"
 
@@ -264,7 +265,11 @@ class Uploads:
                 process.wait(0 if self._has_given_up else _CLOSE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                try:
+                    process.wait(_KILL_S)
+                except subprocess.TimeoutExpired:
+                    # The kernel ends no process that waits for a disk; closing its pipe would wait for the reader.
+                    return left
             for pipe in (process.stdin, process.stdout):
                 with suppress(OSError):
                     pipe.close()  # type: ignore[union-attr]
@@ -276,8 +281,9 @@ class Uploads:
             work = partial(mirror.run, self._orders)
         else:
             task = {"root": str(self._root), "url": self._url, "live": self._live, "pace": asdict(self._pace)}
-            command, pipe = own_program(__name__, json.dumps(task)), subprocess.PIPE
+            pipe = subprocess.PIPE
             try:
+                command = own_program(__name__, json.dumps(task))
                 process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
             except OSError as error:
                 self.error = str(error)

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -85,12 +84,11 @@ def start_report(place: RunPlace) -> bool:
     The process writes an error to ``report.log`` in the same directory.
 
     Returns:
-        Whether it was started: not for a run at a URL, whose working copy is about to be removed, and not in a frozen
-        program, which would start itself again.
+        Whether it was started: not for a run at a URL, whose working copy is about to be removed.
     """
     if os.environ.get(REPORT_VARIABLE) == "0":
         return False
-    if place.url is not None or getattr(sys, "frozen", False) or not sys.executable:
+    if place.url is not None:
         log.info("make the HTML report with: lightning-memprof report %s", place.location)
         return False
     try:

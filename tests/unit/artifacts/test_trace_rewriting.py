@@ -3,6 +3,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -204,7 +206,12 @@ def raw(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture(params=["here", "by a process", "here, because no process can be started", "here, because it died"])
+@pytest.fixture(
+    params=[
+        "here", "by a process", "here, because no process can be started", "here, because it died",
+        "here, because it hung", "here, because the program is frozen",
+    ]
+)  # fmt: skip
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     way: str = request.param
     if way != "here":
@@ -217,6 +224,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(
             trace_rewriting, "own_program", lambda *_: [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
         )
+    if way.endswith("hung"):
+        monkeypatch.setattr(trace_rewriting, "_START_SECONDS", 0.1)
+        monkeypatch.setattr(
+            trace_rewriting, "own_program", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"]
+        )
+    if way.endswith("frozen"):
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("the program was started again"))
     return way
 
 
@@ -232,6 +247,36 @@ def test_the_file_that_stays_is_compressed_and_has_the_tabs_categories(raw: Path
 def test_a_target_that_cannot_be_written_is_an_error(raw: Path, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         write_trace(raw, tmp_path / "nowhere" / "out.gz")
+
+
+@pytest.mark.skipif(not subprocess._USE_POSIX_SPAWN, reason="needs posix_spawn")
+def test_no_pipe_that_a_forked_worker_could_hold_open_is_waited_for(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pipe() -> tuple[int, int]:
+        raise OSError("the writer waits until every fork has closed this")
+
+    monkeypatch.setattr(trace_rewriting, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(trace_rewriting, "_write", lambda raw, target: pytest.fail("was done here"))
+    monkeypatch.setattr(os, "pipe", pipe)
+    # What Python 3.13 does in any case.
+    monkeypatch.setattr(subprocess, "_HAVE_POSIX_SPAWN_CLOSEFROM", False, raising=False)
+    write_trace(raw, tmp_path / "out.gz")
+    assert (tmp_path / "out.gz").exists()
+
+
+def test_the_process_holds_no_socket_of_the_training(tmp_path: Path) -> None:
+    source, (here, there) = tmp_path / "raw", os.pipe()
+    os.mkfifo(source)
+    os.set_inheritable(there, True)
+    program = f"from lightning_memprof.artifacts.trace_rewriting import main; main({str(source)!r}, '/dev/null')"
+    with subprocess.Popen([sys.executable, "-c", program], close_fds=False) as process:
+        os.close(there)
+        # It waits for the trace by then.
+        with source.open("wb"):
+            assert select.select([here], [], [], 0)[0]
+    os.close(here)
+    assert process.returncode == 0
 
 
 def test_the_process_knows_neither_torch_nor_lightning() -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -404,6 +405,39 @@ def test_a_process_that_cannot_be_started_leaves_the_files_here(
     files.write("a")
     assert "a" in files.finish()
     assert "/nowhere/python" in str(files.uploads.error)
+
+
+def test_a_frozen_program_is_not_started_again_for_its_uploads(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
+    files = Files(root, f"file://{tmp_path}/there")
+    files.write("a")
+    assert "a" in files.finish()
+    assert "no Python interpreter" in str(files.uploads.error)
+    with pytest.raises(ArtifactError, match="no Python interpreter"):
+        claim_url(f"file://{tmp_path}/there")
+
+
+def test_a_process_that_no_signal_ends_is_left_alone(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As one that waits for a disk: the kernel does not deliver SIGKILL.
+    for name in ("_CLOSE_S", "_KILL_S"):
+        monkeypatch.setattr(upload, name, 0.01)
+    files = Files(root, f"file://{tmp_path}/there")
+    assert files.settle() == []
+    process, kill = process_of(files), subprocess.Popen.kill
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda _: None)
+    monkeypatch.setattr(files.uploads, "settle", lambda _: [])
+    os.kill(process.pid, signal.SIGSTOP)
+    assert files.finish() == []
+    assert process.poll() is None
+    kill(process)
+    files.uploads._thread.join(10)
+    with process:
+        pass
 
 
 def test_a_process_ends_though_a_fork_of_this_one_holds_its_pipe(root: Path, tmp_path: Path) -> None:
