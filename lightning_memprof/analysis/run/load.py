@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -11,12 +10,14 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from lightning_memprof.analysis.oom.events import OomEvent, oom_events
 from lightning_memprof.analysis.run.locate import Place, find_run
 from lightning_memprof.analysis.run.model import ArtifactFile, Rank, RecordedWindow, Run, Status, read_lines
 from lightning_memprof.analysis.run.problems import CUT, CollectorError, Note, Problem, Unavailable
+from lightning_memprof.analysis.trace.intervals import length_within, union
 from lightning_memprof.artifacts.manifest import (
     ArtifactRow,
     BudgetRow,
@@ -52,6 +53,7 @@ FULL_RANKS: Final = 64
 # These are always read in full: the columns of the page show the first ranks.
 FIRST_RANKS: Final = 8
 SHOWN: Final = 8
+HELD_UP: Final = 0.1
 # A window is closed before its trace is compressed, and with two that wait the next one has none.
 _LAST_WINDOWS: Final = 4
 _SUFFIX: Final = temporary_name("")
@@ -135,7 +137,8 @@ def _of_ranks(place: Place, layout: Layout, reports: Sequence[_RankReport]) -> R
     ranks = tuple(sorted((report.rank for report in reports if report.rank), key=lambda rank: rank.rank))
     if not ranks:
         raise ArtifactError(reports[0].problems[0].message)
-    ranks = tuple(replace(rank, held_up=_held_up(rank, ranks)) for rank in ranks)
+    if len(ranks) > 1:
+        ranks = tuple(_with_held_up(ranks))
     return Run(
         directory=place.directory,
         root=layout.root,
@@ -150,19 +153,16 @@ def _of_ranks(place: Place, layout: Layout, reports: Sequence[_RankReport]) -> R
     )
 
 
-def _held_up(rank: Rank, ranks: Sequence[Rank]) -> frozenset[int]:
-    """Return the steps of a rank that are mostly in the profiler's work on other ranks, or the other way round."""
-    pauses = [pause for other in ranks if other.rank != rank.rank for pause in other.profiler_pauses]
-    rows = rank.pulse if pauses else ()
-    steps = [(row["start_ns"] or 0, row["duration_ns"] or 0, row["step"] or 0) for row in rows]
-    found: set[int] = set()
-    for begin, end in pauses:
-        for start, duration, step in steps[max(bisect(steps, (begin,)) - 1, 0) :]:
-            if start >= end:
-                break
-            if 2 * (min(end, start + duration) - max(begin, start)) >= min(duration, end - begin):
-                found.add(step)
-    return frozenset(found)
+def _with_held_up(ranks: Sequence[Rank]) -> Iterator[Rank]:
+    """Yield the ranks with the steps that are to a tenth or more in the profiler's work on another rank."""
+    times = [pause for rank in ranks for pause in rank.profiler_pauses]
+    # Those of a rank itself are not in its steps.
+    pauses = union(*np.array(times or [(0, 0)], np.int64).T)
+    for rank in ranks:
+        rows = [(row["step"] or 0, row["start_ns"] or 0, row["duration_ns"] or 0) for row in rank.pulse if times]
+        steps, starts, durations = np.array(rows or [(0, 0, 0)], np.int64).T
+        waited = length_within(pauses, starts, starts + durations)
+        yield replace(rank, held_up=frozenset(steps[(waited > 0) & (waited >= HELD_UP * durations)].tolist()))
 
 
 def in_full(ranks: Sequence[int]) -> frozenset[int]:

@@ -216,10 +216,10 @@ def test_a_step_that_waits_for_the_profiler_on_another_rank_is_neither_typical_n
     before = waiting.pulse[step]["start_ns"] or 0
     with closing(ManifestWriter(directory / manifest_name(1))) as manifest:
         manifest.append("pause", time_ns=before + pause, ns=pause)
-    first, second = load_run(directory).ranks
-    assert (sorted(first.held_up), sorted(second.held_up)) == ([step], [])
-    assert stalls_of(first) == ()
-    statistics = pulse_statistics(first)
+    waiting = load_run(directory).lead
+    assert sorted(waiting.held_up) == [step]
+    assert stalls_of(waiting) == ()
+    statistics = pulse_statistics(waiting)
     assert statistics is not None
     without = "the first, those in windows and those that waited for the profiler on another rank"
     assert statistics.basis == f"25 of 30 steps, without {without}"
