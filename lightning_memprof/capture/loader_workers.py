@@ -332,12 +332,15 @@ def _hidden(link: Link) -> Callable[..., None]:
 
 
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
-    if traceback is None:
-        return None
-    rest = _without_ours(traceback.tb_next)
-    if traceback.tb_frame.f_code.co_filename in _OUR_FILES:
-        return rest
-    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+    # A loop: that of a RecursionError is as deep as calls can be.
+    entries: list[TracebackType] = []
+    while traceback is not None:
+        entries.append(traceback)
+        traceback = traceback.tb_next
+    for entry in reversed(entries):
+        if entry.tb_frame.f_code.co_filename not in _OUR_FILES:
+            traceback = TracebackType(traceback, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return traceback
 
 
 class _Page:

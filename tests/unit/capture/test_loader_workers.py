@@ -249,6 +249,21 @@ def test_the_exception_of_a_worker_is_the_one_without_counters(collated: bool) -
     assert "in fetch" in plain
 
 
+class Endless(Dataset[torch.Tensor]):
+    """Its fetch never returns."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self[index]
+
+
+def test_a_worker_sends_the_exception_of_calls_that_are_too_deep() -> None:
+    with counted_workers(), pytest.raises(RecursionError, match="Caught RecursionError in DataLoader worker process 0"):
+        list(DataLoader(Endless(), num_workers=1, multiprocessing_context="fork"))
+
+
 def test_torchs_loop_is_back_afterwards() -> None:
     place = loader_workers._utils.worker
     before = place._worker_loop
