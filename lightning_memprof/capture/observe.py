@@ -7,8 +7,10 @@ optimizer with a learning-rate scheduler.
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
+import os
 import signal
 import sys
 import threading
@@ -107,16 +109,24 @@ def original_of(method: Any) -> Any:
 
 @contextmanager
 def gc_callback(call: Callable[[str, dict[str, int]], None]) -> Iterator[None]:
-    """Call a function at the start and the stop of each garbage collection while the context is open.
+    """Call a function at the start and the stop of each garbage collection of this process while the context is open.
 
     Each collection is in the thread that caused it. The function must not raise: Python would print it.
     """
-    gc.callbacks.append(call)
+    process = os.getpid()
+
+    @functools.wraps(call)
+    def call_here(phase: str, info: dict[str, int]) -> None:
+        # A forked process has it too. Removing it during a collection would make Python skip the next callback.
+        if os.getpid() == process:
+            call(phase, info)
+
+    gc.callbacks.append(call_here)
     try:
         yield
     finally:
-        if call in gc.callbacks:
-            gc.callbacks.remove(call)
+        if call_here in gc.callbacks:
+            gc.callbacks.remove(call_here)
 
 
 @contextmanager

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import multiprocessing
 import pickle
 import signal
 import sys
@@ -286,6 +287,23 @@ def collect_garbage(error: BaseException, module: str) -> None:
     on_collection.__module__ = module
     with gc_callback(on_collection):
         gc.collect()
+
+
+def test_a_forked_process_does_not_call_our_gc_callback() -> None:
+    phases: list[str] = []
+
+    def collect() -> None:
+        phases.clear()
+        gc.collect()
+        raise SystemExit(len(phases))
+
+    with gc_callback(lambda phase, _: phases.append(phase)):
+        gc.collect()
+        assert phases[-2:] == ["start", "stop"]
+        child = multiprocessing.get_context("fork").Process(target=collect)
+        child.start()
+        child.join()
+    assert child.exitcode == 0
 
 
 def test_an_interrupt_of_our_gc_callback_is_raised_at_the_end_unless_it_was_taken(monkeypatch: Any) -> None:
