@@ -86,18 +86,41 @@ def name_of(function: Any) -> str:
 
 
 class _Timed:
-    """A function that adds its time; pickled and copied it is the function itself."""
+    """A function that adds its time; but for its type and identity it is the function, also pickled and copied."""
+
+    __slots__ = ("function", "run")
 
     def __init__(self, calls: Calls, label: str, function: Any) -> None:
-        self._run = partial(calls.run, label, function)
-        self._function = function
-        update_wrapper(self, function)
+        _FUNCTION.__set__(self, function)
+        _RUN.__set__(self, partial(calls.run, label, function))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._run(*arguments, **keywords)
+        return _RUN.__get__(self)(*arguments, **keywords)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self._function,)
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__reduce_ex__":
+            return object.__getattribute__(self, name)
+        return getattr(_FUNCTION.__get__(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_FUNCTION.__get__(self), name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(_FUNCTION.__get__(self) == (_FUNCTION.__get__(other) if type(other) is _Timed else other))
+
+    def __hash__(self) -> int:
+        return hash(_FUNCTION.__get__(self))
+
+    def __repr__(self) -> str:
+        return repr(_FUNCTION.__get__(self))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _same, (_FUNCTION.__get__(self),)
+
+
+# The attributes that are not the function's.
+_FUNCTION: Final = vars(_Timed)["function"]
+_RUN: Final = vars(_Timed)["run"]
 
 
 def _same(function: Any) -> Any:
@@ -175,4 +198,6 @@ def _places(held: list[Any]) -> Iterator[tuple[Any, Any, str]]:
         entries = _entries(value)
         keys = list(entries) if isinstance(entries, dict) else range(len(entries))
         if isinstance(entries, list | dict):
-            yield from ((entries, key, name_of(entries[key])) for key in keys if isinstance(entries[key], _FUNCTIONS))
+            # The type: `isinstance` takes a function that is timed already for one.
+            functions = [key for key in keys if issubclass(type(entries[key]), _FUNCTIONS)]
+            yield from ((entries, key, name_of(entries[key])) for key in functions)

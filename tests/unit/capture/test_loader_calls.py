@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import pickle
 import sys
 import threading
 import time
@@ -260,6 +262,47 @@ def test_the_program_gets_its_objects_back() -> None:
     assert samples.extra["half"] is half
     assert not hasattr(Images.__getitem__, "_memprof_link")
     assert "__call__" not in vars(Flip)
+
+
+@pytest.mark.parametrize(
+    ("function", "attributes"),
+    [
+        (batched, ("__code__", "__globals__", "__module__", "__doc__", "__dict__")),
+        (functools.partial(scaled, by=2.0), ("func", "args", "keywords", "__dict__")),
+        (Images().tiny, ("__self__", "__func__", "__code__", "__module__")),
+        (torch.stack, ("__self__", "__text_signature__", "__doc__")),
+    ],
+    ids=["function", "partial", "method", "builtin"],
+)
+def test_a_timed_function_is_the_function_to_the_program(function: Any, attributes: tuple[str, ...]) -> None:
+    samples: Any = Images()
+    samples.transform = function
+    with timed_calls(Calls(), samples):
+        timed = samples.transform
+        assert timed is not function
+        assert [getattr(timed, name) for name in attributes] == [getattr(function, name) for name in attributes]
+        assert not hasattr(timed, "another")
+        assert isinstance(timed, type(function))
+        assert callable(timed)
+        assert timed == function == timed
+        assert timed != scaled
+        assert {function: 1}[timed] == {timed: 1}[function] == 1
+        assert (repr(timed), name_of(timed)) == (repr(function), name_of(function))
+        if function is not torch.stack:
+            assert inspect.signature(timed) == inspect.signature(function)
+        sent = pickle.loads(pickle.dumps(timed))  # noqa: S301 its own
+        for again in (copy.copy(timed), copy.deepcopy(timed), sent):
+            assert type(again) is type(function)
+
+
+def test_what_the_program_sets_on_a_timed_function_remains() -> None:
+    samples: Any = Images()
+    samples.transform = functools.partial(scaled, by=1.0)
+    with timed_calls(Calls(), samples):
+        samples.transform.uses = 1
+        samples.transform.keywords["by"] = 0.5
+    assert samples.transform.uses == 1
+    assert samples.transform(torch.ones(1)).item() == 0.5
 
 
 @pytest.mark.parametrize(
