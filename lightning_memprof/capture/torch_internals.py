@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     _FrameAction: Any
     _FrameExecStrategy: Any
     _cuda_isHistoryEnabled: Callable[[], bool]  # noqa: N816 torch's name
+    _ProfilerDisableOptions: Callable[[bool, bool], Any]
+    _disable_profiler_legacy: Callable[[Any], object]
     _current_autograd_node: Callable[[], Any]
     _current_graph_task_id: Callable[[], int]
     _get_sequence_nr: Callable[[], int]
@@ -116,8 +118,7 @@ class Internal:
         except ImportError:
             return False
         except AttributeError:
-            owner = pkgutil.resolve_name(self.owner)
-            classes = inspect.getmro(owner) if inspect.isclass(owner) else ()
+            classes = getattr(pkgutil.resolve_name(self.owner), "__mro__", ())
             methods = (method for cls in classes for method in vars(cls).values() if inspect.isfunction(method))
             return any(name in method.__code__.co_names for method in methods)
         return True
@@ -179,11 +180,10 @@ INTERNALS: Final = (
         used_for="read saved tensors without unpacking them",
         without=_NO_SAVED,
     ),
-    # Nodes of C++ functions have _raw_saved_NAME.
     Internal(
         owner="torch.autograd.function:BackwardCFunction",
         names="_raw_saved_tensors _sequence_nr",
-        used_for="read what the nodes of autograd's graph save, and their order",
+        used_for="read what the nodes of autograd's graph save, those of C++ in _raw_saved_NAME, and their order",
         without="SavedTensors is disabled and reported",
     ),
     Internal(
@@ -227,10 +227,10 @@ INTERNALS: Final = (
     ),
     Internal(
         owner="torch._C._autograd",
-        names="_profiler_enabled _profiler_type",
-        used_for="leave Kineto to another profiler that is recording",
-        without="of two profilers at once, the first one loses its data",
-        fallback=lambda: False,
+        names="_ProfilerDisableOptions _disable_profiler_legacy _profiler_enabled _profiler_type",
+        used_for="leave Kineto to another profiler that is recording; stop recording in forked workers",
+        without="of two profilers at once, the first one loses its data; workers that start in a window grow",
+        fallback=lambda *_: False,
     ),
     Internal(
         owner="torch.autograd.profiler:profile",

@@ -6,9 +6,11 @@ import errno
 import gzip
 import os
 import shutil
+import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +22,12 @@ from lightning_memprof.artifacts.trace_rewriting import FAST_LEVEL
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.compiled import WRAPPED, compiled_modules, module_paths
 from lightning_memprof.capture.sources.module_calls import module_calls
-from lightning_memprof.capture.torch_internals import _RecordFunctionFast
+from lightning_memprof.capture.torch_internals import (
+    _disable_profiler_legacy,
+    _profiler_enabled,
+    _ProfilerDisableOptions,
+    _RecordFunctionFast,
+)
 from lightning_memprof.schedule import Point
 from lightning_memprof.units import format_bytes
 
@@ -58,6 +65,8 @@ class WindowTrace:
         self._ranges: ExitStack | None = None
         self._cut_actions: Callable[[], None] = lambda: None
         self._started = False
+        self._process = os.getpid()
+        register_after_fork(self, WindowTrace._stop_in_fork)
 
     @property
     def owner(self) -> object:
@@ -86,7 +95,9 @@ class WindowTrace:
                 self.finish()
 
     def finish(self) -> bool:
-        """Stop the trace and save it; return whether it was still running."""
+        """Stop the trace and save it; return whether it was still running, and in this process."""
+        if os.getpid() != self._process:
+            return False
         ranges, self._ranges = self._ranges, None
         if ranges is None:
             return False
@@ -103,6 +114,14 @@ class WindowTrace:
         if self._started:
             self._save(self)
         return True
+
+    def _stop_in_fork(self) -> None:
+        """Stop recording in a forked process of ``multiprocessing``, which inherits it with the thread's state."""
+        if self._started and self._ranges is not None and _profiler_enabled():
+            # Not by the profiler's own function: it would call CUPTI, which the process cannot use.
+            _disable_profiler_legacy(_ProfilerDisableOptions(True, False))  # noqa: FBT003 takes no names
+            if self.profiler.with_stack:
+                sys.setprofile(None)
 
 
 @contextmanager

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,39 @@ def test_beside_a_profiler_of_the_user_the_window_is_unavailable_and_his_goes_on
     reasons = [(row["collector"], row["reason"]) for row in rows if row["kind"] == "unavailable"]
     assert reasons == [("operator_trace", "another torch profiler is running")]
     assert sum(event.name == "aten::linear" for event in users.events() or ()) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize("options", [{"profile_memory": True}, {"with_stack": True}], ids=["memory", "stack"])
+@pytest.mark.parametrize("own", [False, True], ids=["", "own"])
+def test_a_forked_process_does_not_record_and_may_have_a_profiler_of_its_own(
+    tmp_path: Path, options: dict[str, Any], own: bool
+) -> None:
+    def work() -> None:
+        assert not torch.autograd._profiler_enabled()
+        assert sys.getprofile() is None
+        if own:
+            with torch.profiler.profile() as profiler:
+                torch.zeros(2).add_(1)
+            assert [event.name for event in profiler.events() or ()].count("aten::add_") == 1
+
+    def inside(step: int) -> None:
+        if step == 2:
+            child = multiprocessing.get_context("fork").Process(target=work)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+        torch.zeros(2).add_(1)
+
+    with context(tmp_path) as run:
+        with session(run, Schedule(), [OperatorTrace(**options)]) as made:
+            drive(made, range(6), inside)
+        run.sink.drain()
+        kinds = [row["kind"] for row in read_rows(run.sink.manifest.path)[0]]
+    # The process wrote nothing.
+    assert (kinds.count("unavailable"), kinds.count("export"), kinds.count("artifact")) == (0, 1, 1)
+    (trace,) = tmp_path.glob("*.pt.trace.json.gz")
+    assert [event.get("name") for event in events(trace)].count("aten::add_") == 2
 
 
 def test_an_exception_in_a_step_still_saves_the_trace(tmp_path: Path) -> None:
