@@ -58,7 +58,9 @@ def test_a_window_that_only_warmed_up_leaves_no_trace_and_no_profiler(tmp_path: 
         with session(run, Schedule(wait=0, warmup=2), [OperatorTrace()]) as made:
             drive(made, range(2))
         run.sink.drain()
-        assert [row["kind"] for row in read_rows(run.sink.manifest.path)[0]] == ["window", "window"]
+        # A busy machine adds pauses.
+        kinds = [row["kind"] for row in read_rows(run.sink.manifest.path)[0] if row["kind"] != "pause"]
+        assert kinds == ["window", "window"]
     assert list(tmp_path.glob("*.gz")) == []
     assert not torch.autograd._profiler_enabled()
     with torch.profiler.profile() as profiler:
