@@ -11,9 +11,10 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from enum import Enum
+from itertools import accumulate, chain, repeat, takewhile
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_memprof.artifacts.secrets import masking
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow, ProcessRow
@@ -21,7 +22,7 @@ from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.sources.user_hooks import hook_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from types import CodeType, FrameType
 
 # Of a core.
@@ -36,6 +37,9 @@ _FIRST_LOOKS: Final = 50
 # Python lets a thread that computes keep its lock for 5 ms, in which there is no look.
 _SWITCH_S: Final = 0.0002
 _PATIENCE_S: Final = 5.0
+_Call = tuple["CodeType", int, dict[str, Any]]
+_CALL: Final = operator.attrgetter("f_code", "f_lasti", "f_globals")
+_CALLED: Final = operator.methodcaller("__call__")
 _TRAINERS: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 # Calls of the Trainer by the program.
 _ENTRIES: Final = ("fit", "validate", "test", "predict")
@@ -52,12 +56,26 @@ def frames_of_threads() -> dict[int, FrameType]:
     Python 3.11 before 3.11.9 collects garbage inside that function, with a lock that each new thread needs: a Python
     function that the collection calls lets another thread run, which waits for ever (python/cpython#106883).
     """
-    if sys.version_info >= (3, 11) and gc.isenabled():
-        calls: tuple[Callable[[], Any], ...] = gc.disable, sys._current_frames, gc.enable  # noqa: SLF001 documented
-        # One call in C: no other thread runs between its parts.
-        _, frames, _ = map(operator.call, calls)
-        return cast("dict[int, FrameType]", frames)
-    return sys._current_frames()  # noqa: SLF001 documented
+    return next(_current_frames())
+
+
+def calls_of_thread(thread: int) -> list[_Call]:
+    """Return the code, the instruction and the module's names of each running function of a thread, innermost first.
+
+    A frame keeps the variables of its function. It is held only inside one call in C, in which no other thread runs: no
+    tensor outlives its function, or is freed in this thread, where a profiler does not see it.
+    """
+    innermost = map(dict.get, _current_frames(), (thread,))
+    frames: Iterator[Any] = accumulate(chain[Any](innermost, repeat("f_back")), getattr)
+    return list(map(_CALL, takewhile(bool, frames)))
+
+
+def _current_frames() -> Iterator[dict[int, FrameType]]:
+    calls: tuple[Callable[[], Any], ...] = (sys._current_frames,)  # noqa: SLF001 documented
+    if gc.isenabled():
+        calls = gc.disable, *calls, gc.enable
+    # The first `next`, one call in C, disables and enables: no other thread runs between.
+    return chain.from_iterable(map(tuple, (filter(None, map(_CALLED, calls)),)))
 
 
 class CoreWait:
@@ -215,25 +233,22 @@ class LineSampler:
         try:
             while not self._stop.wait(_FIRST_PAUSE_S if self._looks.total() < _FIRST_LOOKS else _PAUSE_S):
                 now = perf_counter_ns()
-                frame = frames_of_threads().get(self._training)
-                if self.is_open and before is not None and (at := self._line(frame)) is not None:
+                calls = calls_of_thread(self._training)
+                if self.is_open and before is not None and (at := self._line(calls)) is not None:
                     self._times[at] += now - before
                     self._looks[at] += 1
                 before = now if self.is_open else None
-                # A frame keeps its variables.
-                del frame
         except Exception as error:  # noqa: BLE001 `__exit__` raises it
             self._error = error
 
-    def _line(self, frame: FrameType | None) -> _Line | None:
-        """Return the line of the program that a frame is in; None for the Trainer's work, and for this package's."""
+    def _line(self, calls: Sequence[_Call]) -> _Line | None:
+        """Return the line of the program that calls are in; None for the Trainer's work, and for this package's."""
         functions: list[CodeType | None] = []
         file, line, called, inside = "", 0, None, None
-        while frame is not None:
-            code = frame.f_code
-            kind = self._kinds.get(code) or self._kind(frame)
+        for code, instruction, names in calls:
+            kind = self._kinds.get(code) or self._kind(code, names)
             if kind is _Kind.PROGRAM:
-                file, line = (file, line) if line else (code.co_filename, frame.f_lineno)
+                file, line = (file, line) if line else (code.co_filename, _line_of(code, instruction))
                 functions += [] if code.co_name in _WITHOUT_NAME else [code]
             elif kind is _Kind.MODULE_CALL and (not functions or functions[-1] is not None):
                 functions.append(None)
@@ -243,12 +258,10 @@ class LineSampler:
                 break
             if kind in (_Kind.LIBRARY, _Kind.TRAINER) and not line:
                 called, inside = code, inside or code
-            frame = frame.f_back
         return _Line(tuple(reversed(functions)), file, line, called, inside) if any(functions) else None
 
-    def _kind(self, frame: FrameType) -> _Kind:
-        code = frame.f_code
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    def _kind(self, code: CodeType, names: dict[str, Any]) -> _Kind:
+        package = str(names.get("__name__", "")).partition(".")[0]
         if package == "torch" and code.co_name == "_call_impl":
             kind = _Kind.MODULE_CALL
         elif package in _TRAINERS:
@@ -260,6 +273,11 @@ class LineSampler:
             kind = _Kind.PROGRAM if is_program else _Kind.LIBRARY
         self._kinds[code] = kind
         return kind
+
+
+def _line_of(code: CodeType, instruction: int) -> int:
+    lines = (line for begin, end, line in code.co_lines() if begin <= instruction < end and line)
+    return next(lines, code.co_firstlineno)
 
 
 def _qualified(code: CodeType) -> str:

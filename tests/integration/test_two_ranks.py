@@ -12,7 +12,7 @@ from recorded_rows import read_pulse
 from training import manifest, only_run, rows_of
 
 
-def test_both_ranks_write_into_one_directory_without_a_collective_after_setup(tmp_path: Path) -> None:
+def test_both_ranks_write_into_one_directory_without_a_collective(tmp_path: Path) -> None:
     assert launch("two_ranks.py", tmp_path / "bare", "bare", world=2) == [0, 0]
     printed = [tmp_path / f"ours/out{rank}" for rank in range(2)]
     assert launch("two_ranks.py", tmp_path / "ours", world=2) == [0, 0], "".join(map(Path.read_text, printed))
@@ -20,8 +20,7 @@ def test_both_ranks_write_into_one_directory_without_a_collective_after_setup(tm
         bare = json.loads((tmp_path / f"bare/rank{rank}.json").read_text())
         ours = json.loads((tmp_path / f"ours/rank{rank}.json").read_text())
         added = {name: ours.get(name, 0) - bare.get(name, 0) for name in bare | ours}
-        assert {name: count for name, count in added.items() if name.startswith("training.") and count} == {}
-        assert added["setup.broadcast_object_list"] == 2
+        assert {name: count for name, count in added.items() if count > 0} == {}
     run = only_run(tmp_path / "ours")
     for rank in (0, 1):
         facts = rows_of(run, "run", rank)[0]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
-from lightning_memprof.capture.threads import CoreWait, LineSampler, ThreadTimes, frames_of_threads
+from lightning_memprof.capture.threads import CoreWait, LineSampler, ThreadTimes, calls_of_thread, frames_of_threads
 
 
 @pytest.mark.skipif(CoreWait().read() is None, reason="the kernel does not count the times of threads")
@@ -190,3 +190,38 @@ def test_a_program_that_has_disabled_the_garbage_collector_finds_it_disabled() -
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_a_function_holds_is_freed_in_its_own_thread_while_another_looks_at_its_calls() -> None:
+    freed: set[int] = set()
+
+    class Held:
+        def __del__(self) -> None:
+            freed.add(threading.get_ident())
+
+    def hold() -> int:
+        held = Held()
+        return len(freed) + (held is None)
+
+    me, ended, before = threading.get_ident(), threading.Event(), sys.getswitchinterval()
+
+    def look() -> None:
+        while not ended.is_set():
+            calls_of_thread(me)
+
+    looking = threading.Thread(target=look)
+    sys.setswitchinterval(1e-6)
+    try:
+        looking.start()
+        for _ in range(100_000):
+            hold()
+    finally:
+        ended.set()
+        looking.join()
+        sys.setswitchinterval(before)
+    assert freed == {me}
+
+
+def test_a_thread_that_has_ended_has_no_calls_and_the_collector_stays_enabled() -> None:
+    assert calls_of_thread(1) == []
+    assert gc.isenabled()
