@@ -121,13 +121,9 @@ def share_cores(ranks: Sequence[Rank]) -> bool:
 
 
 def _core_waits(ranks: Sequence[Rank], steps: Sequence[int]) -> dict[int, list[int]]:
-    """Return for each rank how much longer than the median of the others it waits for a core, in each of the steps."""
+    """Return how long each rank waits for a core in each of the steps."""
     waits = {rank.rank: {row["step"]: row["core_wait_ns"] or 0 for row in rank.pulse} for rank in ranks if rank.in_full}
-
-    def more(rank: int, step: int) -> int:
-        return waits[rank][step] - statistics.median_low(own[step] for other, own in waits.items() if other != rank)
-
-    return {rank: [max(more(rank, step), 0) for step in steps] for rank in waits}
+    return {rank: [own[step] for step in steps] for rank, own in waits.items()}
 
 
 def _ns(phases: Breakdown, *names: str) -> int:
@@ -141,7 +137,7 @@ def _late(
 
     Args:
         table: the phases of the steps of each rank.
-        waits: how much longer each waits for a core.
+        waits: how long each waits for a core in these steps.
         least_ns: notable lateness.
         meeting: compare this phase, in which a rank may wait itself, and not those in which it does not.
     """
@@ -154,7 +150,8 @@ def _late(
         if meeting:
             meets = {each: _ns(rows[at], *({"backward", "other"} - {meeting})) for each, rows in table.items()}
             late = min(late, min(ns for each, ns in meets.items() if each != rank) - meets[rank])
-        found.append((rank, max(late - waits[rank][at], 0)))
+        usual = statistics.median_low(own[at] for each, own in waits.items() if each != rank)
+        found.append((rank, max(late - max(waits[rank][at] - usual, 0), 0)))
     caused = Counter[int]()
     for each, late in found:
         caused[each] += late
