@@ -23,19 +23,22 @@ from multiprocessing import process
 from pathlib import Path
 from struct import pack, unpack_from
 from time import perf_counter_ns, process_time_ns, sleep
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_memprof.capture import loader_calls, observe
 from lightning_memprof.capture.loader_calls import Calls, name_of, timed_calls
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.assignments import is_library
-from lightning_memprof.capture.threads import frames_of_threads
+from lightning_memprof.capture.threads import calls_of_thread, line_of
 from lightning_memprof.capture.torch_internals import _IterableDatasetFetcher, _MapDatasetFetcher, _utils
 from lightning_memprof.units import KIB
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from multiprocessing.process import BaseProcess
+
+    from lightning_memprof.capture.threads import Call
 
 # Bound when no worker has started: in a forked one torch's module has ours.
 _TORCH_LOOP: Final[Any] = getattr(getattr(_utils, "worker", None), "_worker_loop", None)
@@ -314,11 +317,13 @@ def waits_for_lock(call: str) -> bool:
     return number == str(flock) or (number == str(fcntl) and int(arguments[1], 16) in _WAITS_FOR_LOCK)
 
 
-def _line(frame: FrameType | None) -> str:
+def _line(calls: Iterable[Call]) -> str:
     """Return the innermost line of the program, with its function."""
-    while frame is not None and (is_library(frame.f_code.co_filename) or frame.f_code.co_filename in _OUR_FILES):
-        frame = frame.f_back
-    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
+    for call in calls:
+        code, _, _ = call
+        if not is_library(code.co_filename) and code.co_filename not in _OUR_FILES:
+            return f"{code.co_name} ({Path(code.co_filename).name}:{line_of(call)})"
+    return ""
 
 
 def _hidden(link: Link) -> Callable[..., None]:
@@ -381,7 +386,7 @@ class _Page:
                 counts[looks] += 1
                 if waits_for_lock(_read(f"/proc/self/task/{thread}/syscall").decode()):
                     counts[waits] += 1
-                    places[_line(frames_of_threads().get(ident))] += 1
+                    places[_line(calls_of_thread(ident))] += 1
                     line = places.most_common(1)[0][0].encode()[:_LOCK_BYTES]
                     self._bytes[_LOCK_AT:_CALLS_AT] = line.ljust(_LOCK_BYTES, b"\0")
 

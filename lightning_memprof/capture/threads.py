@@ -11,10 +11,10 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from enum import Enum
-from itertools import accumulate, chain, repeat, takewhile
+from itertools import accumulate, chain, compress, repeat, takewhile, tee
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from lightning_memprof.artifacts.secrets import masking
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow, ProcessRow
@@ -22,8 +22,8 @@ from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.sources.user_hooks import hook_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import CodeType, FrameType
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import CodeType
 
 # Of a core.
 _NOTABLE: Final = 0.05
@@ -37,7 +37,9 @@ _FIRST_LOOKS: Final = 50
 # Python lets a thread that computes keep its lock for 5 ms, in which there is no look.
 _SWITCH_S: Final = 0.0002
 _PATIENCE_S: Final = 5.0
-_Call = tuple["CodeType", int, dict[str, Any]]
+_T = TypeVar("_T")
+# Code, instruction, and the names of the module.
+Call = tuple["CodeType", int, dict[str, Any]]
 _CALL: Final = operator.attrgetter("f_code", "f_lasti", "f_globals")
 _CALLED: Final = operator.methodcaller("__call__")
 _TRAINERS: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -50,32 +52,60 @@ _MOST_LINES: Final = 500
 _MOST_SOURCE: Final = 160
 
 
-def frames_of_threads() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread by its ``ident``, as ``sys._current_frames`` does.
-
-    Python 3.11 before 3.11.9 collects garbage inside that function, with a lock that each new thread needs: a Python
-    function that the collection calls lets another thread run, which waits for ever (python/cpython#106883).
-    """
-    return next(_current_frames())
+def running_threads() -> list[int]:
+    """Return the ``ident`` of each thread that runs Python."""
+    return _uninterrupted(chain.from_iterable(_results(sys._current_frames)))  # noqa: SLF001 documented
 
 
-def calls_of_thread(thread: int) -> list[_Call]:
+def calls_of_thread(thread: int) -> list[Call]:
     """Return the code, the instruction and the module's names of each running function of a thread, innermost first.
 
-    A frame keeps the variables of its function. It is held only inside one call in C, in which no other thread runs: no
-    tensor outlives its function, or is freed in this thread, where a profiler does not see it.
+    A frame keeps the variables of its function. None is held while another thread runs: no tensor outlives its
+    function, or is freed in this thread, where a profiler does not see it.
     """
-    innermost = map(dict.get, _current_frames(), (thread,))
+    innermost = map(dict.get, _results(sys._current_frames), (thread,))  # noqa: SLF001 documented
     frames: Iterator[Any] = accumulate(chain[Any](innermost, repeat("f_back")), getattr)
-    return list(map(_CALL, takewhile(bool, frames)))
+    return _uninterrupted(map(_CALL, takewhile(bool, frames)))
 
 
-def _current_frames() -> Iterator[dict[int, FrameType]]:
-    calls: tuple[Callable[[], Any], ...] = (sys._current_frames,)  # noqa: SLF001 documented
-    if gc.isenabled():
-        calls = gc.disable, *calls, gc.enable
-    # The first `next`, one call in C, disables and enables: no other thread runs between.
-    return chain.from_iterable(map(tuple, (filter(None, map(_CALLED, calls)),)))
+def calls_of_error(error: BaseException) -> list[Call]:
+    """Return what ``calls_of_thread`` returned where an exception was raised."""
+    calls: list[Call] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        calls.append((frame.f_code, traceback.tb_lasti, frame.f_globals))
+        traceback = traceback.tb_next
+    return calls[::-1]
+
+
+def line_of(call: Call) -> int:
+    """Return the line that a function runs."""
+    code, instruction, _ = call
+    lines = (line for begin, end, line in code.co_lines() if begin <= instruction < end and line)
+    return next(lines, code.co_firstlineno)
+
+
+def _results(*functions: Callable[[], Any]) -> Iterator[Any]:
+    return map(_CALLED, functions)
+
+
+def _uninterrupted(steps: Iterable[_T]) -> list[_T]:
+    """Return what an iterator in C yields; no other thread runs meanwhile.
+
+    One call in C keeps Python's lock unless it collects garbage, as Python before 3.12 does wherever memory is asked
+    for: a function in Python that the collection calls lets other threads run. A frame that ends meanwhile would be
+    read after its end, and each new thread would wait for ever for the lock that ``sys._current_frames`` holds
+    (python/cpython#106883).
+    """
+    was_enabled, again = tee(_results(gc.isenabled))
+    disable = filter(None, map(_CALLED, compress((gc.disable,), was_enabled)))
+    enable = filter(None, map(_CALLED, compress((gc.enable,), again)))
+    try:
+        return list(chain(disable, steps, enable))
+    finally:
+        # An error came first.
+        list(enable)
 
 
 class CoreWait:
@@ -241,14 +271,15 @@ class LineSampler:
         except Exception as error:  # noqa: BLE001 `__exit__` raises it
             self._error = error
 
-    def _line(self, calls: Sequence[_Call]) -> _Line | None:
+    def _line(self, calls: Sequence[Call]) -> _Line | None:
         """Return the line of the program that calls are in; None for the Trainer's work, and for this package's."""
         functions: list[CodeType | None] = []
         file, line, called, inside = "", 0, None, None
-        for code, instruction, names in calls:
+        for call in calls:
+            code, _, names = call
             kind = self._kinds.get(code) or self._kind(code, names)
             if kind is _Kind.PROGRAM:
-                file, line = (file, line) if line else (code.co_filename, _line_of(code, instruction))
+                file, line = (file, line) if line else (code.co_filename, line_of(call))
                 functions += [] if code.co_name in _WITHOUT_NAME else [code]
             elif kind is _Kind.MODULE_CALL and (not functions or functions[-1] is not None):
                 functions.append(None)
@@ -273,11 +304,6 @@ class LineSampler:
             kind = _Kind.PROGRAM if is_program else _Kind.LIBRARY
         self._kinds[code] = kind
         return kind
-
-
-def _line_of(code: CodeType, instruction: int) -> int:
-    lines = (line for begin, end, line in code.co_lines() if begin <= instruction < end and line)
-    return next(lines, code.co_firstlineno)
 
 
 def _qualified(code: CodeType) -> str:

@@ -33,18 +33,18 @@ from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.loader_workers import counted_workers, stuck_workers
 from lightning_memprof.capture.sources.assignments import is_library
-from lightning_memprof.capture.threads import frames_of_threads
+from lightning_memprof.capture.threads import calls_of_error, calls_of_thread, line_of, running_threads
 from lightning_memprof.capture.torch_internals import _dump_fr_trace_json, _dump_nccl_trace_json
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from types import FrameType
 
     from lightning_memprof.artifacts.series import SeriesRow
     from lightning_memprof.capture.base import OnException, OnMark, OnStep, RunContext, StepRecord
+    from lightning_memprof.capture.threads import Call
     from lightning_memprof.schedule import Window
 
 
@@ -332,23 +332,21 @@ class _Reports:
             if position is not None and clock is not None:
                 row.step, row.global_step, row.phase = position.step, position.global_step, clock.phase(raised=True)
                 row.waited_ns = perf_counter_ns() - clock.start_ns
-            _set_place(row, list(traceback.walk_tb(error.__traceback__))[::-1])
+            _set_place(row, calls_of_error(error))
             with self._run.faults.caught(Hangs.name, "mark"):
                 self._write_place(row)
         return False
 
     def stand(self, row: HangRow, training: int) -> None:
         """Write where the threads of this rank are."""
-        frames = frames_of_threads()
-        # At once: the frame of a generator that is suspended meanwhile has no frame around it.
-        found = list(traceback.walk_stack(frames[training]))
-        _set_place(row, found)
-        del frames[threading.get_ident()]
+        calls = {thread: calls_of_thread(thread) for thread in {training, *running_threads()}}
+        _set_place(row, calls[training])
+        del calls[threading.get_ident()]
         limit = "" if row.kind == "asked" else f" (limit {format_ns(row.limit_ns or 0)})"
         with self._stacks.open("a", encoding="utf-8") as file:
             file.write(f"Step {row.step} has not ended after {format_ns(row.waited_ns or 0)}{limit}.\n")
-            file.writelines(_stacks(frames, training))
-            if _waits_for_loader(found):
+            file.writelines(_stacks(calls, training))
+            if _waits_for_loader(calls[training]):
                 file.writelines(_worker_stacks(row))
         self._write_place(row)
 
@@ -433,13 +431,13 @@ def _collectives() -> Iterator[SeriesRow]:
             yield from rows
 
 
-def _set_place(row: HangRow, frames: Sequence[tuple[FrameType, int]]) -> None:
-    """Set the innermost function and line of ``frames``, and a phase that the clock does not have."""
-    names = (str(frame.f_globals.get("__name__", "")) for frame, _ in frames)
+def _set_place(row: HangRow, calls: Sequence[Call]) -> None:
+    """Set the innermost function and line of ``calls``, and a phase that the clock does not have."""
+    names = (str(names.get("__name__", "")) for _, _, names in calls)
     if row.phase == "other" and any(name.endswith(_VALIDATION) for name in names):
         row.phase = "validation"
-    if frames:
-        row.function, (row.place, row.source) = _function(frames[0][0]), _place(frames)
+    if calls:
+        row.function, (row.place, row.source) = _function(calls[0]), _place(calls)
 
 
 def _worker_stacks(row: HangRow) -> Iterator[str]:
@@ -457,41 +455,45 @@ def _worker_stacks(row: HangRow) -> Iterator[str]:
         yield from (f'  File "{file}", line {line}, in {name}\n' for file, line, name in reversed(stack))
 
 
-def _function(frame: FrameType) -> str:
-    """Return the module and the name of a frame's function."""
-    name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
-    return f"{frame.f_globals.get('__name__', '?')}.{name}"
+def _function(call: Call) -> str:
+    """Return the module and the name of a function."""
+    code, _, names = call
+    name = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
+    return f"{names.get('__name__', '?')}.{name}"
 
 
-def _place(frames: Iterable[tuple[FrameType, int]]) -> tuple[str | None, str | None]:
+def _place(calls: Iterable[Call]) -> tuple[str | None, str | None]:
     """Return the innermost line of the program, with its function, and its source; None where the Trainer runs it."""
     found: tuple[str, str | None] | None = None
-    for frame, line in frames:
-        code = frame.f_code
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    for call in calls:
+        code, _, names = call
+        package = str(names.get("__name__", "")).partition(".")[0]
         if found is not None and package in _TRAINERS:
             return found
-        if found is None and _is_program(frame):
+        if found is None and _is_program(call):
+            line = line_of(call)
             source = linecache.getline(code.co_filename, line).strip()
             found = f"{Path(code.co_filename).name}:{line} in {code.co_name}", source or None
     return None, None
 
 
-def _is_program(frame: FrameType) -> bool:
-    file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")).partition(".")[0]
+def _is_program(call: Call) -> bool:
+    code, _, names = call
+    file, package = code.co_filename, str(names.get("__name__", "")).partition(".")[0]
     return package != _OURS and not file.startswith("<") and not is_library(file)
 
 
-def _waits_for_loader(frames: Iterable[tuple[FrameType, int]]) -> bool:
+def _waits_for_loader(calls: Iterable[Call]) -> bool:
     """Return whether a DataLoader waits, not the program in a fetch of this process."""
-    within = takewhile(lambda entry: not _is_program(entry[0]), frames)
-    return any(frame.f_globals.get("__name__") == _LOADER for frame, _ in within)
+    within = takewhile(lambda call: not _is_program(call), calls)
+    return any(names.get("__name__") == _LOADER for _, _, names in within)
 
 
-def _stacks(frames: dict[int, FrameType], training: int) -> Iterator[str]:
+def _stacks(calls: Mapping[int, Sequence[Call]], training: int) -> Iterator[str]:
     """Yield the stacks of all threads, that of the training first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident in sorted(frames, key=lambda ident: ident != training):
+    for ident in sorted(calls, key=lambda ident: ident != training):
         yield f"\nThread {names.get(ident, ident)}{', the training' if ident == training else ''}:\n"
-        yield from traceback.format_stack(frames[ident])
+        lines = [(call[0].co_filename, line_of(call), call[0].co_name, None) for call in reversed(calls[ident])]
+        yield from traceback.StackSummary.from_list(lines).format()
     yield "\n"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
-from lightning_memprof.capture.threads import CoreWait, LineSampler, ThreadTimes, calls_of_thread, frames_of_threads
+from lightning_memprof.capture.threads import CoreWait, LineSampler, ThreadTimes, calls_of_thread, running_threads
 
 
 @pytest.mark.skipif(CoreWait().read() is None, reason="the kernel does not count the times of threads")
@@ -162,7 +162,7 @@ def test_a_collection_that_starts_a_thread_does_not_deadlock_with_a_look_at_all_
         "-c",
         """if True:
         import _thread, faulthandler, gc
-        from lightning_memprof.capture.threads import frames_of_threads
+        from lightning_memprof.capture.threads import running_threads
 
         faulthandler.dump_traceback_later(60, exit=True)
         collections = []
@@ -175,9 +175,52 @@ def test_a_collection_that_starts_a_thread_does_not_deadlock_with_a_look_at_all_
         # Some of these collections would be inside the look.
         for threshold in range(1, 40):
             gc.set_threshold(threshold)
-            frames_of_threads()
+            running_threads()
         assert collections
         assert gc.isenabled()
+        """,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_function_that_ends_while_a_collection_lets_its_thread_run_is_not_read_after_its_end(
+    run_python: Callable[..., CompletedProcess[str]],
+) -> None:
+    done = run_python(
+        "-c",
+        """if True:
+        import gc, sys, threading, time
+        from lightning_memprof.capture.threads import calls_of_thread
+
+        training, ended, looks = threading.get_ident(), threading.Event(), []
+
+        def let_the_training_run(phase, found):
+            if threading.get_ident() != training:
+                time.sleep(1e-4)
+
+        def look():
+            try:
+                for _ in range(5_000):
+                    looks.append([code.co_name for code, _, _ in calls_of_thread(training)])
+            finally:
+                ended.set()
+
+        def deep(n):
+            return deep(n - 1) if n else 0
+
+        def wide(n, a=1, b=2, c=3, d=4):
+            e, f, g, h, i, j, k, l = range(8)
+            return wide(n - 1) if n else len(str(n)) + sum(x for x in range(30))
+
+        gc.callbacks.append(let_the_training_run)
+        gc.set_threshold(50)
+        sys.setswitchinterval(1e-6)
+        threading.Thread(target=look).start()
+        n = 0
+        while not ended.is_set():
+            n += 1
+            deep(n % 17), wide(n % 13)
+        assert len(looks) == 5_000
         """,
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -186,7 +229,7 @@ def test_a_collection_that_starts_a_thread_does_not_deadlock_with_a_look_at_all_
 def test_a_program_that_has_disabled_the_garbage_collector_finds_it_disabled() -> None:
     gc.disable()
     try:
-        assert threading.get_ident() in frames_of_threads()
+        assert threading.get_ident() in running_threads()
         assert not gc.isenabled()
     finally:
         gc.enable()
