@@ -224,12 +224,13 @@ class Logged(Steady):
         return loss
 
 
-def test_a_logger_that_takes_more_than_a_twentieth_is_found(tmp_path: Path) -> None:
+def test_a_logger_that_takes_more_than_a_twentieth_is_found_and_called_seldom_it_is_not(tmp_path: Path) -> None:
     slow = {"logger": SlowLogger(tmp_path / "slow", name="", version="log")}
     finding = findings_of(tmp_path / "slow", Training(model=Logged(), options=slow))["logging_bound"]
     assert finding.numbers["ns"] >= 10_000_000
     assert "log_every_n_steps" in finding.next_steps[0]
-    assert "logging_bound" not in findings_of(tmp_path / "quick", Training(model=Logged()))
+    seldom = {"logger": SlowLogger(tmp_path / "seldom", name="", version="log"), "log_every_n_steps": 1000}
+    assert "logging_bound" not in findings_of(tmp_path / "seldom", Training(model=Logged(), options=seldom))
 
 
 class Littered(Steady):
