@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.capture.collectors.saved_tensors import NO_BACKWARD, SavedTensors
@@ -42,7 +43,8 @@ def hooked(kind: type[TracedModel]) -> tuple[type[TracedModel], list[int]]:
 
     class Hooked(kind):  # type: ignore[misc, valid-type]
         def loss(self, batch: torch.Tensor) -> torch.Tensor:
-            left_out = {parameter.untyped_storage().data_ptr() for parameter in (*self.parameters(), *self.buffers())}
+            # The batch is a slice of the data set.
+            left_out = {given.untyped_storage().data_ptr() for given in (*self.parameters(), *self.buffers(), batch)}
             kept: dict[int, torch.UntypedStorage] = {}
 
             def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,6 +111,18 @@ def test_manual_optimization_has_a_row_for_each_backward_that_goes_through_light
     assert "other" not in first["modules"]
     assert second["modules"]["other"][2] == 1
     assert "net.0" not in second["modules"]
+
+
+def test_a_batch_that_is_a_slice_of_the_data_set_does_not_count_the_data_set(tmp_path: Path) -> None:
+    data = torch.randn(12, 4, 8)
+    sliced: DataLoader[Any] = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+    trainer(tmp_path / "sliced", callback()).fit(Perceptron(), sliced)
+    copied: DataLoader[Any] = DataLoader([batch.clone() for batch in data], batch_size=None)  # type: ignore[arg-type]
+    trainer(tmp_path / "copied", callback()).fit(Perceptron(), copied)
+    batch = 4 * 8 * 4
+    for found, reference in zip(rows(tmp_path / "sliced"), rows(tmp_path / "copied"), strict=True):
+        if reference.get("activation_bytes") is not None:
+            assert found["activation_bytes"] == reference["activation_bytes"] - batch
 
 
 def test_a_backward_of_the_programs_own_is_named_as_not_seen(tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ class SavedTensors(Collector):
     """Saved activations of each backward, by module and by dtype, and the bytes that persist from step to step.
 
     Read from the graph of the loss, without saved-tensor hooks, which restrict user code. Every storage counts once,
-    for the module whose forward saved it first; storages of parameters and buffers do not count. Tensors saved in the
-    step outside every module's forward belong to the root, and those saved in a compiled module to that module. Tensors
-    saved before the step are unattributed.
+    for the module whose forward saved it first; storages of parameters and buffers do not count, nor does a tensor of
+    the data set of which the batch is a slice. Tensors saved in the step outside every module's forward belong to the
+    root, and those saved in a compiled module to that module. Tensors saved before the step are unattributed.
 
     Not included: tensors that a custom function stores on its ``ctx`` without ``save_for_backward``, tensors saved by
     an in-place operation on a view, and branches that do not lead to the loss.
@@ -212,18 +212,19 @@ class _Recorder:
         self._persistent = PersistentBytes(self._model)
         self._paths = {id(module): path for path, module in module_paths(run.model).items()}
         self._input_bytes: int | None = None
+        self._sliced: set[int] = set()
         self._row: SavedTensorsRow | None = None
         self._backwards = 0
 
     def batch(self, batch: Any) -> None:
         with DisableTorchFunctionSubclass():
-            self._input_bytes = batch_bytes(batch)
+            self._input_bytes, self._sliced = batch_bytes(batch)
 
     def loss(self, loss: torch.Tensor) -> None:
         """Read the graph of a loss; its row is written at the next mark."""
         self._backwards += 1
         with DisableTorchFunctionSubclass():
-            saved = self._graph.read(loss, self._model.storage_keys())
+            saved = self._graph.read(loss, self._model.storage_keys() | self._sliced)
         total = unattributed = 0
         dtypes: dict[torch.dtype, int] = {}
         own: dict[str, int] = {}
@@ -247,7 +248,7 @@ class _Recorder:
         """Begin a step, write the row of a backward, or write the row of the step."""
         if mark.point is Point.STEP_START:
             self._log.begin_step()
-            self._input_bytes, self._row, self._backwards = None, None, 0
+            self._input_bytes, self._sliced, self._row, self._backwards = None, set(), None, 0
         elif mark.point is Point.BEFORE_BACKWARD and self._row is not None:
             self._write(mark, self._row)
             self._row = None

@@ -123,10 +123,11 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
             yield from tensors_in(part, depth - 1)
 
 
-def batch_bytes(batch: Any) -> int:
-    """Return the bytes of a batch; several views of a storage count no more than the storage.
+def batch_bytes(batch: Any) -> tuple[int, set[int]]:
+    """Return the bytes of a batch, and the storages of which it is a slice, by ``untyped_storage()._cdata``.
 
-    A slice of a larger tensor counts as the slice: the rest belongs to the data set.
+    A slice of a larger tensor counts as the slice: the rest belongs to the data set. Several views of a storage count
+    no more than the storage.
     """
     given: dict[int, tuple[int, int]] = {}
     for tensor in tensors_in(batch):
@@ -134,7 +135,9 @@ def batch_bytes(batch: Any) -> int:
         for storage in storages(tensor):
             key, size = storage._cdata, size + storage.nbytes()  # noqa: SLF001 the data pointer of an empty one is 0
         given[key] = (given.get(key, (0, 0))[0] + local_bytes(tensor), size)
-    return sum(min(used, size) for used, size in given.values())
+    return sum(min(used, size) for used, size in given.values()), {
+        key for key, (used, size) in given.items() if used < size
+    }
 
 
 def optimizer_state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:

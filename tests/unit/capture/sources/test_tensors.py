@@ -195,13 +195,13 @@ def test_tensors_are_found_in_whatever_a_batch_is_made_of() -> None:
 
 
 def test_a_batch_counts_what_it_shows_of_a_storage_and_overlapping_views_once() -> None:
-    data = torch.zeros(100, 8)
-    assert batch_bytes(data[3]) == 8 * 4
-    assert batch_bytes((data[:4, :-1], data[:4, 1:])) == 2 * 4 * 7 * 4
-    text = torch.zeros(10)
-    assert batch_bytes((text[:-1], text[1:])) == 40
-    assert batch_bytes({"x": torch.zeros(3), "y": torch.zeros(2, dtype=torch.int64), "name": "a"}) == 12 + 16
-    assert batch_bytes("nothing") == 0
+    data, text = torch.zeros(100, 8), torch.zeros(10)
+    data_key = data.untyped_storage()._cdata
+    assert batch_bytes(data[3]) == (8 * 4, {data_key})
+    assert batch_bytes((data[:4, :-1], data[:4, 1:])) == (2 * 4 * 7 * 4, {data_key})
+    assert batch_bytes((text[:-1], text[1:])) == (40, set())
+    assert batch_bytes({"x": torch.zeros(3), "y": torch.zeros(2, dtype=torch.int64), "name": "a"}) == (12 + 16, set())
+    assert batch_bytes("nothing") == (0, set())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
