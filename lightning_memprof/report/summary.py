@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Training waits for the page: about three seconds of reading at most, whatever the number of ranks.
 MAX_PULSE_BYTES: Final = 16 * MIB
 MAX_MEMORY_BYTES: Final = 8 * MIB
-# Compressed; read in a second, with 80 MiB of memory. The verdict names modules where a trace is this small.
+# Compressed; read in two seconds, with 80 MiB of memory. The verdict names modules where a trace is this small.
 MAX_TRACE_BYTES: Final = 8 * MIB
 MAX_NAMED: Final = 8
 WIDTH: Final = 80
@@ -55,12 +55,9 @@ def _traces(run: Run) -> tuple[TraceReport, ...]:
 
 
 def _allocations(run: Run) -> tuple[WindowAllocations, ...]:
-    """Return the allocations in the lead rank's small traces where its memory grows: they name what stays live."""
-    from lightning_memprof.analysis.ledger.growth import steady_growth
+    """Return the allocations in the lead rank's first trace, where it is small: they name what stays live."""
     from lightning_memprof.analysis.memory.allocations import run_allocations
 
-    if not any(steady_growth(run.lead.pulse, column) for column in ("rss_bytes", "device_peak_bytes")):
-        return ()
     return run_allocations(replace(run, artifacts=tuple(_first_small_trace(run))))
 
 

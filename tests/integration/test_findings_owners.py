@@ -470,3 +470,25 @@ def test_single_sentences_whose_gradients_accumulate_are_a_small_batch(shown: An
     if samples == 1:
         step = found["small_batch"]["next_steps"][0]
         assert step.endswith("DataLoader(batch_size=16), Trainer(accumulate_grad_batches=1).")
+
+
+class Retaining(Model):
+    """Keeps the loss of the step before, with its graph or as a number."""
+
+    def __init__(self, *, is_retained: bool) -> None:
+        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16))))
+        self.is_retained = is_retained
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(retain_graph=self.is_retained)
+        self.before = loss if self.is_retained else loss.detach()
+
+
+@pytest.mark.parametrize("is_retained", [True, False])
+def test_the_page_at_the_end_of_the_run_names_a_graph_that_outlives_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_retained: bool
+) -> None:
+    profiler = ExtendedPyTorchProfiler(profile_memory=True)
+    made = trainer(tmp_path, MemProfilerCallback(schedule=LATE), profiler=profiler)
+    made.fit(Retaining(is_retained=is_retained), batches(16, 4096, 256))
+    assert ("Graphs outlive their step" in capsys.readouterr().out) == is_retained
