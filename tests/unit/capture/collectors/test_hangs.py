@@ -68,8 +68,8 @@ def test_the_stack_is_that_of_the_moment_although_the_step_continues_while_it_is
         left.wait(60)
         return iter(())
 
-    def place(frames: Any) -> tuple[None, None]:
-        seen.extend(frame.f_code.co_name for frame, _ in frames)
+    def place(calls: Any) -> tuple[None, None]:
+        seen.extend(code.co_name for code, _, _ in calls)
         return None, None
 
     # The frame of a generator that is not running has no frame around it.
