@@ -116,8 +116,7 @@ def memory_growth(facts: Facts) -> Finding | None:
     survivors = _survivors(facts, rank, growth)
     sources = {survivor.source.artifact: survivor.source for survivor in survivors if survivor.source.artifact}
     outside = _outside(holders)
-    native = None if holders.is_free else outside
-    named = _held(holder) if holder is not None else _cause(facts, rank, growth, survivors, native)
+    named = _cause(facts, rank, growth, survivors, holders)
     # A fetch also adds what the program frees elsewhere.
     is_sure = named is not None and not (named.action or "").endswith(FETCH)
     cause = named if is_sure or outside is None else outside
@@ -129,7 +128,6 @@ def memory_growth(facts: Facts) -> Finding | None:
         shown.append(survivors[0].shown)
     full = steps_until_full(facts, rank, growth.bytes_per_step, on_host=source == RSS)
     shown += [] if full is None else [f"At this rate it is full {full:,} steps later, before the training ends."]
-    evidence = " ".join(shown)
     return Finding(
         rule="memory_growth",
         severity=Severity.INFO
@@ -141,7 +139,7 @@ def memory_growth(facts: Facts) -> Finding | None:
         ),
         why=(
             f"The {source} rose steadily by {format_bytes(growth.added_bytes)} ({percent(share)}) in "
-            f"{growth.steps} steps: 1 GiB more every {GIB / growth.bytes_per_step:,.0f} steps. {evidence}"
+            f"{growth.steps} steps: 1 GiB more every {GIB / growth.bytes_per_step:,.0f} steps. {' '.join(shown)}"
         ).rstrip(),
         next_steps=(*((cause.next,) if cause else ()), *((DETACH, APPENDS) if facts.is_fit else (APPENDS,))),
         evidence=(facts.pulse(rank), *sources.values()),
@@ -207,14 +205,16 @@ class _Cause(NamedTuple):
     action: str | None = None
 
 
-def _cause(
-    facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Survivor], native: _Cause | None
-) -> _Cause | None:
-    """Return the cause of a slope in the recorded steps, None if nothing recorded explains it.
+def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Survivor], holders: Holders) -> _Cause | None:
+    """Return the cause of a slope, None if nothing recorded explains it.
 
-    A hook of the program, or the data set in this process; tensors that outlive their step, which ``native`` code may
-    keep; or the saved activations of whole steps, which only a live autograd graph keeps.
+    Its holder; a hook of the program, or the data set in this process; tensors that outlive their step, which native
+    code may keep; or the saved activations of whole steps, which only a live autograd graph keeps.
     """
+    if holders.main is not None or holders.is_free:
+        # What the allocator counts as free is not what is alive in a window.
+        return _held(holders.main) if holders.main is not None else None
+    native = _outside(holders)
     action = _growing_action(facts, rank, growth)
     if action is not None:
         return action
@@ -232,8 +232,7 @@ def _cause(
     memory = _memory(facts, rank)
     saved = memory.activations if memory is not None else None
     if saved is not None and GRAPH[0] * saved.total_bytes <= growth.bytes_per_step <= GRAPH[1] * saved.total_bytes:
-        size = format_bytes(saved.total_bytes)
-        why = f"A step saves {size} of activations: a stored loss or output holds its graph."
+        why = f"A step saves {format_bytes(saved.total_bytes)} of activations: a stored loss or output holds its graph."
         return _Cause(" with the saved activations of each step", why, RETAINED)
     return None
 
@@ -345,8 +344,7 @@ def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:
 
 
 def _allocations(facts: Facts) -> list[WindowAllocations]:
-    ranks = facts.memory.ranks if facts.memory is not None else ()
-    return [allocation for rank in ranks for allocation in rank.allocations]
+    return [window for rank in (facts.memory.ranks if facts.memory else ()) for window in rank.allocations]
 
 
 def _path(facts: Facts, file: os.PathLike[str] | str | None) -> str:

@@ -352,6 +352,17 @@ def test_freed_memory_that_the_allocator_keeps_is_a_note(tmp_path: Path) -> None
     assert finding.sentence.endswith(": the C allocator keeps freed memory.")
 
 
+def test_freed_memory_is_not_what_a_hook_adds_in_windows(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, GROWING)
+    found = {"kind": "free memory", "added_bytes": 300 * MIB, "since_step": 20, "step": 119, "grown_bytes": 396 * MIB}
+    rows(directory / "holders.rank00000.jsonl", found)
+    added = {"action": HOOK, "rss_change_bytes": 4 * MIB, "recorded": True}
+    add_series(directory, "action_memory", [{**added, "step": step} for step in (2, 3)])
+    finding = finding_of(directory, "memory_growth")
+    assert finding is not None
+    assert finding.sentence.endswith(": the C allocator keeps freed memory.")
+
+
 @pytest.mark.parametrize(("kind", "is_note"), [("free memory", True), ("remainder", False)])
 def test_freed_memory_that_an_earlier_search_found_remains_a_note_where_a_later_one_finds_nothing(
     tmp_path: Path, kind: str, is_note: bool
