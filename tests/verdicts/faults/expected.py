@@ -860,7 +860,7 @@ EXPECTED: Final = (
         # The healthy twin augments as well, in a tenth of its step.
         accuse=(
             r"image by image|one by one|one (image|sample) at a time|(small|tiny|many|short) (op|call|kernel)",
-            r"(on_after_batch_transfer|augment\w*|RandomView|grid_sample\w*).* ([3-9]\d|100)%",
+            r"takes ([3-9]\d|100)%.*(on_after_batch_transfer|augment\w*|RandomView|grid_sample\w*)",
         ),
     ),
     Expected(
@@ -4339,6 +4339,8 @@ EXPECTED: Final = (
             r"thresholds|binned",
         ),
         near_fix=(r"metric|auroc|compute|less often|every (n|k|few|\d+)|reset",),
+        # The twin keeps its predictions for the epoch as well, between which freed memory piles up.
+        accuse=(r"AUROC|\bmetrics?\b|torchmetrics|sort|cumsum|compute\(\)",),
     ),
     # A callback takes the singular values of all layers after each batch. A good engineer: every 100 steps or
     # each epoch.
@@ -4370,6 +4372,10 @@ EXPECTED: Final = (
             r"(more|two|2|as many|raise|increase|all)\W+(\w+\W+){0,5}(threads|cores)",
         ),
         near_fix=(r"threads?|\bcores?\b",),
+        # "The training thread waits for a core" is true of a busy machine.
+        accuse=(
+            r"(one|1|single|few|too few|only)\W+(\w+\W+){0,4}threads?\b(?! waits)|num_threads|(idle|unused) cores?",
+        ),
     ),
     # collate_fn makes a tensor for each hour of each stay. A good engineer: numpy.stack / torch.stack whole
     # stays, or the tensors once in the data set; or workers.
@@ -4568,6 +4574,8 @@ EXPECTED: Final = (
             r"(fewer|less|lower|reduce|as many|at most|two|2)\W+(\w+\W+){0,5}threads",
         ),
         near_fix=(r"threads?|\bcores?\b",),
+        # "The training thread waits for a core" is true of a busy machine.
+        accuse=(r"\bthreads\b|num_threads|oversubscri|overcommit|contention|context switch",),
     ),
     # Validates every 10 steps: run it once an epoch (val_check_interval), or on fewer batches
     # (limit_val_batches).
@@ -4720,7 +4728,8 @@ EXPECTED: Final = (
             r"attention (is )?(by hand|unfused|not fused|written out|naive)",
             r"(naive|unfused|hand-?(made|written)) attention",
             r"masked_fill",
-            r"scaled_dot_product_attention",
+            # The twin's own line, which a page quotes, calls it.
+            r"(use|without)\W+(\w+\.)*scaled_dot_product_attention",
         ),
     ),
     # Layer normalization from mean, std and arithmetic: use nn.LayerNorm.
