@@ -55,6 +55,8 @@ class WarmPython(AbstractContextManager["WarmPython"]):
 
     def __exit__(self, *args: object) -> None:
         self._asks.close()
+        # A worker that a failed test has left has the socket too: the server would wait for its end.
+        self._server.kill()
         self._server.wait()
 
     def fork(self, asked: Mapping[str, Any], files: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from warm_python import Popen
+from warm_python import Popen, WarmPython
 
 pytestmark = pytest.mark.slow
 
@@ -82,3 +83,14 @@ def test_it_is_a_child_that_can_be_stopped_and_killed(tmp_path: Path, warm_pytho
         assert os.waitid(os.P_PID, process.pid, os.WSTOPPED) is not None
         process.kill()
     assert process.returncode == -9
+
+
+def test_its_end_does_not_wait_for_a_worker_that_a_test_has_left() -> None:
+    with WarmPython(os.environ):
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(60)
+            os._exit(0)
+    lives = os.waitpid(worker, os.WNOHANG) == (0, 0)
+    os.kill(worker, signal.SIGKILL)
+    assert lives
