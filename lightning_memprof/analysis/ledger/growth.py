@@ -51,6 +51,8 @@ MIN_EDGE_STEPS: Final = 3
 # Of worker processes; of a validation, after its first batch.
 MIN_SAMPLES: Final = 3
 MIN_BATCHES: Final = 8
+# Of the mean rate of worker processes, between any two samples.
+EVERYWHERE: Final = 0.15
 # Shares of a slope: what explains it, and its main holder. Freed pieces between the blocks of a leak are part of RSS.
 HELD: Final = 0.5
 MAIN: Final = 1 / 3
@@ -223,8 +225,9 @@ def worker_growth(rows: Sequence[ProcessRow]) -> Growth | None:
     """Return the slope of the private memory of DataLoader workers if it rises until the end, else None.
 
     The first sample is excluded where more than three are known, else the rate must not fall: workers start, and copy
-    what they touch. So does a garbage collection, which touches all objects of the main process: without the largest
-    rise, the others still have a third of the rate. Workers that start anew have other samples.
+    what they touch. So does the main process in a garbage collection or a window, and its workers keep the old pages: a
+    slope rises between any two samples, and without the largest rise the others still have a third of the rate. Workers
+    that start anew have other samples.
     """
     known = [
         (row.step, row.private_bytes)
@@ -241,8 +244,11 @@ def worker_growth(rows: Sequence[ProcessRow]) -> Growth | None:
     # A cache that is nearly full grows more slowly.
     if (end - half) / (last - middle) < (STEADY if is_short else FILLING) * (half - start) / (middle - first):
         return None
-    jump, apart = max((after[1] - before[1], after[0] - before[0]) for before, after in itertools.pairwise(known))
+    rises = [(after[1] - before[1], after[0] - before[0]) for before, after in itertools.pairwise(known)]
+    jump, apart = max(rises)
     if (end - start - jump) * (last - first) <= FILLING * (end - start) * (last - first - apart):
+        return None
+    if any(rise * (last - first) < EVERYWHERE * (end - start) * steps for rise, steps in rises):
         return None
     return Growth(
         bytes_per_step=(end - start) / (last - first), added_bytes=end - start, start_bytes=start, steps=last - first

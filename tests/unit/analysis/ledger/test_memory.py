@@ -210,6 +210,7 @@ def test_workers_of_a_run_of_seconds_grow_if_they_rise_at_one_rate_from_their_st
         (30, 31, 32, 32, 115, 115, 115),
         (30, 31, 32, 40, 41, 42, 120),
         (30, 31, 115),
+        (30, 33, 117, 118, 188),
     ],
     ids=[
         "steady",
@@ -221,6 +222,7 @@ def test_workers_of_a_run_of_seconds_grow_if_they_rise_at_one_rate_from_their_st
         "a garbage collection",
         "one at the end",
         "one in a short run",
+        "two",
     ],
 )
 def test_workers_that_do_not_rise_until_the_end_do_not_grow(sizes: tuple[int, ...]) -> None:
