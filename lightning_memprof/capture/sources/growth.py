@@ -177,10 +177,10 @@ def grown_holders(
     rows = compared.rows(set(skip), grown)
     rows += _touched(before, now, compared.least)
     rest = grown - sum(row.added_bytes or 0 for row in rows)
-    # Without time left, the rest may have a holder.
-    if rest >= max(_LEAST_REMAINDER, grown // 4) and not search.is_over:
-        kind = "free memory" if 2 * (now.free_bytes - before.free_bytes) >= rest else "remainder"
-        rows.append(HolderRow(kind=kind, added_bytes=rest))
+    is_free = 2 * (now.free_bytes - before.free_bytes) >= rest
+    # Without time left, the rest may have a holder; freed memory has none.
+    if rest >= max(_LEAST_REMAINDER, grown // 4) and (is_free or not search.is_over):
+        rows.append(HolderRow(kind="free memory" if is_free else "remainder", added_bytes=rest))
     for row in rows:
         row.step, row.since_step, row.grown_bytes = now.step, before.step, grown
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,12 @@ def test_without_time_no_memory_is_said_to_have_no_holder() -> None:
     assert {row.kind for row in grown(0)} <= {"first touch", "mapped file"}
     (row,) = (row for row in grown(60) if row.place == "Keeping.tensors[...]")
     assert (row.kind, row.added) == ("attribute", 40)
+
+
+def test_freed_memory_is_told_without_time_for_a_search() -> None:
+    before = take_census(1, 0)
+    now = replace(take_census(2, 40 * MIB), free_bytes=before.free_bytes + 40 * MIB)
+    assert growth.grown_holders(before, now, Keeping(), 0, ())[-1].kind == "free memory"
 
 
 def test_the_container_that_gained_most_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
