@@ -105,11 +105,12 @@ def record(directory: Path, kind: str, schedule: Schedule, **options: Any) -> li
     return fit(directory, kind, callback, profiler=ExtendedPyTorchProfiler(), **options)
 
 
-# Saved bytes by module. All batches are one storage; the loss saves what it squares, outside of the modules.
-BATCH, VALUE, WIDER, LOSS = 8 * ROWS * 8 * 4, ROWS * 8 * 4, ROWS * 16 * 4, ROWS * 4
-OUTSIDE = {"pre": BATCH, "post": VALUE, "": LOSS}
+# Saved bytes by module. All batches are slices of one tensor, which does not count; the loss saves what it squares,
+# outside of the modules.
+VALUE, WIDER, LOSS = ROWS * 8 * 4, ROWS * 16 * 4, ROWS * 4
+OUTSIDE = {"post": VALUE, "": LOSS}
 BLOCKS = {**OUTSIDE, "net.0": VALUE + WIDER, "net.1": VALUE + WIDER}
-ALL = {"": BATCH + 3 * VALUE + 2 * WIDER + LOSS}
+ALL = {"": 3 * VALUE + 2 * WIDER + LOSS}
 KNOWN: dict[str, dict[str, int]] = {
     "wrapped": {**OUTSIDE, "net": 2 * (VALUE + WIDER)},
     "wrapped blocks": BLOCKS,
