@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from enum import Enum
-from itertools import accumulate, chain, compress, repeat, takewhile, tee
+from itertools import accumulate, chain, compress, repeat, starmap, takewhile, tee
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.sources.user_hooks import hook_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import CodeType
 
 # Of a core.
@@ -41,7 +41,8 @@ _T = TypeVar("_T")
 # Code, instruction, and the names of the module.
 Call = tuple["CodeType", int, dict[str, Any]]
 _CALL: Final = operator.attrgetter("f_code", "f_lasti", "f_globals")
-_CALLED: Final = operator.methodcaller("__call__")
+# Arguments of one call by `starmap`, which needs no memory for it.
+_ONCE: Final[tuple[tuple[()]]] = ((),)
 _TRAINERS: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 # Calls of the Trainer by the program.
 _ENTRIES: Final = ("fit", "validate", "test", "predict")
@@ -54,7 +55,7 @@ _MOST_SOURCE: Final = 160
 
 def running_threads() -> list[int]:
     """Return the ``ident`` of each thread that runs Python."""
-    return _uninterrupted(chain.from_iterable(_results(sys._current_frames)))  # noqa: SLF001 documented
+    return _uninterrupted(chain.from_iterable(starmap(sys._current_frames, _ONCE)))  # noqa: SLF001 documented
 
 
 def calls_of_thread(thread: int) -> list[Call]:
@@ -63,7 +64,7 @@ def calls_of_thread(thread: int) -> list[Call]:
     A frame keeps the variables of its function. None is held while another thread runs: no tensor outlives its
     function, or is freed in this thread, where a profiler does not see it.
     """
-    innermost = map(dict.get, _results(sys._current_frames), (thread,))  # noqa: SLF001 documented
+    innermost = map(dict.get, starmap(sys._current_frames, _ONCE), (thread,))  # noqa: SLF001 documented
     frames: Iterator[Any] = accumulate(chain[Any](innermost, repeat("f_back")), getattr)
     return _uninterrupted(map(_CALL, takewhile(bool, frames)))
 
@@ -86,10 +87,6 @@ def line_of(call: Call) -> int:
     return next(lines, code.co_firstlineno)
 
 
-def _results(*functions: Callable[[], Any]) -> Iterator[Any]:
-    return map(_CALLED, functions)
-
-
 def _uninterrupted(steps: Iterable[_T]) -> list[_T]:
     """Return what an iterator in C yields; no other thread runs meanwhile.
 
@@ -98,14 +95,15 @@ def _uninterrupted(steps: Iterable[_T]) -> list[_T]:
     read after its end, and each new thread would wait for ever for the lock that ``sys._current_frames`` holds
     (python/cpython#106883).
     """
-    was_enabled, again = tee(_results(gc.isenabled))
-    disable = filter(None, map(_CALLED, compress((gc.disable,), was_enabled)))
-    enable = filter(None, map(_CALLED, compress((gc.enable,), again)))
+    was_enabled, again = tee(starmap(gc.isenabled, _ONCE))
+    # They yield nothing.
+    disable: Iterator[Any] = filter(None, starmap(gc.disable, compress(_ONCE, was_enabled)))
+    enable: Iterator[Any] = filter(None, starmap(gc.enable, compress(_ONCE, again)))
     try:
         return list(chain(disable, steps, enable))
     finally:
-        # An error came first.
-        list(enable)
+        # There was no memory.
+        next(enable, None)
 
 
 class CoreWait:

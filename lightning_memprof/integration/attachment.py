@@ -148,9 +148,12 @@ class Attachment:
         if sink.uploads is not None and exception is not None and not isinstance(exception, Exception):
             sink.uploads.hurry()
         try:
-            # First: the frames of the exception still hold the memory.
-            self._oom.end(exception)
-            self.stop(reason)
+            try:
+                # First: the frames of the exception still hold the memory.
+                self._oom.end(exception)
+            finally:
+                # A Ctrl-C may end the autopsy.
+                self.stop(reason)
             sink.drain()
             if self._curves is not None:
                 with self.run.faults.caught(Curves.name, "exit"):

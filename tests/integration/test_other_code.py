@@ -27,6 +27,7 @@ from lightning_memprof import (
     OutputOptions,
     Schedule,
 )
+from lightning_memprof.capture.collectors.oom import OomWatch
 from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
 from lightning_memprof.schedule import Action
 from recorded_rows import read_pulse
@@ -118,6 +119,58 @@ def test_two_trainings_in_two_threads_record_one_trace_at_a_time(
     assert done.returncode == 0, done.stderr[-2000:]
     for name in "ab":
         assert manifest(tmp_path / name / "log/memprofiler")[-1]["steps"] == 30
+
+
+def test_a_callback_that_fails_in_on_exception_before_ours_does_not_crash_the_end_of_the_program(
+    tmp_path: Path, run_python: Callable[..., Any]
+) -> None:
+    (tmp_path / "failing.py").write_text(
+        dedent(f"""
+        import sys
+        sys.path.insert(0, {str(SUPPORT)!r})
+        from pathlib import Path
+        from lightning.pytorch import Callback
+        from training import Perceptron, loader, trainer
+        from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+
+        class Failing(Callback):
+            def on_train_batch_end(self, trainer, *_):
+                if trainer.global_step == 6:
+                    raise ValueError("of the program")
+
+            def on_exception(self, *_):
+                raise RuntimeError("of another callback")
+
+        ours = MemProfilerCallback(schedule=Schedule(wait=1, active=100), output=OutputOptions(summary=False))
+        try:
+            trainer(Path("run"), Failing(), ours).fit(Perceptron(), loader(30))
+        except RuntimeError:
+            print("caught")
+        """)
+    )
+    done = run_python("failing.py")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "caught"), done.stderr[-2000:]
+
+
+def test_ctrl_c_during_the_autopsy_of_a_failed_training_saves_the_open_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Perceptron):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 6:
+                raise MemoryError
+            return self.loss(batch)
+
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(OomWatch, "ended_by", pressed)
+    ours = MemProfilerCallback(schedule=Schedule(wait=1, active=20), output=OutputOptions(summary=False))
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, ours).fit(Failing(), loader())
+    assert not torch.autograd._profiler_enabled()
+    assert not {thread.name for thread in threading.enumerate() if thread.name.startswith("memprof")}
+    assert len(list(only_run(tmp_path).parent.glob("*.pt.trace.json.gz"))) == 1
 
 
 def test_actions_of_other_threads_are_left_to_the_profiler(tmp_path: Path) -> None:

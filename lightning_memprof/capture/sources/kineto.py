@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gzip
 import os
@@ -86,6 +87,7 @@ class WindowTrace:
             if not self._started:
                 self.profiler.start_trace()
                 self._started = True
+                atexit.register(self._stop_at_exit)
             self._step.enter_context(torch.profiler.record_function(f"ProfilerStep#{mark.step}"))
             self.steps += 1
         elif mark.point is Point.STEP_END:
@@ -101,6 +103,7 @@ class WindowTrace:
         ranges, self._ranges = self._ranges, None
         if ranges is None:
             return False
+        atexit.unregister(self._stop_at_exit)
         self.stopping_ns = time.perf_counter_ns()
         try:
             self._cut_actions()
@@ -114,6 +117,11 @@ class WindowTrace:
         if self._started:
             self._save(self)
         return True
+
+    def _stop_at_exit(self) -> None:
+        """Stop recording where Lightning has not ended the run: torch crashes at the exit of a process that records."""
+        if os.getpid() == self._process and self._ranges is not None:
+            self.profiler.stop_trace()
 
     def _stop_in_fork(self) -> None:
         """Stop recording in a forked process of ``multiprocessing``, which inherits it with the thread's state."""

@@ -226,6 +226,41 @@ def test_a_function_that_ends_while_a_collection_lets_its_thread_run_is_not_read
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_look_that_runs_out_of_memory_leaves_the_garbage_collector_enabled(
+    run_python: Callable[..., CompletedProcess[str]],
+) -> None:
+    pytest.importorskip("_testcapi", reason="this Python is built without its tests")
+    done = run_python(
+        "-c",
+        """if True:
+        import _testcapi, gc, threading
+        from lightning_memprof.capture.threads import calls_of_thread
+
+        training, failed, disabled = threading.get_ident(), [], []
+
+        def look():
+            for allocations in range(150):
+                try:
+                    _testcapi.set_nomemory(allocations, allocations + 3)
+                    calls_of_thread(training)
+                except MemoryError:
+                    failed.append(allocations)
+                finally:
+                    _testcapi.remove_mem_hooks()
+                if not gc.isenabled():
+                    disabled.append(allocations)
+                gc.enable()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert failed
+        assert not disabled, disabled
+        """,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_a_program_that_has_disabled_the_garbage_collector_finds_it_disabled() -> None:
     gc.disable()
     try:
