@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -166,8 +167,11 @@ def test_ctrl_c_during_the_autopsy_of_a_failed_training_saves_the_open_window(
 
     monkeypatch.setattr(OomWatch, "ended_by", pressed)
     ours = MemProfilerCallback(schedule=Schedule(wait=1, active=20), output=OutputOptions(summary=False))
+    terminate = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path, ours).fit(Failing(), loader())
+    # Lightning's own stays.
+    signal.signal(signal.SIGTERM, terminate)
     assert not torch.autograd._profiler_enabled()
     assert not {thread.name for thread in threading.enumerate() if thread.name.startswith("memprof")}
     assert len(list(only_run(tmp_path).parent.glob("*.pt.trace.json.gz"))) == 1
