@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 # Training waits for the page: about three seconds of reading at most, whatever the number of ranks.
 MAX_PULSE_BYTES: Final = 16 * MIB
 MAX_MEMORY_BYTES: Final = 8 * MIB
-# Compressed; read in two seconds, with 80 MiB of memory. The verdict names modules where a trace is this small.
+# Compressed; read in a second, with 80 MiB of memory. The verdict names modules where a trace is this small.
 MAX_TRACE_BYTES: Final = 8 * MIB
+# They take another second.
+MAX_ALLOCATIONS_BYTES: Final = 4 * MIB
 MAX_NAMED: Final = 8
 WIDTH: Final = 80
 
@@ -50,7 +52,9 @@ def _traces(run: Run) -> tuple[TraceReport, ...]:
     from lightning_memprof.analysis.trace.report import of_rank, trace_report
 
     with suppress(MemprofError):
-        return tuple(of_rank(trace_report(trace.file), trace.rank) for trace in _first_small_trace(run))
+        return tuple(
+            of_rank(trace_report(trace.file), trace.rank) for trace in _first_small_trace(run, MAX_TRACE_BYTES)
+        )
     return ()
 
 
@@ -58,12 +62,12 @@ def _allocations(run: Run) -> tuple[WindowAllocations, ...]:
     """Return the allocations in the lead rank's first trace, where it is small: they name what stays live."""
     from lightning_memprof.analysis.memory.allocations import run_allocations
 
-    return run_allocations(replace(run, artifacts=tuple(_first_small_trace(run))))
+    return run_allocations(replace(run, artifacts=tuple(_first_small_trace(run, MAX_ALLOCATIONS_BYTES))))
 
 
-def _first_small_trace(run: Run) -> list[ArtifactFile]:
+def _first_small_trace(run: Run, max_bytes: int) -> list[ArtifactFile]:
     traces = run.files("trace", rank=run.lead.rank)
-    return [trace for trace in traces if (trace.size_bytes or 0) <= MAX_TRACE_BYTES][:1]
+    return [trace for trace in traces if (trace.size_bytes or 0) <= max_bytes][:1]
 
 
 def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:

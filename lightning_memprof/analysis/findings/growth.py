@@ -116,7 +116,7 @@ def memory_growth(facts: Facts) -> Finding | None:
     survivors = _survivors(facts, rank, growth)
     sources = {survivor.source.artifact: survivor.source for survivor in survivors if survivor.source.artifact}
     outside = _outside(holders)
-    named = _cause(facts, rank, growth, survivors, holders)
+    named = _held(holder) if holder is not None else _cause(facts, rank, growth, survivors, holders)
     # A fetch also adds what the program frees elsewhere.
     is_sure = named is not None and not (named.action or "").endswith(FETCH)
     cause = named if is_sure or outside is None else outside
@@ -206,14 +206,14 @@ class _Cause(NamedTuple):
 
 
 def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Survivor], holders: Holders) -> _Cause | None:
-    """Return the cause of a slope, None if nothing recorded explains it.
+    """Return the cause of a slope in the recorded steps, None if nothing recorded explains it.
 
-    Its holder; a hook of the program, or the data set in this process; tensors that outlive their step, which native
+    A hook of the program, or the data set in this process; tensors that outlive their step, which native
     code may keep; or the saved activations of whole steps, which only a live autograd graph keeps.
     """
-    if holders.main is not None or holders.is_free:
-        # What the allocator counts as free is not what is alive in a window.
-        return _held(holders.main) if holders.main is not None else None
+    # What the allocator counts as free is not what is alive in a window.
+    if holders.is_free:
+        return None
     native = _outside(holders)
     action = _growing_action(facts, rank, growth)
     if action is not None:

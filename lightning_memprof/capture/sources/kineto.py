@@ -120,7 +120,8 @@ class WindowTrace:
 
     def _stop_at_exit(self) -> None:
         """Stop recording where Lightning has not ended the run: torch crashes at the exit of a process that records."""
-        if os.getpid() == self._process and self._ranges is not None:
+        # The profiler belongs to the thread that started it.
+        if os.getpid() == self._process and self._ranges is not None and _profiler_enabled():
             self.profiler.stop_trace()
 
     def _stop_in_fork(self) -> None:

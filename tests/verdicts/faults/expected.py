@@ -4339,7 +4339,7 @@ EXPECTED: Final = (
             r"thresholds|binned",
         ),
         near_fix=(r"metric|auroc|compute|less often|every (n|k|few|\d+)|reset",),
-        # The twin keeps its predictions for the epoch as well, between which freed memory piles up.
+        # The twin also keeps its predictions until the end of the epoch; the memory freed between them piles up.
         accuse=(r"AUROC|\bmetrics?\b|torchmetrics|sort|cumsum|compute\(\)",),
     ),
     # A callback takes the singular values of all layers after each batch. A good engineer: every 100 steps or
