@@ -195,7 +195,7 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
 
     reports = [trace_report(path) for path in paths]
     found = _Gathered()
-    steps = [float(step.duration_ns) for trace in reports for step in trace.steps]
+    steps = [length for trace in reports for length in _step_lengths(trace)]
     found.add(typical("step_ns", steps, "the steps of the trace", of_steps=True))
     loading = [float(step.data_loading_ns) for trace in reports for step in trace.steps]
     found.add(typical("data_loading_ns", loading, "the steps of the trace", of_steps=True))
@@ -208,7 +208,8 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
         for collective in trace.collectives:
             collectives[collective.name] += collective.total_ns
     if collectives:
-        found.named["collectives"] = {name: ns / max(len(steps), 1) for name, ns in collectives.items()}
+        number = max(sum(len(trace.steps) for trace in reports), 1)
+        found.named["collectives"] = {name: ns / number for name, ns in collectives.items()}
     found.add_operators(paths)
     memory = [device for path in paths for device in window_allocations(path)]
     devices = sorted({allocations.device for allocations in memory}, key=lambda name: (name == "cpu", name))
@@ -218,10 +219,16 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
     return found.side(label, "traces")
 
 
+def _step_lengths(trace: TraceReport) -> list[float]:
+    """Return the durations of a trace's steps; where the host is ahead of the device, their mean on the device."""
+    on_host, window = [float(step.duration_ns) for step in trace.steps], trace.ahead_window
+    return on_host if window is None else [float(window.mean_step_ns)]
+
+
 def _add_gpu_times(found: _Gathered, reports: Sequence[TraceReport]) -> None:
     """Add the device times: per mean step if all traces have steps, otherwise over whole traces."""
     within = [
-        (trace.step_window, len(trace.steps)) for trace in reports if trace.step_window is not None and trace.steps
+        (trace.work_window, len(trace.steps)) for trace in reports if trace.work_window is not None and trace.steps
     ]
     anywhere = [(trace.gpu_window, 1) for trace in reports if trace.gpu_window is not None]
     chosen: Sequence[tuple[GpuTimes, int]] = within if len(within) == len(reports) else anywhere

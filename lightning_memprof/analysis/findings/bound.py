@@ -275,7 +275,7 @@ def _of_device(trace: TraceReport) -> Finding:
     parts = {"compute": window.compute_ns, "communication": window.communication_ns, "copies": window.memory_copy_ns}
     length = max(window.window_ns, 1)
     named = ", ".join(f"{name} {percent(ns / length)}" for name, ns in parts.items() if ns)
-    steps = trace.step_window
+    steps = trace.work_window
     of_steps = f" (a step takes {format_ns(steps.mean_step_ns)})" if steps is not None else ""
     family, sentence = _device_bound(trace)
     work = [

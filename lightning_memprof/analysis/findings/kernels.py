@@ -73,12 +73,14 @@ def many_small_kernels(trace: TraceReport) -> Finding | None:
     small = [kernel for kernel in kernels if kernel.total_ns <= SHORT_NS * kernel.count]
     compute_ns, small_ns, count = total_ns(kernels), total_ns(small), sum(kernel.count for kernel in small)
     steps = max(len(trace.steps), 1)
-    if not compute_ns or small_ns / compute_ns <= NOTABLE_SMALL or count < MANY_KERNELS * steps:
+    # Kernels from before the steps take time in the recording, and belong to no step of it.
+    inside = count - sum(trace.outside.get(kernel.name, 0) for kernel in small)
+    if not compute_ns or small_ns / compute_ns <= NOTABLE_SMALL or inside < MANY_KERNELS * steps:
         return None
     share = small_ns / compute_ns
     most = sorted(small, key=lambda kernel: kernel.count, reverse=True)[:SHOWN]
     simple = sum(kernel.count for kernel in small if any(part in kernel.name for part in SIMPLE))
-    number = f"{count / steps:,.0f} kernels per step" if len(trace.steps) > 1 else f"{count:,} kernels"
+    number = f"{inside / steps:,.0f} kernels per step" if len(trace.steps) > 1 else f"{count:,} kernels"
     return Finding(
         rule="many_small_kernels",
         # If the device waits for them, gpu_idle reports it; on a busy device there is less to gain.
@@ -100,7 +102,7 @@ def many_small_kernels(trace: TraceReport) -> Finding | None:
             "most_frequent": [kernel.name for kernel in most],
         },
         weight=share,
-        recovers=recovered_ns(trace.device_ledger, FUSED_TIME, "compute", recorded_ns=small_ns),
+        recovers=recovered_ns(trace.device_ledger, FUSED_TIME, "compute", recorded_ns=small_ns * inside / count),
     )
 
 

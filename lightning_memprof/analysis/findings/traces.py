@@ -220,7 +220,7 @@ def exposed_loading(trace: TraceReport) -> Loading | None:
 
 
 def _loading_in_steps(trace: TraceReport) -> Loading:
-    window = trace.step_window
+    window = trace.work_window
     total_ns = window.data_loading_ns if window else sum(step.data_loading_ns for step in trace.steps)
     return Loading(
         total_ns=total_ns,
@@ -251,7 +251,7 @@ def _exposed_ns(trace: TraceReport, loading_ns: int) -> int:
     Before the first recorded device event the device may be busy with an unrecorded step: that loading is counted as
     exposed in the same proportion as the rest.
     """
-    window = trace.step_window
+    window = trace.work_window
     if window is None:
         return loading_ns
     inside_ns = min(idle_ns(trace, "data_loading"), loading_ns)
@@ -380,4 +380,4 @@ def blocking_call(trace: TraceReport, gap: IdleCause) -> str:
 def steps_ns(trace: TraceReport) -> int:
     """Return the time of a trace's steps."""
     # A host that is ahead ends its steps before the device.
-    return max((window.window_ns for window in (trace.step_window, trace.gpu_window) if window), default=0)
+    return max((window.window_ns for window in (trace.work_window, trace.gpu_window) if window), default=0)

@@ -18,7 +18,7 @@ from lightning_memprof.analysis.ledger.table import Table, joined, summed
 from lightning_memprof.analysis.ledger.work import operator_work, shaped
 from lightning_memprof.analysis.stacks import is_library, parse_frame
 from lightning_memprof.analysis.trace.columns import Kind, is_loading, launches
-from lightning_memprof.analysis.trace.device import copy_kind
+from lightning_memprof.analysis.trace.device import copy_kind, device_steps
 from lightning_memprof.analysis.trace.idle import (
     COLLECTS,
     LOADING,
@@ -70,7 +70,7 @@ _UNKNOWN: Final = -2
 def device_ledger(
     columns: TraceColumns,
     device: DeviceEvents,
-    steps: Sequence[Step],
+    steps: list[Step],
     collectives: Sequence[CollectiveCall] = (),
     threads: HostThreads | None = None,
 ) -> TimeLedger | None:
@@ -79,7 +79,8 @@ def device_ledger(
     Args:
         columns: the trace.
         device: its device events.
-        steps: by start; without any, the time from the first device event to the last one is the step.
+        steps: by start; without any, the time from the first device event to the last one is the step. Where the host
+            is ahead, the device's time for them counts.
         collectives: those of the trace, for their names.
         threads: of the trace, where they are known already.
     """
@@ -87,11 +88,13 @@ def device_ledger(
         return None
     if steps:
         ranges = [(step.start, step.end) for step in steps]
+        owned = [(step.start, step.end) for step in device_steps(columns, device, steps)]
         basis = "1 recorded step" if len(steps) == 1 else f"{len(steps)} recorded steps"
+        basis += "" if owned == ranges else ", as long as the device works for them: the host is ahead"
     else:
-        ranges = [(int(device.busy.starts[0]), int(device.busy.ends[-1]))]
+        owned = ranges = [(int(device.busy.starts[0]), int(device.busy.ends[-1]))]
         basis = "the time from the first device event to the last one: the trace has no steps"
-    start, end = ranges[0][0], max(end for _, end in ranges)
+    start, end = owned[0][0], max(end for _, end in owned)
     if start == end:
         return None
     spans = Intervals(np.array([start], np.int64), np.array([end], np.int64))
@@ -102,7 +105,7 @@ def device_ledger(
     computed = _add_busy(lines, passes, host, work)
     _add_idle(lines, host, work)
     owners = lines.lines(len(ranges))
-    durations = [end - start for start, end in ranges]
+    durations = [end - start for start, end in owned]
     return TimeLedger(
         step_ns=(end - start) / len(ranges),
         median_ns=float(np.median(durations)),

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from lightning_memprof.analysis.trace.columns import (
     Kind,
+    Step,
     TraceColumns,
+    launches,
     loading_intervals,
     read_columns,
     step_spans,
@@ -39,6 +41,7 @@ _COMMUNICATES: Final = re.compile(
     re.IGNORECASE,
 )
 _FUSED: Final = "triton_"
+EARLIER: Final = int(np.iinfo(np.int64).min)
 _COPY: Final = re.compile(r"Memcpy (\w+)(?: \((.*)\))?\Z")
 
 STATES: Final = ("compute", "communication", "memory_copy", "idle_loading", "idle")
@@ -113,6 +116,44 @@ def device_events(columns: TraceColumns) -> DeviceEvents:
         communication=columns.when(rows[communicates]),
         memory_copy=columns.when(rows[copying]),
     )
+
+
+def launch_moments(columns: TraceColumns, device: DeviceEvents) -> Column:
+    """Return when each device event was launched: without a known launch its start, ``EARLIER`` before the recording.
+
+    A device that is behind first works off what was launched before the recording.
+    """
+    launched = launches(columns, device.rows)
+    starts, is_known = columns.starts[device.rows], launched >= 0
+    moments = np.where(is_known, columns.starts[np.maximum(launched, 0)], starts)
+    if np.any(is_known):
+        moments[~is_known & (starts < np.min(starts[is_known]))] = EARLIER
+    return moments
+
+
+def device_steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> list[Step]:
+    """Return the steps as long as the device works for them, if that takes longer than the steps take on the host.
+
+    A host that does not wait ends its steps before the device begins most of their work. The first step begins with its
+    work, and not before the device has done earlier work.
+    """
+    if not steps or not len(device.rows):
+        return steps
+    begins = np.array([step.start for step in steps], np.int64)
+    moments, ends = launch_moments(columns, device), columns.ends[device.rows]
+    last = max(step.end for step in steps)
+    inside, earlier = (moments >= begins[0]) & (moments < last), moments < begins[0]
+    if not np.any(inside):
+        return steps
+    start = max(int(np.min(columns.starts[device.rows[inside]])), int(np.max(ends[earlier], initial=EARLIER)))
+    bounds = np.full(len(steps) + 1, start, np.int64)
+    np.maximum.at(bounds, np.searchsorted(begins, moments[inside], side="right"), ends[inside])
+    bounds = np.maximum.accumulate(bounds)
+    if bounds[-1] - start <= last - begins[0]:
+        return steps
+    return [
+        Step(int(begin), int(end), step.number) for step, begin, end in zip(steps, bounds[:-1], bounds[1:], strict=True)
+    ]
 
 
 def _communicates(name: str) -> bool:

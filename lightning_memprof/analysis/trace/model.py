@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lightning_memprof.analysis.ledger.model import TimeLedger
     from lightning_memprof.analysis.trace.communication import Collective
 
@@ -58,7 +60,7 @@ class TraceStep(msgspec.Struct, frozen=True, kw_only=True):
     """One step; ``busy_ns`` is the device time of the work that it launched, None where the trace has no device.
 
     That work may end after the step, and overlap the work of other steps. Work without a known launch belongs to the
-    step in which it began, and after the last step to the last one.
+    step in which it began, and after the last step to the last one; work from before the recording to none.
     """
 
     number: int
@@ -231,6 +233,9 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
         step_window: from the first step's start to the last one's end; None without steps or without a device event.
         steps: each step once, by number.
         kernels: by total time, longest first.
+        ahead_window: from the start of the first step's work on the device to the end of the last one's; None where the
+            host takes as long.
+        outside: number of launches outside the steps by kernel, where there are steps.
         idle: by total time, longest first.
         runtime_calls: by total time, longest first.
         collectives: by total time, longest first.
@@ -285,3 +290,10 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
     host_ledger: TimeLedger | None = None
     device_ledger: TimeLedger | None = None
     steady: Steady | None = None
+    outside: Mapping[str, int] = {}
+    ahead_window: StepTimes | None = None
+
+    @property
+    def work_window(self) -> StepTimes | None:
+        """The steps as long as they last: the time that the device takes for them, where the host is ahead."""
+        return self.ahead_window or self.step_window

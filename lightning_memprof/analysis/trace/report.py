@@ -20,13 +20,19 @@ from lightning_memprof.analysis.trace.columns import (
     Progress,
     Step,
     TraceColumns,
-    launches,
     loading_intervals,
     read_columns,
     step_spans,
 )
 from lightning_memprof.analysis.trace.communication import collective_calls, trace_arrivals, trace_collectives
-from lightning_memprof.analysis.trace.device import DeviceEvents, copies, device_events, kernels
+from lightning_memprof.analysis.trace.device import (
+    DeviceEvents,
+    copies,
+    device_events,
+    device_steps,
+    kernels,
+    launch_moments,
+)
 from lightning_memprof.analysis.trace.host import host_operators, operators
 from lightning_memprof.analysis.trace.idle import (
     allocator_spans,
@@ -71,6 +77,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     columns, name = read_columns(path, progress), TraceName.parse(path.name)
     device = device_events(columns)
     steps = step_spans(columns)
+    timed = device_steps(columns, device, steps)
     loading = loading_intervals(columns)
     window = (int(device.busy.starts[0]), int(device.busy.ends[-1])) if len(device.busy.starts) else None
     rank, world_size = _number(columns.metadata, "rank", _RANK), _number(columns.metadata, "world_size", _WORLD)
@@ -90,8 +97,10 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         events=columns.events,
         gpu_window=GpuTimes(**_times(device, *window)) if window else None,
         step_window=_step_times(device, steps, loading) if window and steps else None,
+        ahead_window=None if timed == steps else _step_times(device, timed, loading),
         steps=_steps(columns, device, steps, loading),
         kernels=kernels(columns, device),
+        outside=_outside(columns, device, steps),
         idle=idle_causes(columns, device) if window and _has_runtime(columns) else (),
         runtime_calls=calls(columns, columns.rows(Kind.RUNTIME)),
         collectives=trace_collectives(columns, device, collectives),
@@ -143,12 +152,11 @@ def _program(columns: TraceColumns) -> Program:
 def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loading: Intervals) -> tuple[TraceStep, ...]:
     """Return the steps, each with the device work that it launched.
 
-    Work without a known launch belongs to the step in which it ran, and after the last step to the last one.
+    Work without a known launch belongs to the step in which it ran, and after the last step to the last one; work that
+    was launched before the recording to none.
     """
     starts = np.array([step.start for step in steps], np.int64)
-    launched = launches(columns, device.rows)
-    moments = np.where(launched >= 0, columns.starts[np.maximum(launched, 0)], columns.starts[device.rows])
-    owners = np.searchsorted(starts, moments, side="right") - 1
+    owners = np.searchsorted(starts, launch_moments(columns, device), side="right") - 1
     order = np.argsort(owners, kind="stable")
     bounds = np.searchsorted(owners[order], np.arange(len(steps) + 1))
     found = []
@@ -165,6 +173,15 @@ def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loadi
             )
         )
     return tuple(sorted(found, key=lambda step: (step.number, step.start_ns)))
+
+
+def _outside(columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> dict[str, int]:
+    if not steps:
+        return {}
+    moments = launch_moments(columns, device)
+    outside = (moments < steps[0].start) | (moments >= max(step.end for step in steps))
+    names, counts = np.unique(columns.names[device.rows[outside]], return_counts=True)
+    return {columns.name_of[name]: count for name, count in zip(names.tolist(), counts.tolist(), strict=True)}
 
 
 def _times(device: DeviceEvents, start: int, end: int) -> dict[str, int]:

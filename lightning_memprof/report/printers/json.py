@@ -354,11 +354,14 @@ def _callbacks(steps: Sequence[StepEvents]) -> Mapping[str, int]:
     return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 
+_AHEAD: Final = ("outside", "ahead_window")
+
+
 def _trace(trace: TraceReport) -> dict[str, Any]:
     """Return a trace; of long lists the first 100 rows, which have the longest times."""
     rows = ("kernels", "collectives", "copies", "synchronizations", "runtime_calls", "profiler_overhead", "operators")
     return {
-        **_without(trace, *rows, "allocator_spans", "recorded_with", "host_operators", "arrivals", "steady"),
+        **_without(trace, *rows, "allocator_spans", "recorded_with", "host_operators", "arrivals", "steady", *_AHEAD),
         **{name: getattr(trace, name)[:MAX_ROWS] for name in rows},
         "host_ledger": _ledger(trace.host_ledger),
         "device_ledger": _ledger(trace.device_ledger),

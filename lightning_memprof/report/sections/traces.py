@@ -53,7 +53,7 @@ def busy_share(trace: TraceReport) -> float:
 def _overview(traces: Sequence[TraceReport]) -> Iterator[Table]:
     return filled(
         Table("traces-table", "Traces", top=MAX_SHOWN),
-        [(trace, _shares(trace.gpu_window), trace.step_window) for trace in traces],
+        [(trace, _shares(trace.gpu_window), trace.work_window) for trace in traces],
         Field("file", "code", lambda row: row[0].file.name),
         Field("rank", "index", lambda row: row[0].rank),
         Field("device window", "ns", lambda row: row[0].gpu_window.window_ns or None if row[0].gpu_window else None),
@@ -99,7 +99,7 @@ def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Part]:
         ("duration", duration(trace.end_ns - trace.start_ns)),
         ("steps", count(len(trace.steps))),
     ]
-    if (steps := trace.step_window) is not None:
+    if (steps := trace.work_window) is not None:
         rows.append(("mean step", duration(steps.mean_step_ns)))
         part = share(_waits(steps))
         rows.append((called("data_loading"), phrase("{} of the steps ({})", duration(steps.data_loading_ns), part)))

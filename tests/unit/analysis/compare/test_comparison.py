@@ -409,6 +409,28 @@ def test_traces_are_compared_by_their_steps_and_operators(tmp_path: Path) -> Non
     assert changed(comparison, "operators") == {"aten::mm": "disappeared", "aten::bmm": "appeared"}
 
 
+def test_a_wait_for_the_device_in_each_step_makes_no_step_longer(tmp_path: Path) -> None:
+    def trace(name: str, length: int) -> Path:
+        made = []
+        for step in range(4):
+            times = {
+                ("user_annotation", f"ProfilerStep#{step}", 1): (step * length, length),
+                ("cuda_runtime", "cudaLaunchKernel", 1): (step * length, 1),
+                ("kernel", "gemm", 0): (step * 10_000, 10_000),
+            }
+            made += [
+                {"ph": "X", "cat": cat, "name": event, "pid": pid, "tid": 1, "ts": at, "dur": took}
+                | {"args": {} if cat == "user_annotation" else {"correlation": step + 1}}
+                for (cat, event, pid), (at, took) in times.items()
+            ]
+        return write_trace(tmp_path / name, made)
+
+    ahead = traces_side([trace("ahead.pt.trace.json", 100)], "a")
+    waits = traces_side([trace("waits.pt.trace.json", 10_000)], "b")
+    assert ahead.measures["step_ns"].value == waits.measures["step_ns"].value == 10_000_000
+    assert {each.name for each in compare(ahead, waits).differences if each.is_above_noise} <= {"duration_ns"}
+
+
 def test_snapshots_are_compared_by_their_sizes_and_by_who_holds_the_peak(tmp_path: Path) -> None:
     def dump(name: str, count: int, frame: dict[str, object]) -> Path:
         ring = [event("alloc", 4096, count, frame)]

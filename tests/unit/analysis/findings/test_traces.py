@@ -390,6 +390,14 @@ def test_many_short_kernels_are_to_be_fused() -> None:
     assert finding.next_steps[1] == "Update all parameters at once: torch.optim.AdamW(..., fused=True)."
 
 
+def test_kernels_from_before_the_steps_are_not_those_of_a_step() -> None:
+    small = kernel("vectorized_elementwise_kernel", 6_000, 4_000)
+    every = found(trace(steps=5, kernels=(small,)))["many_small_kernels"]
+    fewer = found(trace(steps=5, kernels=(small,), outside={small.name: 1_000}))["many_small_kernels"]
+    assert every.sentence.startswith("1,200 kernels per step")
+    assert fewer.sentence.startswith("1,000 kernels per step")
+
+
 def test_short_kernels_of_a_fused_optimizer_are_not_its_loop() -> None:
     short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
     finding = found(trace(kernels=(short, kernel("void multi_tensor_apply_kernel<Adam>", 5, 10_000))))[

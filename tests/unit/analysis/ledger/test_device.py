@@ -13,7 +13,7 @@ from kineto import write_trace
 from lightning_memprof.analysis.ledger.device import device_ledger
 from lightning_memprof.analysis.ledger.model import TimeLedger
 from lightning_memprof.analysis.trace.columns import Kind, TraceColumns, step_spans
-from lightning_memprof.analysis.trace.device import device_events
+from lightning_memprof.analysis.trace.device import device_events, device_steps
 from lightning_memprof.analysis.trace.report import trace_report
 
 HOST, AUTOGRAD, OTHER_THREAD, STREAM, OTHER_STREAM = 1, 2, 3, 7, 9
@@ -134,6 +134,30 @@ def test_kernels_of_forward_and_backward_are_told_apart_and_stand_for_those_laun
     us = {(line.part, line.module, line.operator): line.ns / 1000 for line in found.passes}
     # All computation takes 150 us, of which 80 us have a known launch.
     assert us == {("forward", "net", "aten::mm"): 37.5, ("backward", "", "aten::mm"): 75}
+
+
+def test_a_host_that_is_ahead_does_not_make_the_steps_short(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 10, 1),
+        step(10, 20, 2),
+        *(launch(number, 4 + 10 * (number > 2), 5 + 10 * (number > 2)) for number in (1, 2, 3, 4)),
+        kernel(9, 0, 30),  # launched before the recording
+        kernel(1, 30, 70),
+        kernel(2, 80, 120),
+        kernel(3, 120, 160),
+        kernel(4, 160, 210),
+        launch(5, 22, 23),  # after the steps
+        kernel(5, 210, 400),
+    )
+    assert (found.step_ns, found.median_ns) == (90_000, 90_000)
+    assert owners(found) == {("compute", "", None, "gemm"): 85, ("idle_queue", "", None, None): 5}
+    assert "host is ahead" in found.basis
+
+
+def test_a_host_that_waits_has_its_own_steps(tmp_path):
+    found = ledger(tmp_path, step(0, 100), launch(1, 4, 5), kernel(9, 0, 3), kernel(1, 30, 110))
+    assert (found.step_ns, found.basis) == (100_000, "1 recorded step")
 
 
 def test_before_autograds_thread_begins_the_training_thread_owns_the_time(tmp_path):
@@ -340,4 +364,6 @@ def test_the_lines_sum_to_the_steps_whatever_the_trace_has(made):
     assert all(line.ns > 0 for line in found.lines)
     assert all(line.ns <= line.count * (line.longest_ns or 0) + 1e-6 for line in found.lines)
     if steps:
-        assert whole == pytest.approx(max(step.end for step in steps) - steps[0].start)
+        timed = device_steps(columns, device, steps)
+        assert whole == pytest.approx(max(step.end for step in timed) - timed[0].start)
+        assert whole + 1 >= max(step.end for step in steps) - steps[0].start

@@ -78,6 +78,27 @@ def test_a_step_is_counted_once_and_owns_the_device_work_that_it_launched(tmp_pa
     assert (found.step_window.data_loading_ns, found.step_window.mean_step_ns) == (10_000, 80_000)
 
 
+def test_steps_of_a_host_that_is_ahead_last_as_long_as_their_device_work(tmp_path):
+    found = report(
+        tmp_path,
+        event("user_annotation", "ProfilerStep#4", 0, 10),
+        event("user_annotation", "ProfilerStep#5", 10, 20),
+        call(4, 5, 1),
+        call(14, 15, 2),
+        *(kernel(at, at + 10, name="before") for at in (0, 10, 20)),
+        kernel(30, 80, 1),
+        kernel(80, 130, 2),
+        call(21, 22, 3),
+        kernel(130, 140, 3, name="after"),
+    )
+    assert found.step_window is not None
+    assert found.ahead_window is not None
+    assert (found.step_window.window_ns, found.step_window.mean_step_ns) == (20_000, 10_000)
+    assert (found.ahead_window.window_ns, found.ahead_window.mean_step_ns) == (100_000, 50_000)
+    assert [step.busy_ns for step in found.steps] == [50_000, 60_000]
+    assert found.outside == {"before": 3, "after": 1}
+
+
 def test_idle_time_is_what_the_launching_thread_did_meanwhile(tmp_path):
     found = causes(
         tmp_path,
