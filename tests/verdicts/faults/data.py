@@ -58,7 +58,6 @@ class StoredVectors(Vectors):
 
 def no_workers(fault: bool) -> None:
     """Reads happen between steps; healthy: in workers, during steps."""
-    torch.set_num_threads(1)  # the other core reads
     workers: dict[str, Any] = {} if fault else {"num_workers": 1, "persistent_workers": True}
     fit(Classifier(), DataLoader(StoredVectors(), batch_size=BATCH, **workers))
 
