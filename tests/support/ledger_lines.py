@@ -42,6 +42,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "device_memory_growth": ("growth",),
     "double_backward": PASSES,
     "double_precision": WORK,
+    "exposed_copies": ("copy",),
     "fragmentation": ("fragmentation",),
     "gc_pauses": ("gc_pauses",),
     "gpu_idle": (*IDLE, "idle_data"),

@@ -30,11 +30,12 @@ from lightning_memprof.analysis.findings.data import (
     worker_start,
     workers_restart,
 )
-from lightning_memprof.analysis.findings.device import allocator_thrash, gpu_idle, synchronization
+from lightning_memprof.analysis.findings.gpu.allocator import allocator_thrash
+from lightning_memprof.analysis.findings.gpu.idle import gpu_idle
+from lightning_memprof.analysis.findings.gpu.waits import blocking_transfers, exposed_copies, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
 from lightning_memprof.analysis.findings.host import actions_bound, between_steps, core_wait, gc_pauses, slow_steps
 from lightning_memprof.analysis.findings.kernels import (
-    blocking_transfers,
     busy_thread,
     many_small_kernels,
     many_small_operators,
@@ -146,6 +147,7 @@ TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None]
     gpu_idle,
     synchronization,
     blocking_transfers,
+    exposed_copies,
     tensor_cores_unused,
     many_small_kernels,
     many_small_operators,

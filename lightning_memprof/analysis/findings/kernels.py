@@ -14,28 +14,24 @@ from lightning_memprof.analysis.findings.model import (
     Severity,
 )
 from lightning_memprof.analysis.findings.traces import (
-    BESIDE_THE_STEP,
     OPTIMIZER,
     computing,
     listed,
-    longest_in,
     on_rank,
     recovered_ns,
     remedies,
     remedy,
     seen_in,
-    severity_of,
     shorter_name,
-    times,
     total_ns,
 )
 from lightning_memprof.analysis.ledger.model import grouped
 from lightning_memprof.artifacts.series import ProcessRow
-from lightning_memprof.units import format_bytes, format_ns, percent
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.trace.model import Copies, HostOperators, Kernel, TraceReport
+    from lightning_memprof.analysis.trace.model import HostOperators, Kernel, TraceReport
 
 
 SHOWN: Final = 3
@@ -397,92 +393,3 @@ def _busiest(facts: Facts, rank: Rank) -> Finding | None:
         },
         **worth.parts,
     )
-
-
-# Below 1%, pinned memory, which takes time to allocate and cannot be swapped, does not pay off.
-NOTABLE_COPIES: Final = 0.01
-COPY_NEXT: Final = {
-    "HtoD": (
-        remedy(
-            "Pin the batches: DataLoader(pin_memory=True); Lightning then copies them without blocking.", "lightning"
-        ),
-        remedy("Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).", "other program"),
-        "Pin the program's own tensors: tensor.pin_memory().to(device, non_blocking=True).",
-    ),
-    "DtoH": (
-        remedy(
-            "Move results to the host less often: .cpu() every N steps, self.log(name, tensor) instead of a list.",
-            "lightning",
-        ),
-        remedy("Move results to the host less often: .cpu() every N steps.", "other program"),
-        "Copy into pinned memory: torch.empty(shape, pin_memory=True).copy_(x, non_blocking=True).",
-    ),
-}
-DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
-# Copies of as many bytes in both directions are of the same tensors.
-SAME: Final = 0.1
-STAY: Final = "Leave it on the GPU: remove the .to(device) and .cpu() of a module or tensor from the steps."
-
-
-def blocking_transfers(trace: TraceReport) -> list[Finding]:
-    """Find copies from or to pageable memory that no computation overlaps, by direction.
-
-    Recovers half to all of their exposed time: from pinned memory they are faster, and run beside kernels.
-    """
-    window = trace.gpu_window
-    if window is None or not window.window_ns:
-        return []
-    found = [
-        _transfer(trace, copies, window.window_ns)
-        for kind in DIRECTIONS
-        for copies in trace.copies
-        if copies.kind == kind and copies.is_pageable
-    ]
-    return [finding for finding in found if finding is not None]
-
-
-def _transfer(trace: TraceReport, copies: Copies, window_ns: int) -> Finding | None:
-    # A copy from pageable memory blocks the host until it ends: without the overlap its total time counts.
-    share = (copies.total_ns if copies.exposed_ns is None else copies.exposed_ns) / window_ns
-    if share <= NOTABLE_COPIES:
-        return None
-    is_round_trip = any(_is_return(copies, other) for other in trace.copies)
-    size = f"{format_bytes(copies.bytes)} in " if copies.bytes is not None else ""
-    rate = f", {format_bytes(copies.bytes * 1e9 / copies.total_ns)}/s" if copies.bytes and copies.total_ns else ""
-    return Finding(
-        rule="blocking_transfers",
-        severity=severity_of(share),
-        sentence=(
-            f"Blocking copies {DIRECTIONS[copies.kind]} take {share:.1%} of the time{on_rank(trace)}"
-            f"{': as many bytes move back and forth' if is_round_trip else ''}."
-        ),
-        why=(
-            f"{times(copies.count).capitalize()}, {size}{format_ns(copies.total_ns)}{rate}: pageable memory is copied "
-            "twice, and the call blocks until the copy ends."
-        ),
-        # The same number of bytes may be a batch and an output of its size.
-        next_steps=((STAY,) if is_round_trip else ()) + remedies(trace, *COPY_NEXT[copies.kind]),
-        evidence=longest_in(trace, copies.longest_start_ns, copies.total_ns // max(copies.count, 1)),
-        numbers={
-            "kind": copies.kind,
-            "share": share,
-            "exposed_ns": copies.exposed_ns,
-            "total_ns": copies.total_ns,
-            "count": copies.count,
-            "bytes": copies.bytes,
-            "window_ns": window_ns,
-        },
-        weight=share,
-        recovers=recovered_ns(
-            trace.device_ledger,
-            BESIDE_THE_STEP,
-            "copy",
-            recorded_ns=share * window_ns,
-            name=f"{copies.kind} (pageable)",
-        ),
-    )
-
-
-def _is_return(copies: Copies, other: Copies) -> bool:
-    moved, returned = copies.bytes or 0, other.bytes or 0
-    return other.kind != copies.kind and bool(other.is_pageable) and abs(moved - returned) < SAME * moved

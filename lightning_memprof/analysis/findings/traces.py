@@ -16,6 +16,8 @@ from lightning_memprof.analysis.trace.model import Cause, CollectiveTotals, Idle
 
 # Of exposed loading, and of copies from pageable memory: both can run beside the step.
 BESIDE_THE_STEP: Final = (0.5, 1.0)
+# Some of the work before launches and in calls stays.
+SAVED: Final = (0.5, 1.0)
 # A remedy for less than 10% makes the program less than 1.12 times as fast.
 NOTABLE_SHARE: Final = 0.10
 # From 30% on, it decides how long the run takes: the program would be 1.4x as fast or faster without it.

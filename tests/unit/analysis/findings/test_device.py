@@ -137,7 +137,36 @@ def test_copies_from_pageable_memory_are_found_and_pinned_ones_are_not(tmp_path:
     finding = found(training(tmp_path / "pageable.pt.trace.json", before=copy("Pageable")))["blocking_transfers"]
     assert finding.severity is Severity.WARNING
     assert finding.numbers["bytes"] == STEPS * (16 << 20)
-    assert not found(training(tmp_path / "pinned.pt.trace.json", before=copy("Pinned")))
+    assert "blocking_transfers" not in found(training(tmp_path / "pinned.pt.trace.json", before=copy("Pinned")))
+
+
+@pytest.mark.parametrize(
+    ("copy_us", "severity", "first"),
+    [(1_500, Severity.WARNING, "Copy beside"), (30_000, Severity.CRITICAL, "Copy fewer bytes")],
+)
+def test_pinned_copies_that_kernels_wait_for_are_found(
+    tmp_path: Path, copy_us: int, severity: Severity, first: str
+) -> None:
+    def copy(made: Recording) -> None:
+        made.copy(copy_us, "Memcpy HtoD (Pinned -> Device)", 16 << 20)
+
+    finding = found(training(tmp_path / "pinned.pt.trace.json", before=copy))["exposed_copies"]
+    # 25 kernels of 400 us in each step.
+    share = copy_us / (copy_us + 10_000)
+    assert finding.numbers["share"] == pytest.approx(share, rel=0.01)
+    assert finding.severity is severity
+    assert finding.sentence.startswith("Transfer-bound: ") is (share > 0.5)
+    assert finding.next_steps[0].startswith(first)
+
+
+def test_pinned_copies_beside_kernels_are_not(tmp_path: Path) -> None:
+    def copy(made: Recording) -> None:
+        made.launch(3_000)
+        before = made.free
+        made.copy(2_900, "Memcpy HtoD (Pinned -> Device)", 16 << 20)
+        made.events[-1]["ts"], made.events[-1]["tid"], made.free = before - 2_950, 21, before
+
+    assert not found(training(tmp_path / "beside.pt.trace.json", before=copy))
 
 
 def communicating(path: Path, long_us: int, *, freeing: bool, overlapped: bool = True) -> Path:

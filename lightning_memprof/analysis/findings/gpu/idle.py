@@ -1,9 +1,11 @@
-"""A device that waits, in an operator trace: for launches, after a synchronization, for the allocator."""
+"""A device without work, in an operator trace, and what the host does meanwhile."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from lightning_memprof.analysis.findings.gpu.allocator import NOTABLE_CALLS, allocator_share
+from lightning_memprof.analysis.findings.gpu.waits import COPY, READS
 from lightning_memprof.analysis.findings.model import Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.profiler import recording_ns
 from lightning_memprof.analysis.findings.traces import (
@@ -12,7 +14,7 @@ from lightning_memprof.analysis.findings.traces import (
     OPTIMIZER,
     PARTS,
     PROFILER,
-    SEVERE_SHARE,
+    SAVED,
     IdleTime,
     Remedy,
     blocking_call,
@@ -29,21 +31,13 @@ from lightning_memprof.analysis.findings.traces import (
     seen_in,
     severity_of,
     shorter_name,
-    slow_collectives,
-    steps_ns,
-    times,
     total_ns,
-    waited_ns,
 )
-from lightning_memprof.analysis.ledger.model import TimePart
 from lightning_memprof.analysis.steps.events import action_name
 from lightning_memprof.analysis.trace.model import (
     Cause,
-    CollectiveTotals,
     IdleCause,
-    RuntimeCall,
     Steady,
-    Synchronization,
     TraceReport,
 )
 from lightning_memprof.units import format_count, format_ns, percent
@@ -51,8 +45,7 @@ from lightning_memprof.units import format_count, format_ns, percent
 LAUNCHING: Final[tuple[Cause, ...]] = ("python", "operators", "launch")
 # A launch takes as long as a kernel below this, so that a device can wait for each launch.
 SHORT_KERNEL_NS: Final = 20_000
-# Some of the work before launches and in calls stays; what the device waits for may come no sooner.
-SAVED: Final = (0.5, 1.0)
+# What the device waits for may come no sooner.
 SAVED_OF_QUEUE: Final = (0.0, 1.0)
 DOING: Final[dict[Cause, str]] = {
     "data_loading": "the host loads batches",
@@ -70,11 +63,6 @@ WHOLE_BATCH: Final = "run_training_batch"
 COMPILE: Final = (
     remedy('Launch fewer and longer kernels: torch.compile(model, mode="reduce-overhead").', "eager", "no graphs"),
     remedy('Launch each compiled part at once: torch.compile(model, mode="reduce-overhead").', "compiled", "no graphs"),
-)
-KEEP: Final = "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if"
-READS: Final = (
-    remedy(f"{KEEP}, self.log(name, tensor) with Trainer(log_every_n_steps=50).", "lightning"),
-    remedy(f"{KEEP}; read them every 50 steps.", "other program"),
 )
 NEXT: Final[dict[Cause, tuple[Remedy, ...]]] = {
     "synchronization": READS,
@@ -95,7 +83,6 @@ NEXT: Final[dict[Cause, tuple[Remedy, ...]]] = {
         ),
     ),
 }
-COPY: Final = "Copy from pinned memory without blocking: tensor.pin_memory().to(device, non_blocking=True)."
 LAUNCH_NEXT: Final = (
     *COMPILE,
     remedy("Give each step more work: a larger batch.", "training"),
@@ -178,7 +165,7 @@ def _reported_elsewhere(trace: TraceReport) -> tuple[Cause, ...]:
     # In a steady state the run's own findings have it.
     has_other = trace.steady is not None or exposed_loading(trace) is not None
     loading: tuple[Cause, ...] = ("data_loading",) if has_other else ()
-    return (*loading, "allocator") if _allocator_share(trace) > NOTABLE_CALLS else loading
+    return (*loading, "allocator") if allocator_share(trace) > NOTABLE_CALLS else loading
 
 
 def _cold_start(trace: TraceReport, main: IdleCause | None, rest_ns: int) -> str | None:
@@ -283,218 +270,3 @@ def _next_steps(trace: TraceReport, main: IdleCause | None, *, is_launching: boo
     # Many short gaps are the calls of operators and modules; code that can move is one gap per step.
     is_scattered = bool(trace.steps) and main.longest_ns * len(trace.steps) < MAIN_PART * main.total_ns
     return remedies(trace, *((*LAUNCH_NEXT, *choices) if is_scattered else (*choices, *COMPILE)))
-
-
-# One value read per step for a progress bar costs about this much, and many programs want it.
-NOTABLE_GAP: Final = 0.02
-# A gap after a wait: the end of the call, and what the host then does up to the next launch.
-AFTER_WAITS: Final[tuple[TimePart, ...]] = tuple(part for part in PARTS if part != "idle_data")
-# A single call may be the program's end, or the profiler's.
-MIN_CALLS: Final = 2
-ADVICE: Final = {
-    "aten::is_nonzero": "Do not branch on a tensor's value in a step: torch.where instead of if.",
-    "aten::nonzero": "Avoid value-dependent sizes, which stop the host: torch.where instead of a boolean index.",
-    "aten::masked_select": "Avoid value-dependent sizes, which stop the host: torch.where instead of masked_select.",
-    "aten::unique": "Avoid value-dependent sizes, which stop the host: call unique in the DataLoader's workers.",
-    "aten::to": "Copy without blocking: tensor.to(device, non_blocking=True) from DataLoader(pin_memory=True).",
-    "aten::copy_": "Copy without blocking: tensor.copy_(other, non_blocking=True) with pinned memory.",
-    "cudaDeviceSynchronize": "Remove torch.cuda.synchronize() from the steps: time them with torch.cuda.Event.",
-    "cudaEventSynchronize": "Read event times after several steps, not in each: event.synchronize() stops the host.",
-}
-FIND: Final = 'Find the calls: torch.cuda.set_sync_debug_mode("warn") prints the line of each.'
-
-
-def synchronization(trace: TraceReport) -> Finding | None:
-    """Find gaps on the device after calls that make the host wait for it, and the calls.
-
-    Recovers at most the gaps; nothing where the host prepares work for longer than the device takes for it.
-    """
-    window = trace.gpu_window
-    calls = [call for call in trace.synchronizations if call.gap_ns > 0]
-    if window is None or not window.window_ns or not calls:
-        return None
-    calls.sort(key=lambda call: call.gap_ns, reverse=True)
-    gap_ns = min(sum(call.gap_ns for call in calls), window.idle_ns - idle_ns(trace, "data_loading"))
-    count = sum(call.count for call in calls)
-    share = gap_ns / window.window_ns
-    if share <= NOTABLE_GAP or count < MIN_CALLS:
-        return None
-    steps = len(trace.steps)
-    often = f"{times(round(count / steps))} per step" if count >= steps > 1 else times(count)
-    return Finding(
-        rule="synchronization",
-        severity=Severity.INFO if is_short(trace) else severity_of(share),
-        sentence=(
-            f"The host waits for the GPU {often}{on_rank(trace)}; the GPU then idles {percent(share)} of the time."
-        ),
-        why=(
-            f"After these calls the GPU's queue is empty for {format_ns(gap_ns)} of {format_ns(window.window_ns)}: "
-            f"{_named(calls)}."
-        ),
-        next_steps=remedies(trace, *(step for call in calls for step in _advice(call.name)), FIND),
-        evidence=longest_in(trace, calls[0].longest_start_ns, calls[0].longest_gap_ns),
-        numbers={
-            "gap_share": share,
-            "gap_ns": gap_ns,
-            "waiting_ns": sum(call.total_ns for call in calls),
-            "calls": count,
-            "by_name": {call.name: {"calls": call.count, "gap_ns": call.gap_ns} for call in calls},
-        },
-        weight=share,
-        recovers=recovered_ns(trace.device_ledger, (0.0, 1.0), *AFTER_WAITS, recorded_ns=gap_ns),
-    )
-
-
-def _advice(name: str) -> tuple[Remedy | str, ...]:
-    if name in {"aten::item", "aten::_local_scalar_dense"}:
-        return READS
-    return (ADVICE[name],) if name in ADVICE else (COPY,) if "Memcpy" in name else ()
-
-
-def _named(calls: list[Synchronization]) -> str:
-    return ", ".join(
-        f"{format_ns(call.gap_ns)} after {shorter_name(call.name)} ({times(call.count)})" for call in calls[:2]
-    )
-
-
-# The caching allocator calls the driver in the first steps only, unless it lacks memory.
-NOTABLE_CALLS: Final = 0.02
-MIN_PASSES: Final = 2
-# Returned memory was needed elsewhere: the allocator retried, or the program emptied its cache.
-WAITING: Final = frozenset({"cudaFree", "hipFree", "cuMemUnmap", "cuMemRelease", "hipMemUnmap"})
-RETURNING: Final = WAITING | {"cudaFreeAsync", "hipFreeAsync"}
-# The driver keeps returned memory in its pool, in the order of the stream: these calls wait for no kernel.
-POOLED: Final = frozenset({"cudaMallocAsync", "hipMallocAsync"})
-REQUESTING: Final = POOLED | {"cudaMalloc", "hipMalloc", "cuMemCreate", "cuMemMap", "hipMemCreate", "hipMemMap"}
-THRASH_NEXT: Final = (
-    "Let segments grow instead of being returned: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-    remedy(
-        "Free memory: a smaller batch with Trainer(accumulate_grad_batches=2), or activation checkpointing.",
-        "lightning",
-        "training",
-    ),
-    remedy(
-        "Free memory: a smaller batch with gradient accumulation, or activation checkpointing.",
-        "other program",
-        "training",
-    ),
-    remedy("Free memory: a smaller batch.", "inference"),
-    "Do not call torch.cuda.empty_cache() in steps, and pad batches to a few lengths.",
-)
-# Without the cache each tensor is a call: with it, a step that empties the cache requests a few segments.
-MANY_REQUESTS: Final = 50
-REQUESTS_PER_KERNEL: Final = 0.25
-UNCACHED_NEXT: Final = (
-    "Use the caching allocator: unset PYTORCH_NO_CUDA_MEMORY_CACHING (on ROCm also PYTORCH_NO_HIP_MEMORY_CACHING).",
-)
-POOLED_NEXT: Final = ("Use PyTorch's native allocator: unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF.",)
-SHOWN: Final = 3
-
-
-def allocator_thrash(trace: TraceReport) -> Finding | None:
-    """Find steps in which the allocator calls the driver, and the collectives that wait meanwhile.
-
-    Recovers half to all of the device's idle time in these calls: those that only request memory may remain. Where
-    collectives wait for them, those of the other ranks too.
-    """
-    calls, window_ns = _allocator_calls(trace), steps_ns(trace)
-    freed = sum(call.count for call in calls if _bare(call.name) in RETURNING)
-    slow = slow_collectives(trace)
-    share = _allocator_share(trace)
-    if share <= NOTABLE_CALLS:
-        return None
-    calls_ns = sum(call.total_ns for call in calls)
-    uncached, is_pooled = _uncached(trace, calls, freed), any(_bare(call.name) in POOLED for call in calls)
-    next_steps = UNCACHED_NEXT if uncached else remedies(trace, *THRASH_NEXT)
-    longest = slow[0] if slow else max(calls, key=lambda call: call.total_ns)
-    return Finding(
-        rule="allocator_thrash",
-        severity=_severity_of_calls(share, freed, slow),
-        sentence=uncached or _sentence_on_calls(trace, calls_ns / window_ns, freed, slow),
-        why=_why_calls(calls, slow, window_ns),
-        next_steps=POOLED_NEXT if is_pooled else next_steps,
-        evidence=longest_in(trace, longest.longest_start_ns, longest.max_ns),
-        numbers={
-            "share": share,
-            "allocator_ns": calls_ns,
-            "window_ns": window_ns,
-            "calls": {call.name: call.count for call in calls},
-            "freed": freed,
-            "is_cached": uncached is None or is_pooled,
-            "slow_collectives": [
-                {"name": collective.name, "median_ns": collective.median_ns, "max_ns": collective.max_ns}
-                for collective in slow
-            ],
-            "waited_ns": waited_ns(slow),
-        },
-        weight=share,
-        recovers=recovered_ns(
-            trace.device_ledger,
-            SAVED,
-            "idle_allocator",
-            *(("collective",) if slow else ()),
-            recorded_ns=share * window_ns,
-        ),
-    )
-
-
-def _allocator_calls(trace: TraceReport) -> list[RuntimeCall]:
-    """Return the calls of a steady state; a single pass that only requests memory may be the first one."""
-    calls = [call for call in trace.steady_allocations if _bare(call.name) in RETURNING | REQUESTING]
-    is_first = len(trace.steps) < MIN_PASSES and not any(_bare(call.name) in RETURNING for call in calls)
-    return [] if is_first else calls
-
-
-def _allocator_share(trace: TraceReport) -> float:
-    """Return the share of the steps in calls to the driver, and in collectives that wait for them."""
-    calls_ns, window_ns = sum(call.total_ns for call in _allocator_calls(trace)), steps_ns(trace)
-    if not calls_ns or not window_ns:
-        return 0.0
-    return min((calls_ns + waited_ns(slow_collectives(trace))) / window_ns, 1.0)
-
-
-def _uncached(trace: TraceReport, calls: list[RuntimeCall], freed: int) -> str | None:
-    """Return the sentence for a program without torch's cache, in which each tensor is a call to the driver."""
-    requests = [call for call in calls if _bare(call.name) in REQUESTING]
-    count, steps = sum(call.count for call in requests), max(len(trace.steps), 1)
-    kernels = sum(kernel.count for kernel in computing(trace))
-    if count < MANY_REQUESTS * steps or 2 * freed < count or count < REQUESTS_PER_KERNEL * kernels:
-        return None
-    share = sum(call.total_ns for call in calls) / steps_ns(trace)
-    often = f"{count / steps:,.0f} {requests[0].name} calls per step"
-    cause = "Memory is from the driver's pool" if _bare(requests[0].name) in POOLED else "The caching allocator is off"
-    return f"{cause}: {often} and their returns take {percent(share)}{on_rank(trace)}."
-
-
-def _bare(name: str) -> str:
-    """Return a call without CUDA's version suffix: ``cudaMallocAsync_ptsz``, ``cudaFree_v2``."""
-    return name.partition("_")[0]
-
-
-def _severity_of_calls(share: float, freed: int, slow: list[CollectiveTotals]) -> Severity:
-    if not freed and not slow:
-        # First steps do this too, and many traces contain only a few of those.
-        return Severity.WARNING if share > SEVERE_SHARE else Severity.INFO
-    if share > SEVERE_SHARE:
-        return Severity.CRITICAL
-    return Severity.WARNING if share > NOTABLE_SHARE or slow else Severity.INFO
-
-
-def _sentence_on_calls(trace: TraceReport, share: float, freed: int, slow: list[CollectiveTotals]) -> str:
-    if slow:
-        longest, median = format_ns(slow[0].max_ns), format_ns(slow[0].median_ns)
-        return (
-            f"Low memory{on_rank(trace)}: {shorter_name(slow[0].name)} took {longest} (median {median}) during an "
-            "allocator call."
-        )
-    doing = "requests and returns" if freed else "requests"
-    return f"The allocator {doing} driver memory for {percent(share)} of the time{on_rank(trace)}."
-
-
-def _why_calls(calls: list[RuntimeCall], slow: list[CollectiveTotals], window_ns: int) -> str:
-    shown = sorted(calls, key=lambda call: call.total_ns, reverse=True)[:SHOWN]
-    named = ", ".join(f"{call.name} {times(call.count)} ({format_ns(call.total_ns)})" for call in shown)
-    parts = [f"In {format_ns(window_ns)}: {named}"]
-    parts += [f"collectives that waited meanwhile, on all ranks: {len(slow)}"] if slow else []
-    parts += ["returning memory waits for all kernels"] if any(_bare(call.name) in WAITING for call in calls) else []
-    return "; ".join(parts) + "."
