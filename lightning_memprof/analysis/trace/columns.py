@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memprof.analysis.trace.events import LARGEST, CollectiveEvent, Event, decoder
-from lightning_memprof.analysis.trace.intervals import Column, Intervals, lookup, union
+from lightning_memprof.analysis.trace.intervals import Column, Intervals, length_within, lookup, union
 from lightning_memprof.analysis.trace.text import TraceText
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -385,13 +385,35 @@ def is_loading(name: str) -> bool:
 
 
 def step_spans(columns: TraceColumns) -> list[Step]:
-    """Return each step once, by start: the same range on a device's lane is not another step."""
+    """Return each step once, by start: the same range on a device's lane is not another step.
+
+    The last call of the profiler's ``step()`` begins a step that ends with the recording: if nothing is computed in it,
+    it is none.
+    """
     numbers = {i: int(match[1]) for i, name in enumerate(columns.name_of) if (match := STEP_NAME.match(name))}
     rows = columns.rows(Kind.ANNOTATION)
     rows = rows[np.isin(columns.names[rows], list(numbers))]
-    return sorted(
+    steps = sorted(
         {Step(int(columns.starts[row]), int(columns.ends[row]), numbers[int(columns.names[row])]) for row in rows}
     )
+    if len(steps) < 2:
+        return steps
+    last, worked = steps[-1], columns.starts[_work_calls(columns)]
+    is_empty = np.any(worked < last.start) and not np.any((worked >= last.start) & (worked < last.end))
+    return steps[:-1] if is_empty else steps
+
+
+def _work_calls(columns: TraceColumns) -> Column:
+    """Return the rows of the calls that launched device work; without any, of operators that make no batch."""
+    calls = columns.rows(Kind.RUNTIME)
+    linked = columns.correlations[columns.rows(Kind.KERNEL, Kind.MEMORY_COPY, Kind.MEMORY_SET)]
+    calls = calls[np.isin(columns.correlations[calls], linked[linked != 0])]
+    if len(calls):
+        return calls
+    operators, loading = columns.rows(Kind.OPERATOR), loading_intervals(columns)
+    starts = columns.starts[operators]
+    makes_batch = length_within(loading, starts, starts + 1) > 0
+    return operators[~makes_batch]
 
 
 def loading_intervals(columns: TraceColumns) -> Intervals:

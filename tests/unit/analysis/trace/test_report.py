@@ -99,6 +99,23 @@ def test_steps_of_a_host_that_is_ahead_last_as_long_as_their_device_work(tmp_pat
     assert found.outside == {"before": 3, "after": 1}
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("works", [True, False])
+def test_a_last_step_without_work_is_none(on_device, works, tmp_path):
+    found = report(
+        tmp_path,
+        *(event("user_annotation", f"ProfilerStep#{number}", 100 * number, 100 * number + 100) for number in (0, 1, 2)),
+        *(event("cpu_op", "aten::mm", at, at + 10) for at in (20, 120, 220)[: 2 + works]),
+        event("user_annotation", "enumerate(DataLoader)#_Loader.__next__", 200, 215),
+        event("cpu_op", "aten::stack", 205, 210),
+        *(call(at, at + 2, at) for at in (20, 120, 220)[: on_device * (2 + works)]),
+        *(kernel(at + 5, at + 40, at) for at in (20, 120, 220)[: on_device * (2 + works)]),
+        call(290, 299, name="cudaDeviceSynchronize"),
+    )
+    assert [step.number for step in found.steps] == [0, 1, 2][: 2 + works]
+    assert (found.step_window.mean_step_ns if found.step_window else 100_000) == 100_000
+
+
 def test_idle_time_is_what_the_launching_thread_did_meanwhile(tmp_path):
     found = causes(
         tmp_path,
