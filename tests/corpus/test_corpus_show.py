@@ -28,8 +28,8 @@ NAMES = {
 IN_STEPS = {**NAMES, "data_loading_ns": "dataloader_us", "mean_step_ns": "mean_step_us"}
 # Its times since 1970 have digits that the references, made of doubles, lack.
 DOUBLES_LOSE = "hta_ns_resolution"
-# The references count a last step in which nothing is computed.
-EMPTY_STEPS = {"hta_amd_mi250"}
+# The references count a last step in which nothing is computed, and 13 s of a step behind the recording.
+CUT_STEPS = {"hta_amd_mi250", "hta_triton"}
 SIZES = {
     "reserved_bytes": "reserved",
     "allocated_bytes": "allocated",
@@ -78,7 +78,7 @@ def test_every_trace_agrees_with_its_reference(shown: dict[str, dict[str, Any]],
                     assert found[name] is None
                     assert found["missing"]
                     continue
-                if name == "step_window" and folder in EMPTY_STEPS:
+                if name == "step_window" and folder in CUT_STEPS:
                     continue
                 figures = {key: found[name][key] for key in fields}
                 wanted = {key: expected[field] * 1000 for key, field in fields.items()}

@@ -30,7 +30,16 @@ from lightning_memprof.analysis.findings.modules import (
     operator_family,
 )
 from lightning_memprof.analysis.findings.program.lines import fitting, has, of_forward
-from lightning_memprof.analysis.findings.traces import Remedy, open_trace, remedies, remedy, shorter_name
+from lightning_memprof.analysis.findings.traces import (
+    LATER,
+    Remedy,
+    computing,
+    is_sample,
+    open_trace,
+    remedies,
+    remedy,
+    shorter_name,
+)
 from lightning_memprof.analysis.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.analysis.ledger.work import all_pairs
 from lightning_memprof.analysis.ranks.hangs import first_exception
@@ -292,7 +301,11 @@ def _of_device(trace: TraceReport) -> Finding:
             f"{achieved.text + ' ' if achieved else ''}Device time in {format_ns(window.window_ns)}{of_steps}: "
             f"{named or 'none'}."
         ),
-        next_steps=(*(_faster(trace, family, achieved) if family else ()), _look(trace)),
+        next_steps=(
+            *(remedies(trace, *LATER) if is_sample(trace) else ()),
+            *(_faster(trace, family, achieved) if family else ()),
+            _look(trace),
+        ),
         numbers={
             "busy_share": _busy(trace),
             "window_ns": window.window_ns,
@@ -334,6 +347,10 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
     ledger = trace.device_ledger
     if ledger is None or not ledger.step_ns:
         return None, None
+    if is_sample(trace) and trace.gpu_window:
+        count = format_count(sum(kernel.count for kernel in computing(trace)), "kernel")
+        span = format_ns(trace.gpu_window.window_ns)
+        return None, f"Too little was recorded to say how busy the GPU is: {count} in {span}."
     span = "each step" if trace.steps else "the recorded time"
     whole = format_ns(ledger.step_ns)
     busy_ns = ledger.ns("compute", "collective", "copy")

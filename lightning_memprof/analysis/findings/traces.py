@@ -69,6 +69,12 @@ def remedy(text: str, *needs: Need) -> Remedy:
     return Remedy(text, frozenset(needs))
 
 
+LATER: Final = (
+    remedy("Record later steps: Schedule(wait=10, warmup=2, active=3).", "lightning"),
+    remedy("Record later steps: torch.profiler.schedule(wait=10, warmup=2, active=3).", "other program"),
+)
+
+
 def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
     """Return the next steps that apply to the recorded program; if none does, the step is to open the trace."""
     program = trace.program
@@ -162,10 +168,10 @@ def idle_time(trace: TraceReport) -> IdleTime | None:
     """Return the idle time between the first device event and the last, or in the steps if these have much more.
 
     Before its first event a device may do unrecorded work of the step before, for as long as in a whole step: idle time
-    beyond that is certain.
+    beyond that is certain. A recording of less than 1 ms does not tell.
     """
     window, ledger = trace.gpu_window, trace.device_ledger
-    if window is None or not window.window_ns:
+    if window is None or not window.window_ns or is_sample(trace):
         return None
     inside = IdleTime(window.idle_ns, window.idle_ns, window.window_ns, trace.idle)
     if ledger is None or not trace.steps or trace.steady is not None:
@@ -282,6 +288,12 @@ def severity_of(share: float) -> Severity:
     if share >= SEVERE_SHARE:
         return Severity.CRITICAL
     return Severity.WARNING if share >= NOTABLE_SHARE else Severity.INFO
+
+
+def is_sample(trace: TraceReport) -> bool:
+    """Return whether too little was recorded to say how busy a device is."""
+    window = trace.gpu_window
+    return trace.steady is None and window is not None and window.window_ns < SHORT_WINDOW_NS
 
 
 def is_short(trace: TraceReport) -> bool:

@@ -71,6 +71,7 @@ class Kind:
     OTHER: Final = 8
 
 
+DEVICE_KINDS: Final = (Kind.KERNEL, Kind.MEMORY_COPY, Kind.MEMORY_SET)
 HOST_KINDS: Final = (Kind.RUNTIME, Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
 """Events of the program's threads."""
 _KINDS: Final = {
@@ -388,7 +389,7 @@ def step_spans(columns: TraceColumns) -> list[Step]:
     """Return each step once, by start: the same range on a device's lane is not another step.
 
     The last call of the profiler's ``step()`` begins a step that ends with the recording: if nothing is computed in it,
-    it is none.
+    it is none. If most of the last step is after every other event, the recording ended in it.
     """
     numbers = {i: int(match[1]) for i, name in enumerate(columns.name_of) if (match := STEP_NAME.match(name))}
     rows = columns.rows(Kind.ANNOTATION)
@@ -396,6 +397,13 @@ def step_spans(columns: TraceColumns) -> list[Step]:
     steps = sorted(
         {Step(int(columns.starts[row]), int(columns.ends[row]), numbers[int(columns.names[row])]) for row in rows}
     )
+    if not steps:
+        return steps
+    others, on_device = np.ones(len(columns.starts), np.bool_), columns.rows(*DEVICE_KINDS)
+    others[np.isin(columns.names, list(numbers))] = False
+    last, reach = steps[-1], int(np.max(columns.ends[others], initial=steps[-1].start))
+    if len(on_device) and last.end - reach > reach - last.start:
+        steps[-1] = last._replace(end=reach)
     if len(steps) < 2:
         return steps
     last, worked = steps[-1], columns.starts[_work_calls(columns)]
@@ -406,7 +414,7 @@ def step_spans(columns: TraceColumns) -> list[Step]:
 def _work_calls(columns: TraceColumns) -> Column:
     """Return the rows of the calls that launched device work; without any, of operators that make no batch."""
     calls = columns.rows(Kind.RUNTIME)
-    linked = columns.correlations[columns.rows(Kind.KERNEL, Kind.MEMORY_COPY, Kind.MEMORY_SET)]
+    linked = columns.correlations[columns.rows(*DEVICE_KINDS)]
     calls = calls[np.isin(columns.correlations[calls], linked[linked != 0])]
     if len(calls):
         return calls

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memprof.analysis.trace.columns import (
+    DEVICE_KINDS,
     Kind,
     Step,
     TraceColumns,
@@ -101,7 +102,7 @@ class DeviceTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
 def device_events(columns: TraceColumns) -> DeviceEvents:
     """Return the device events of a trace."""
-    rows = columns.rows(Kind.KERNEL, Kind.MEMORY_COPY, Kind.MEMORY_SET)
+    rows = columns.rows(*DEVICE_KINDS)
     rows = rows[np.argsort(columns.starts[rows], kind="stable")]
     copying = columns.kinds[rows] != Kind.KERNEL
     by_argument = np.array([event.row for event in columns.collectives if "Collective name" in event.args], np.int64)

@@ -9,6 +9,7 @@ from lightning_memprof.analysis.findings.gpu.waits import COPY, READS
 from lightning_memprof.analysis.findings.model import Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.profiler import recording_ns
 from lightning_memprof.analysis.findings.traces import (
+    LATER,
     MAIN_PART,
     NOTABLE_SHARE,
     OPTIMIZER,
@@ -88,10 +89,6 @@ LAUNCH_NEXT: Final = (
     remedy("Give each step more work: a larger batch.", "training"),
     remedy("Give each call more work: a larger batch.", "inference"),
     remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop"),
-)
-LATER: Final = (
-    remedy("Record later steps: Schedule(wait=10, warmup=2, active=3).", "lightning"),
-    remedy("Record later steps: torch.profiler.schedule(wait=10, warmup=2, active=3).", "other program"),
 )
 # The causes come from launch calls, which torch records with the activity of the device.
 UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",)

@@ -16,6 +16,7 @@ from lightning_memprof.analysis.findings.traces import (
     PARTS,
     Remedy,
     idle_ns,
+    is_sample,
     is_short,
     longest_in,
     on_rank,
@@ -65,7 +66,7 @@ def synchronization(trace: TraceReport) -> Finding | None:
     """
     window = trace.gpu_window
     calls = [call for call in trace.synchronizations if call.gap_ns > 0]
-    if window is None or not window.window_ns or not calls:
+    if window is None or not window.window_ns or not calls or is_sample(trace):
         return None
     calls.sort(key=lambda call: call.gap_ns, reverse=True)
     gap_ns = min(sum(call.gap_ns for call in calls), window.idle_ns - idle_ns(trace, "data_loading"))

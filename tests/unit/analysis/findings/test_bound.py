@@ -8,7 +8,7 @@ import pytest
 
 from device_traces import Recording
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.findings import Facts, Finding, nothing_in_files
+from lightning_memprof.analysis.findings import Facts, Finding, examine_files, nothing_in_files
 from lightning_memprof.analysis.findings.bound import nothing_found
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
@@ -83,6 +83,21 @@ def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) ->
                     made.launch(3_000)
             made.synchronize()
     assert bound(made, tmp_path).sentence.startswith("Compute-bound: matrix multiplication takes 67% of each step")
+
+
+@pytest.mark.parametrize(("us", "says"), [(2, "Too little was recorded"), (3_000, "The GPU is idle")])
+def test_a_kernel_or_two_do_not_tell_how_busy_a_device_is(us: int, says: str, tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        for _ in range(2):
+            with made.inside("aten::mm", "cpu_op"):
+                made.python(us)
+                made.launch(us)
+            made.synchronize()
+            made.python(20 * us)
+    trace = trace_report(made.write(tmp_path / "trace.pt.trace.json"))
+    (verdict, *_) = [*examine_files([trace], ()), nothing_in_files([trace], [])]
+    assert verdict.sentence.startswith(says)
 
 
 def test_a_busy_device_says_what_its_operators_reach_and_what_makes_them_faster(tmp_path: Path) -> None:

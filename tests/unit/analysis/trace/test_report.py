@@ -99,6 +99,18 @@ def test_steps_of_a_host_that_is_ahead_last_as_long_as_their_device_work(tmp_pat
     assert found.outside == {"before": 3, "after": 1}
 
 
+@pytest.mark.parametrize(("waits_until", "ends_at"), [(40, 40), (900, 1_000)])
+def test_a_recording_that_ends_in_the_last_step_ends_the_step(waits_until, ends_at, tmp_path):
+    found = report(
+        tmp_path,
+        event("user_annotation", "ProfilerStep#1", 0, 1_000),
+        call(10, 12, 1),
+        kernel(20, 30, 1),
+        call(31, waits_until, name="cudaDeviceSynchronize"),
+    )
+    assert [step.duration_ns for step in found.steps] == [1_000 * ends_at]
+
+
 @pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("works", [True, False])
 def test_a_last_step_without_work_is_none(on_device, works, tmp_path):
