@@ -36,6 +36,7 @@ from lightning_memprof.analysis.findings.traces import (
     MIN_TRACE_STEPS,
     NOTABLE_SHARE,
     exposed_loading,
+    idle_ns,
     longest_in,
     on_rank,
     recovered_ns,
@@ -447,7 +448,11 @@ def input_bound_trace(trace: TraceReport) -> Finding | None:
     in_one = steps >= MIN_TRACE_STEPS and loading.most_ns >= ONE_STEP * loading.total_ns
     where = f", {loading.most_ns / loading.total_ns:.1%} of it in one of {steps} steps" if in_one else ""
     longest = next((cause for cause in trace.idle if cause.cause == "data_loading"), None)
-    idle = f"; the GPU is idle for {format_ns(loading.exposed_ns)} meanwhile" if has_device else ""
+    # Before its first recorded event, the device's idle time is estimated.
+    measured = idle_ns(trace, "data_loading")
+    is_least = 0 < measured < loading.exposed_ns
+    meanwhile = f"at least {format_ns(measured)}" if is_least else format_ns(loading.exposed_ns)
+    idle = f"; the GPU is idle for {meanwhile} meanwhile" if has_device else ""
     ledger = trace.device_ledger if has_device else trace.host_ledger
     part, span = loading.total_ns / loading.span_ns, "the steps" if trace.steps else "the recorded time"
     return Finding(

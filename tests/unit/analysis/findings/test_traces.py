@@ -100,6 +100,7 @@ def test_loading_before_the_first_kernel_of_several_steps_is_taken_as_the_others
     exposed = replace(report.step_window, data_loading_exposed_ns=120 * MS)
     finding = found(replace(report, step_window=exposed))["input_bound_trace"]
     assert finding.numbers["exposed_ns"] == 100 * MS
+    assert "the GPU is idle for at least 80.0 ms meanwhile" in finding.why
     hidden = trace(loading_ns=200 * MS)
     assert hidden.step_window is not None
     assert not found(replace(hidden, step_window=replace(hidden.step_window, data_loading_exposed_ns=120 * MS)))
