@@ -45,6 +45,7 @@ def idle(cause: Cause, total_ns: int, example: str = "", at_ns: int | None = Non
         count=10,
         longest_ns=total_ns // 5,
         example=example,
+        example_share=1.0,
         longest_start_ns=at_ns,
     )
 

@@ -12,7 +12,14 @@ from lightning_memprof.analysis.findings.compute import FOREACH, FUSED
 from lightning_memprof.analysis.findings.model import SHORT_STEP_NS, Evidence, Recovery, Severity
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
 from lightning_memprof.analysis.trace.kernel_names import kernel_name, kernel_names
-from lightning_memprof.analysis.trace.model import Cause, CollectiveTotals, IdleCause, Kernel, TraceReport
+from lightning_memprof.analysis.trace.model import (
+    Cause,
+    CollectiveTotals,
+    IdleCause,
+    Kernel,
+    Synchronization,
+    TraceReport,
+)
 
 # Of exposed loading, and of copies from pageable memory: both can run beside the step.
 BESIDE_THE_STEP: Final = (0.5, 1.0)
@@ -182,18 +189,59 @@ def idle_time(trace: TraceReport) -> IdleTime | None:
     if certain_ns - window.idle_ns <= NOTABLE_SHARE * span_ns:
         return inside
     causes: dict[Cause, IdleCause] = {}
+    between = {cause.cause: cause for cause in trace.idle}
     for line in ledger.of(*PARTS):
         cause = PARTS[line.part]
         ns, longest = round(line.ns * ledger.steps), line.longest_ns or 0
         sooner = causes.get(cause)  # lines are sorted: the first one is the example
+        so_far = sooner.total_ns if sooner else 0
+        example_ns = sooner.example_share * so_far if sooner else ns
         causes[cause] = IdleCause(
             cause=cause,
-            total_ns=ns + (sooner.total_ns if sooner else 0),
+            total_ns=ns + so_far,
             count=round(line.count * ledger.steps) + (sooner.count if sooner else 0),
             longest_ns=max(min(longest, ns), sooner.longest_ns if sooner else 0),
             example=sooner.example if sooner else line.name or line.operator or "",
+            example_share=example_ns / max(ns + so_far, 1),
+            # What it does before the first event of the device is as between the others.
+            long_count=between[cause].long_count if cause in between else 0,
+            long_ns=between[cause].long_ns if cause in between else 0,
         )
     return IdleTime(total_ns, certain_ns, span_ns, tuple(causes.values()))
+
+
+# One value read per step for a progress bar costs about this much, and many programs want it.
+NOTABLE_GAP: Final = 0.02
+# A single call may be the program's end, or the profiler's.
+MIN_CALLS: Final = 2
+
+
+class AfterWaits(NamedTuple):
+    """Idle time after calls that make the host wait for the device: of ``gap_ns``, the waits cause ``own_ns``.
+
+    Without a wait, the host is ahead by no more than the time that it waits for a busy device; for a copy to
+    pageable memory it waits in any case.
+    """
+
+    calls: tuple[Synchronization, ...]
+    number: int
+    gap_ns: int
+    own_ns: int
+
+
+def after_waits(trace: TraceReport) -> AfterWaits | None:
+    """Return the idle time after waits if it is notable, else None."""
+    window = trace.gpu_window
+    calls = sorted((call for call in trace.synchronizations if call.gap_ns > 0), key=lambda call: -call.gap_ns)
+    if window is None or not window.window_ns or not calls or is_sample(trace):
+        return None
+    gap_ns = min(sum(call.gap_ns for call in calls), window.idle_ns - idle_ns(trace, "data_loading"))
+    number = sum(call.count for call in calls)
+    if gap_ns <= NOTABLE_GAP * window.window_ns or number < MIN_CALLS:
+        return None
+    waited = sum(call.total_ns if call.busy_ns is None else call.busy_ns for call in trace.synchronizations)
+    copied = sum(copies.exposed_ns or 0 for copies in trace.copies if copies.is_pageable and copies.kind == "DtoH")
+    return AfterWaits(tuple(calls), number, gap_ns, min(gap_ns, max(waited - copied, 0)))
 
 
 class Loading(NamedTuple):

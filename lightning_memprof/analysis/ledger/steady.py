@@ -100,7 +100,14 @@ def _scaled(
     for cause in causes:
         scale = driver if cause.cause == "allocator" else idle
         of_cause = round(scale * kept[cause.cause] * cause.total_ns)
-        found.append(replace(cause, total_ns=of_cause, longest_ns=round(scale * cause.longest_ns)))
+        found.append(
+            replace(
+                cause,
+                total_ns=of_cause,
+                longest_ns=round(scale * cause.longest_ns),
+                long_ns=round(scale * cause.long_ns),
+            )
+        )
     others = IdleCause(cause="data_loading", total_ns=round(others_ns), count=0, longest_ns=0, example=_OTHERS)
     return tuple(sorted([*found, *([others] if others_ns else [])], key=lambda cause: -cause.total_ns)), idle
 

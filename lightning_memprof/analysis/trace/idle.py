@@ -189,6 +189,7 @@ def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synch
                 gap_ns=int(cost[mine].sum()),
                 longest_gap_ns=int(worst[mine].max()),
                 longest_start_ns=columns.origin_ns + int(columns.starts[longest]),
+                busy_ns=int(length_within(device.busy, columns.starts[chosen], columns.ends[chosen]).sum()),
             )
         )
     return tuple(sorted(result, key=lambda wait: (-wait.gap_ns, -wait.total_ns, wait.name)))
@@ -345,6 +346,8 @@ class _Tally:
             if not total:
                 continue
             names = self._by_name[cause].most_common(1)
+            gaps = -np.sort(-by_gap)
+            long_count = int(np.searchsorted(np.cumsum(gaps), total / 2)) + 1
             found.append(
                 IdleCause(
                     cause=cause,
@@ -353,6 +356,9 @@ class _Tally:
                     longest_ns=int(by_gap.max()),
                     example=self._columns.name_of[names[0][0]] if names else "",
                     longest_start_ns=self._columns.origin_ns + int(self._gaps.starts[np.argmax(by_gap)]),
+                    example_share=min(names[0][1] / total, 1.0) if names else 0.0,
+                    long_count=long_count,
+                    long_ns=int(gaps[long_count - 1]),
                 )
             )
         return tuple(sorted(found, key=lambda row: (-row.total_ns, row.cause)))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.communication import Collective
 
 KernelKind = Literal["compute", "communication", "memory_copy"]
+_MOSTLY = 0.5
 Cause = Literal["data_loading", "synchronization", "allocator", "gc_pauses", "python", "operators", "launch", "queue"]
 
 
@@ -84,8 +85,9 @@ class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
     """Idle time of the device within the GPU window with one cause: the activity of the launching thread meanwhile.
 
     The cause ``launch`` is a call that launches the next work, or another call of the runtime. ``example`` is the
-    operator, call or range with the largest share. The causes add up to ``idle_ns``. ``count`` and ``longest_ns`` are
-    of gaps, and ``longest_start_ns`` is the start of the longest one.
+    operator, call or range with the largest share, ``example_share``. The causes add up to ``idle_ns``. ``count`` and
+    ``longest_ns`` are of gaps, and ``longest_start_ns`` is the start of the longest one. Half of the time is in the
+    ``long_count`` longest gaps, of ``long_ns`` or more; 0 where that is not computed.
     """
 
     cause: Cause
@@ -94,6 +96,14 @@ class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
     longest_ns: int
     example: str
     longest_start_ns: int | None = None
+    example_share: float = 0.0
+    long_count: int = 0
+    long_ns: int = 0
+
+    @property
+    def mostly_in(self) -> str:
+        """The example if it has at least half of the time, else an empty string."""
+        return self.example if self.example_share >= _MOSTLY else ""
 
 
 class RuntimeCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,9 +133,9 @@ class Synchronization(msgspec.Struct, frozen=True, kw_only=True):
     """All calls by which one operator, or the program itself, made the host wait for the device.
 
     ``name`` is the outermost operator around the call (``aten::item``), else the call (``cudaStreamSynchronize``).
-    The host waits ``total_ns``. ``gap_ns`` is the cost: the device is idle that long in gaps that begin while the host
-    waits, or right after, because nothing was queued; time in which a batch was loaded does not count. A call without a
-    kernel after it has no gap.
+    The host waits ``total_ns``, and for ``busy_ns`` of it the device is busy, None if not computed. ``gap_ns`` is the
+    cost: the device is idle that long in gaps that begin while the host waits, or right after, because nothing was
+    queued; time in which a batch was loaded does not count. A call without a kernel after it has no gap.
     """
 
     name: str
@@ -134,6 +144,7 @@ class Synchronization(msgspec.Struct, frozen=True, kw_only=True):
     gap_ns: int
     longest_gap_ns: int
     longest_start_ns: int | None = None
+    busy_ns: int | None = None
 
 
 class CollectiveTotals(msgspec.Struct, frozen=True, kw_only=True):

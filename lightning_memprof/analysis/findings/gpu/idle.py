@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from lightning_memprof.analysis.findings.gpu.allocator import NOTABLE_CALLS, allocator_share
@@ -18,6 +19,7 @@ from lightning_memprof.analysis.findings.traces import (
     SAVED,
     IdleTime,
     Remedy,
+    after_waits,
     blocking_call,
     computing,
     exposed_loading,
@@ -58,6 +60,11 @@ DOING: Final[dict[Cause, str]] = {
     "launch": "the host launches kernels",
     "queue": "the next kernel is queued and does not start",
 }
+UNSEEN: Final = "the host does what was not recorded"
+# Fewer gaps than one for so many kernels are not from launches: those come before nearly each kernel.
+KERNELS_PER_GAP: Final = 20
+# The Python around a launch takes less.
+LONG_GAP_NS: Final = 200_000
 # Lightning's actions in a trace, and the one around a whole batch.
 ACTION: Final = "[pl][profile]"
 WHOLE_BATCH: Final = "run_training_batch"
@@ -94,6 +101,12 @@ LAUNCH_NEXT: Final = (
 UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",)
 
 
+SAVE: Final = ("Save checkpoints less often, or beside the steps: torch.distributed.checkpoint.async_save.",)
+SAVES: Final = re.compile("checkpoint|state_dict", re.IGNORECASE)
+# Ranges that are the training itself.
+OF_A_STEP: Final = re.compile("forward|backward|step|optim|grad|batch|epoch", re.IGNORECASE)
+
+
 def gpu_idle(trace: TraceReport) -> Finding | None:
     """Find an idle device, whether the host cannot launch fast enough, and the host's activity meanwhile.
 
@@ -107,8 +120,10 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
     # Idle time that no other rule reports is this one's.
     elsewhere = _reported_elsewhere(trace)
     rest_ns = idle.certain_ns - sum(cause.total_ns for cause in idle.causes if cause.cause in elsewhere)
+    waits = after_waits(trace)
+    own_ns = rest_ns - (waits.own_ns if waits else 0)
     share = rest_ns / idle.span_ns
-    if share <= NOTABLE_SHARE:
+    if own_ns <= NOTABLE_SHARE * idle.span_ns:
         return None
     causes = [cause for cause in idle.causes if cause.cause not in elsewhere and cause.total_ns > 0]
     causes.sort(key=lambda cause: cause.total_ns, reverse=True)
@@ -118,21 +133,23 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
     cold = _cold_start(trace, main, rest_ns)
     launching_ns = sum(cause.total_ns for cause in causes if cause.cause in LAUNCHING)
     is_launching = main is not None and launching_ns >= MAIN_PART * rest_ns > main.longest_ns and cold is None
-    launch_bound = is_launching and bool(kernels) and mean_ns <= SHORT_KERNEL_NS
+    launch_bound = is_launching and 0 < mean_ns <= SHORT_KERNEL_NS and not _in_long_gaps(main, kernels)
     # Without the recording, the host is faster by its cost; other causes than the main one stay.
     of_recording = 0 if trace.steady is not None else min(max(recording_ns(trace)[:2]), launching_ns)
     is_sample = is_short(trace) or cold is not None
-    worth = None if cold else _recovery(trace, idle, main, launch_bound=launch_bound)
-    stake = min(share - of_recording / idle.span_ns, worth.max / worth.whole if worth else 1.0)
+    worth = None if cold else _recovery(trace, own_ns, main, launch_bound=launch_bound)
+    stake = min((own_ns - of_recording) / idle.span_ns, worth.max / worth.whole if worth else 1.0)
     return Finding(
         rule="gpu_idle",
         severity=Severity.INFO if is_sample else severity_of(stake),
-        sentence=_sentence(trace, idle, share, "launches" if launch_bound else cold or _activity(trace, main, rest_ns)),
+        sentence=_sentence(
+            trace, idle, share, "launches" if launch_bound else cold or _activity(trace, main, rest_ns, kernels)
+        ),
         why=_why(trace, idle, causes, kernels, mean_ns),
         next_steps=(
             remedies(trace, *LATER)
             if is_sample
-            else _next_steps(trace, main, is_launching=launch_bound or (bool(kernels) and _is_between(main, mean_ns)))
+            else _next_steps(trace, main, kernels, is_launching=launch_bound or _is_between(main, kernels, mean_ns))
         ),
         evidence=longest_in(trace, main.longest_start_ns, main.longest_ns) if main else seen_in(trace),
         numbers={
@@ -151,11 +168,11 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
     )
 
 
-def _recovery(trace: TraceReport, idle: IdleTime, main: IdleCause | None, *, launch_bound: bool) -> Recovery | None:
+def _recovery(trace: TraceReport, own_ns: int, main: IdleCause | None, *, launch_bound: bool) -> Recovery | None:
     causes = LAUNCHING if launch_bound else (main.cause,) if main else ()
     parts = [part for part, cause in PARTS.items() if cause in causes]
     saves = SAVED_OF_QUEUE if causes == ("queue",) else SAVED
-    return recovered_ns(trace.device_ledger, saves, *parts, recorded_ns=idle.certain_ns)
+    return recovered_ns(trace.device_ledger, saves, *parts, recorded_ns=own_ns)
 
 
 def _reported_elsewhere(trace: TraceReport) -> tuple[Cause, ...]:
@@ -182,21 +199,43 @@ def _cold_start(trace: TraceReport, main: IdleCause | None, rest_ns: int) -> str
     return f"mostly in a cold start: {shorter_name(name)} took {format_ns(lines[0].longest_ns or 0)}"
 
 
-def _activity(trace: TraceReport, main: IdleCause | None, rest_ns: int) -> str | None:
+def _activity(trace: TraceReport, main: IdleCause | None, rest_ns: int, kernels: int) -> str | None:
     if main is None:
         return None
     if main.longest_ns >= MAIN_PART * rest_ns:
-        named = blocking_call(trace, main) if main.cause == "queue" else main.example
+        named = blocking_call(trace, main) if main.cause == "queue" else main.mostly_in
         where = f" ({shorter_name(named)})" if named else ""
-        return f"mostly in one gap of {format_ns(main.longest_ns)}: {DOING[main.cause]}{where}"
-    if main.cause == "synchronization" and main.example:
-        return f"mostly while the host waits in {shorter_name(main.example)}"
-    return f"mostly while {DOING[main.cause]}"
+        return f"mostly in one gap of {format_ns(main.longest_ns)}: {_what(trace, main)}{where}"
+    if main.cause == "synchronization" and main.mostly_in:
+        return f"mostly while the host waits in {shorter_name(main.mostly_in)}"
+    if main.cause == "python" and _in_long_gaps(main, kernels):
+        return f"mostly while {_doing(trace, main)}, half of it in gaps of {format_ns(main.long_ns)} or more"
+    return f"mostly while {_what(trace, main)}"
 
 
-def _is_between(main: IdleCause | None, mean_ns: int) -> bool:
+def _in_long_gaps(main: IdleCause | None, kernels: int) -> bool:
+    """Return whether half of the time is in few gaps: a host that launches too slowly makes the device wait often."""
+    return main is not None and main.long_ns >= LONG_GAP_NS and main.long_count * KERNELS_PER_GAP <= kernels
+
+
+def _is_unseen(trace: TraceReport, cause: IdleCause) -> bool:
+    """Return whether the host ran what was not recorded: the trace has nothing of it but calls of the runtime."""
+    calls = sum(call.count for call in trace.runtime_calls)
+    return cause.cause == "python" and trace.host_events == calls > 0
+
+
+def _what(trace: TraceReport, cause: IdleCause) -> str:
+    return UNSEEN if _is_unseen(trace, cause) else DOING[cause.cause]
+
+
+def _is_between(main: IdleCause | None, kernels: int, mean_ns: int) -> bool:
     """Return whether a device waits in the short gaps between short kernels, which are queued."""
-    return main is not None and main.cause == "queue" and max(mean_ns, main.total_ns / main.count) <= SHORT_KERNEL_NS
+    return (
+        main is not None
+        and main.cause == "queue"
+        and kernels > 0
+        and max(mean_ns, main.total_ns / main.count) <= SHORT_KERNEL_NS
+    )
 
 
 def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str | None) -> str:
@@ -223,7 +262,7 @@ def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int
     span = f"{format_ns(idle.total_ns)} of {format_ns(idle.span_ns)}"
     unsure = format_ns(idle.total_ns - idle.certain_ns)
     before = f" Up to {unsure} before the first kernel may be work of the step before." if idle.is_least else ""
-    named = [f"; {format_ns(cause.total_ns)} while {_doing(cause)}" for cause in causes[:2]]
+    named = [f"; {format_ns(cause.total_ns)} while {_doing(trace, cause)}" for cause in causes[:2]]
     stacks = " Recording Python stacks slows the host." if "with_stack" in trace.recorded_with else ""
     short = " The trace is short." if is_short(trace) else ""
     return f"The GPU is idle for {span}{''.join(named)}{kernels}.{before}{stacks}{short}"
@@ -231,7 +270,7 @@ def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int
 
 def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], count: int, mean_ns: int) -> str:
     steps = len(trace.steps)
-    waits = [f"{format_ns(cause.total_ns / steps)} while {_doing(cause)}" for cause in causes[:2]]
+    waits = [f"{format_ns(cause.total_ns / steps)} while {_doing(trace, cause)}" for cause in causes[:2]]
     if steady.others_ns >= NOTABLE_SHARE * steady.step_ns:
         waits.append(f"{format_ns(steady.others_ns)} for data, transfers, hooks and callbacks")
     kernels = f" It runs {format_count(round(count / steps), 'kernel')} per step, {format_ns(mean_ns)} each."
@@ -242,28 +281,39 @@ def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], cou
     )
 
 
-def _doing(cause: IdleCause) -> str:
+def _doing(trace: TraceReport, cause: IdleCause) -> str:
     """Return what the host does meanwhile, and mostly in which action, call or operator."""
-    name = action_name(cause.example.removeprefix(ACTION))
+    name = action_name(cause.mostly_in.removeprefix(ACTION))
     # The action around all others names nothing.
-    return DOING[cause.cause] + (f" (mostly {shorter_name(name)})" if name not in {"", WHOLE_BATCH} else "")
+    return _what(trace, cause) + (f" (mostly {shorter_name(name)})" if name not in {"", WHOLE_BATCH} else "")
 
 
-def _next_steps(trace: TraceReport, main: IdleCause | None, *, is_launching: bool) -> tuple[str, ...]:
+def _next_steps(trace: TraceReport, main: IdleCause | None, kernels: int, *, is_launching: bool) -> tuple[str, ...]:
     if is_launching:
         # The optimizer's own remedy is the last one.
         return remedies(trace, *(reversed(LAUNCH_NEXT) if _in_optimizer(trace) else LAUNCH_NEXT))
-    if main is None:
+    if main is None or _is_unseen(trace, main):
         return UNKNOWN_NEXT
-    if main.cause == "synchronization" and "Memcpy" in main.example:
+    if main.cause == "synchronization" and "Memcpy" in main.mostly_in:
         return (COPY,)
     lines = trace.device_ledger.of("idle_python") if trace.device_ledger is not None else ()
     place = next((line.name for line in lines if "): " in line.name), None)
     if main.cause == "python" and place:
         return (f"Move this code out of the step: {place}.",)
-    choices = NEXT.get(main.cause, LAUNCH_NEXT)
+    choices: tuple[Remedy | str, ...] = NEXT.get(main.cause, LAUNCH_NEXT)
     if main.cause != "python":
         return remedies(trace, *choices)
+    is_long = _in_long_gaps(main, kernels)
+    choices = (*_elsewhere(main), *choices) if is_long else choices
     # Many short gaps are the calls of operators and modules; code that can move is one gap per step.
     is_scattered = bool(trace.steps) and main.longest_ns * len(trace.steps) < MAIN_PART * main.total_ns
-    return remedies(trace, *((*LAUNCH_NEXT, *choices) if is_scattered else (*choices, *COMPILE)))
+    before = LAUNCH_NEXT if is_scattered and not is_long else ()
+    return remedies(trace, *before, *choices, *(() if is_long else COMPILE))
+
+
+def _elsewhere(main: IdleCause) -> tuple[str, ...]:
+    """Return what to do with a range that has most of the idle time, without parts of the training itself."""
+    name = action_name(main.mostly_in.removeprefix(ACTION))
+    if SAVES.search(name):
+        return SAVE
+    return () if not name or OF_A_STEP.search(name) else (f"Call it less often, or elsewhere: {name}.",)

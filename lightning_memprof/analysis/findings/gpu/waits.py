@@ -15,8 +15,7 @@ from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.traces import (
     PARTS,
     Remedy,
-    idle_ns,
-    is_sample,
+    after_waits,
     is_short,
     longest_in,
     on_rank,
@@ -40,12 +39,8 @@ READS: Final = (
     remedy(f"{KEEP}; read them every 50 steps.", "other program"),
 )
 COPY: Final = "Copy from pinned memory without blocking: tensor.pin_memory().to(device, non_blocking=True)."
-# One value read per step for a progress bar costs about this much, and many programs want it.
-NOTABLE_GAP: Final = 0.02
 # A gap after a wait: the end of the call, and what the host then does up to the next launch.
 AFTER_WAITS: Final[tuple[TimePart, ...]] = tuple(part for part in PARTS if part != "idle_data")
-# A single call may be the program's end, or the profiler's.
-MIN_CALLS: Final = 2
 ADVICE: Final = {
     "aten::is_nonzero": "Do not branch on a tensor's value in a step: torch.where instead of if.",
     "aten::nonzero": "Avoid value-dependent sizes, which stop the host: torch.where instead of a boolean index.",
@@ -62,23 +57,19 @@ FIND: Final = 'Find the calls: torch.cuda.set_sync_debug_mode("warn") prints the
 def synchronization(trace: TraceReport) -> Finding | None:
     """Find gaps on the device after calls that make the host wait for it, and the calls.
 
-    Recovers at most the gaps; nothing where the host prepares work for longer than the device takes for it.
+    Recovers at most the gaps, and the time that the host waits; nothing where the host prepares work for longer than
+    the device takes for it.
     """
-    window = trace.gpu_window
-    calls = [call for call in trace.synchronizations if call.gap_ns > 0]
-    if window is None or not window.window_ns or not calls or is_sample(trace):
+    window, found = trace.gpu_window, after_waits(trace)
+    if window is None or found is None:
         return None
-    calls.sort(key=lambda call: call.gap_ns, reverse=True)
-    gap_ns = min(sum(call.gap_ns for call in calls), window.idle_ns - idle_ns(trace, "data_loading"))
-    count = sum(call.count for call in calls)
-    share = gap_ns / window.window_ns
-    if share <= NOTABLE_GAP or count < MIN_CALLS:
-        return None
+    calls, gap_ns, count = found.calls, found.gap_ns, found.number
+    share, own = gap_ns / window.window_ns, found.own_ns / window.window_ns
     steps = len(trace.steps)
     often = f"{times(round(count / steps))} per step" if count >= steps > 1 else times(count)
     return Finding(
         rule="synchronization",
-        severity=Severity.INFO if is_short(trace) else severity_of(share),
+        severity=Severity.INFO if is_short(trace) else severity_of(own),
         sentence=(
             f"The host waits for the GPU {often}{on_rank(trace)}; the GPU then idles {percent(share)} of the time."
         ),
@@ -95,8 +86,8 @@ def synchronization(trace: TraceReport) -> Finding | None:
             "calls": count,
             "by_name": {call.name: {"calls": call.count, "gap_ns": call.gap_ns} for call in calls},
         },
-        weight=share,
-        recovers=recovered_ns(trace.device_ledger, (0.0, 1.0), *AFTER_WAITS, recorded_ns=gap_ns),
+        weight=own,
+        recovers=recovered_ns(trace.device_ledger, (0.0, 1.0), *AFTER_WAITS, recorded_ns=found.own_ns),
     )
 
 
@@ -106,7 +97,7 @@ def _advice(name: str) -> tuple[Remedy | str, ...]:
     return (ADVICE[name],) if name in ADVICE else (COPY,) if "Memcpy" in name else ()
 
 
-def _named(calls: list[Synchronization]) -> str:
+def _named(calls: tuple[Synchronization, ...]) -> str:
     return ", ".join(
         f"{format_ns(call.gap_ns)} after {shorter_name(call.name)} ({times(call.count)})" for call in calls[:2]
     )

@@ -309,6 +309,75 @@ def test_one_call_that_blocks_for_most_of_the_idle_time_is_named(tmp_path: Path)
     assert "non_blocking=True" in finding.next_steps[0]
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_one_long_gap_in_each_step_is_not_launch_bound(tmp_path: Path, seen: bool) -> None:
+    made = Recording()
+    for step in range(STEPS):
+        with made.inside(f"ProfilerStep#{step}"):
+            made.python(8_000)
+            for _ in range(40):
+                made.work(5, "aten::linear")
+                made.launch(15)
+            made.call("cudaDeviceSynchronize", max(made.free - made.now, 0))
+    if not seen:
+        made.events = [event for event in made.events if event["cat"] in {"kernel", "cuda_runtime"}]
+    finding = found(made.write(tmp_path / "long.pt.trace.json"))["gpu_idle"]
+    assert finding.numbers["launch_bound"] is False
+    doing = "runs Python outside operators" if seen else "does what was not recorded"
+    assert f"mostly while the host {doing}, half of it in gaps of 8.0" in finding.sentence
+    assert finding.next_steps[0].startswith("Record the Python stacks" if seen else "Record the host too")
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("save_checkpoint", "Save checkpoints less often"),
+        ("plot_samples", "Call it less often, or elsewhere: plot_samples."),
+        ("training_step", "Open the trace"),
+    ],
+)
+def test_a_range_that_has_most_of_long_gaps_is_moved(tmp_path: Path, name: str, first: str) -> None:
+    def save(made: Recording) -> None:
+        with made.inside(name):
+            made.python(25_000)
+        with made.inside("train.py(3): go", "python_function"):
+            pass
+
+    finding = found(training(tmp_path / "range.pt.trace.json", before=save))["gpu_idle"]
+    assert f"(mostly {name})" in finding.sentence
+    assert finding.next_steps[0].startswith(first)
+
+
+def test_a_range_with_little_of_the_idle_time_is_not_named(tmp_path: Path) -> None:
+    def think(made: Recording) -> None:
+        with made.inside("Optimizer.step#AdamW.step"):
+            made.python(1_000)
+        made.python(25_000)
+
+    assert "mostly Optimizer" not in found(training(tmp_path / "little.pt.trace.json", before=think))["gpu_idle"].why
+
+
+@pytest.mark.parametrize(("kernel_us", "first"), [(400, "synchronization"), (20, "gpu_idle")])
+def test_idle_time_after_values_are_read_belongs_to_the_reading_up_to_the_wait(
+    tmp_path: Path, kernel_us: int, first: str
+) -> None:
+    def read(made: Recording, kernel: int) -> None:
+        if kernel % 5 == 0:
+            made.synchronize("aten::item")
+            made.python(600)
+
+    path = training(tmp_path / "item.pt.trace.json", read, kernel_us=kernel_us)
+    report = trace_report(path)
+    findings = {finding.rule: finding for finding in examine_files([report], [])}
+    assert next(iter(findings)) == first
+    worth = findings["synchronization"].recovers
+    assert worth is not None
+    # Five times per step the device is idle for about 600 us, and the host waits for what is queued.
+    waited = sum(call.busy_ns or 0 for call in report.synchronizations) / STEPS
+    assert worth.max == pytest.approx(min(worth.max, waited))
+    assert ("gpu_idle" in findings) is (kernel_us == 20)
+
+
 def test_python_with_recorded_stacks_names_its_line(tmp_path: Path) -> None:
     def think(made: Recording, _kernel: int) -> None:
         with made.inside("train.py(23): augment", "python_function"):
@@ -508,7 +577,7 @@ def test_equal_ranks_that_take_turns_and_a_hiccup_have_no_straggler(
 
 def test_of_one_severity_the_finding_that_recovers_most_comes_first(tmp_path: Path) -> None:
     def read(made: Recording, kernel: int) -> None:
-        made.copy(500, "Memcpy HtoD (Pageable -> Device)", 16 << 20)
+        made.copy(150, "Memcpy HtoD (Pageable -> Device)", 16 << 20)
         if kernel % 5 == 0:
             made.synchronize("aten::item")
             made.python(800)
