@@ -39,6 +39,7 @@ from lightning_memprof.analysis.findings.traces import (
     remedies,
     remedy,
     shorter_name,
+    times,
 )
 from lightning_memprof.analysis.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.analysis.ledger.work import all_pairs
@@ -260,7 +261,7 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
             max(used, key=lambda snapshot: max(device.peak_requested_bytes for device in snapshot.devices))
         )
     if traces:
-        return _of_host(traces[0])
+        return _of_host(traces[0], is_alone=len(traces) == 1)
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
@@ -371,10 +372,11 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
 # From this share of the recorded time on, collectives decide how long it takes.
 COMMUNICATION_BOUND: Final = 0.5
 COLLECTIVE: Final = "c10d::"
+RECORD_RANKS: Final = "Record the other ranks too: a collective waits for the last rank to arrive."
 RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
 
 
-def _of_host(trace: TraceReport) -> Finding:
+def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     """Return the owner of most of the host's time in a trace without device events."""
     ledger = trace.host_ledger
     span_ns = max(trace.end_ns - trace.start_ns, 1)
@@ -383,7 +385,7 @@ def _of_host(trace: TraceReport) -> Finding:
     communicates_ns = length(union(starts, ends))
     heaviest = heaviest_module(ledger.of("forward", "backward")) if ledger is not None else None
     span = "each step" if trace.steps else "the recorded time"
-    why = f"In {format_ns(span_ns)} the trace has {format_count(trace.events, 'event')} on the host."
+    why = f"In {format_ns(span_ns)} the trace has {format_count(trace.host_events, 'event')} on the host."
     next_steps: tuple[str, ...] = (_look(trace),)
     if trace.runtime_calls:
         call = trace.runtime_calls[0].name
@@ -393,14 +395,8 @@ def _of_host(trace: TraceReport) -> Finding:
         names = [found.name for found in sorted(trace.collectives, key=lambda found: -found.total_ns)]
         name = names[0] if names else heaviest.family if heaviest else "a collective"
         sentence = f"Communication-bound: {name} runs for {percent(communicates_ns / span_ns)} of the time."
-        if ledger is not None and ledger.communication:
-            waiting, transfer = (ledger.communicates(part) for part in MEETING.values())
-            wait = (
-                f"{format_ns(waiting)} of it waiting for other ranks"
-                if waiting
-                else "any wait for other ranks included"
-            )
-            why = f"Collectives take {format_ns(waiting + transfer)} per step while no operator runs, {wait}. {why}"
+        why = _of_collectives(trace, name) or why
+        next_steps = (*((RECORD_RANKS,) if is_alone and (trace.world_size or 1) > 1 else ()), *next_steps)
     elif ledger is None or heaviest is None:
         sentence = "No device activity in this trace."
     elif heaviest.family == "Python":
@@ -422,6 +418,21 @@ def _of_host(trace: TraceReport) -> Finding:
         numbers={"span_ns": span_ns, "collectives_ns": communicates_ns},
         evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
     )
+
+
+def _of_collectives(trace: TraceReport, name: str) -> str:
+    """Return what the collectives of a host take of a step, and how often and how long the one of a name runs."""
+    ledger, took = trace.host_ledger, [call.duration_ns for call in trace.arrivals if call.name == name]
+    found = []
+    if ledger is not None and ledger.communication:
+        waiting, transfer = (ledger.communicates(part) for part in MEETING.values())
+        wait = f"{format_ns(waiting)} of it waiting for other ranks" if waiting else "any wait for other ranks included"
+        found.append(f"Collectives take {format_ns(waiting + transfer)} per step while no operator runs, {wait}.")
+    if took:
+        ranks = f" over {trace.world_size} ranks" if trace.world_size else ""
+        each = f"{format_ns(min(took))} to {format_ns(max(took))} each" if len(took) > 1 else format_ns(took[0])
+        found.append(f"{name} runs {times(len(took))}{ranks}, {each}.")
+    return " ".join(found)
 
 
 def _of_memory(snapshot: SnapshotReport) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from device_traces import Recording
 from fake_runs import FakeRun, make_run
@@ -61,6 +62,20 @@ def test_collectives_of_a_host_that_overlap_count_once(tmp_path: Path) -> None:
     assert finding.why.startswith(
         "Collectives take 8.00 ms per step while no operator runs, any wait for other ranks included."
     )
+    assert finding.why.endswith(" all_reduce runs 2 times, 8.00 ms to 8.00 ms each.")
+    assert len(finding.next_steps) == 1
+    rank = replace(trace_report(tmp_path / "trace.pt.trace.json"), rank=0, world_size=2)
+    assert nothing_in_files([rank], []).next_steps[0].startswith("Record the other ranks too")
+    assert len(nothing_in_files([rank, replace(rank, rank=1)], []).next_steps) == 1
+
+
+def test_events_of_a_host_are_told_without_those_that_only_name_threads(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(2_000, "aten::relu")
+    names = [{"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": "main"}} for tid in range(9)]
+    made.events += names
+    assert "the trace has 2 events on the host" in bound(made, tmp_path).why
 
 
 def test_the_call_of_a_collective_computes_nothing(tmp_path: Path) -> None:
