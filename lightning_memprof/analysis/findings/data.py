@@ -83,6 +83,9 @@ ONE_STEP: Final = 0.75
 WORKERS: Final = (
     "Load in worker processes: DataLoader(num_workers=4, persistent_workers=True); if there are any, use more."
 )
+FIRST_WORKERS: Final = "Load in worker processes: DataLoader(num_workers=4, persistent_workers=True)."
+MORE: Final = "Use more worker processes, up to the cores of each rank: a higher DataLoader(num_workers=...)."
+ONE_BATCH: Final = "Look at the samples of the slow batch; if it starts an epoch, set persistent_workers=True."
 PIN: Final = "Overlap copies with the step: DataLoader(pin_memory=True)."
 
 
@@ -460,7 +463,11 @@ def input_bound_trace(trace: TraceReport) -> Finding | None:
         severity=min(severity_of(loading.share), _most_severe(in_one=in_one, steps=steps)),
         sentence=f"Input-bound: loading batches takes {part:.1%} of {span}{on_rank(trace)}.",
         why=f"The DataLoader takes {format_ns(loading.total_ns)} of {format_ns(loading.span_ns)}{where}{idle}.",
-        next_steps=(WORKERS, PIN, LESS_PER_SAMPLE) if has_device else (WORKERS, LESS_PER_SAMPLE),
+        next_steps=(
+            _workers(ledger, in_one=in_one),
+            *((PIN,) if has_device and not in_one else ()),
+            *(() if in_one else (LESS_PER_SAMPLE,)),
+        ),
         evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
         numbers={
             "data_loading_share": part,
@@ -473,6 +480,15 @@ def input_bound_trace(trace: TraceReport) -> Finding | None:
         weight=loading.share,
         recovers=recovered_ns(ledger, BESIDE_THE_STEP, "idle_data", "data_wait", recorded_ns=loading.exposed_ns),
     )
+
+
+def _workers(ledger: TimeLedger | None, *, in_one: bool) -> str:
+    """Return the next step for the workers that the iterators of a trace show."""
+    names = " ".join(line.name for line in ledger.of("idle_data", "data_wait")) if ledger else ""
+    alone, several = "_SingleProcess" in names, "_MultiProcessing" in names
+    if alone == several:
+        return WORKERS
+    return FIRST_WORKERS if alone else ONE_BATCH if in_one else MORE
 
 
 def _most_severe(*, in_one: bool, steps: int) -> Severity:

@@ -257,8 +257,9 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
             f"{', beside half precision' if is_mixed else ''}{on_rank(trace)}."
         ),
         why=(
-            f"{format_ns(ordinary_ns)} of {format_ns(compute_ns)} in kernels, mostly "
-            f"{shorter_name(ordinary[0].name)}; {format_ns(tensor_ns) if tensor_ns else 'none'} with tensor cores."
+            f"{format_ns(ordinary_ns)} of {format_ns(compute_ns)} in kernels, "
+            f"{format_ns(ordinary[0].total_ns)} of it in {shorter_name(ordinary[0].name)}; "
+            f"{format_ns(tensor_ns) if tensor_ns else 'none'} with tensor cores."
         ),
         next_steps=(AUTOCAST,) if is_mixed else _next_for_products(trace, early=early),
         evidence=seen_in(trace),

@@ -68,6 +68,32 @@ def test_loading_that_outlasts_the_devices_work_is_input_bound(tmp_path: Path) -
     assert longest.start_ns > BASE_NS + 10_000_000
 
 
+@pytest.mark.parametrize(
+    ("iterator", "slow", "first"),
+    [
+        ("_SingleProcess", (15_000, 15_000), "Load in worker processes: DataLoader(num_workers=4"),
+        ("_MultiProcessing", (15_000, 15_000), "Use more worker processes"),
+        ("_MultiProcessing", (90_000, 10), "Look at the samples of the slow batch"),
+        (
+            "_Other",
+            (15_000, 15_000),
+            "Load in worker processes: DataLoader(num_workers=4, persistent_workers=True); if",
+        ),
+    ],
+)
+def test_the_next_step_for_loading_knows_the_workers(
+    tmp_path: Path, iterator: str, slow: tuple[int, int], first: str
+) -> None:
+    batches = iter((10, slow[0], slow[1], slow[1]))
+
+    def load(made: Recording) -> None:
+        with made.inside(f"enumerate(DataLoader)#{iterator}DataLoaderIter.__next__"):
+            made.python(next(batches))
+
+    finding = found(training(tmp_path / "workers.pt.trace.json", before=load))["input_bound_trace"]
+    assert finding.next_steps[0].startswith(first)
+
+
 def test_loading_while_the_device_works_is_not(tmp_path: Path) -> None:
     def load(made: Recording) -> None:
         with made.inside("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"):

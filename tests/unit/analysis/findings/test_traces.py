@@ -180,6 +180,15 @@ def test_copies_from_pageable_memory_are_told_by_direction() -> None:
     assert ".cpu()" in back.next_steps[0]
 
 
+def test_of_several_products_the_longest_kernel_is_named_with_its_time() -> None:
+    names = ("volta_sgemm_64x64_nt", "volta_sgemm_128x64_nn", "volta_scudnn_128x64_relu_medium_nn_v1")
+    kernels = tuple(kernel(name, 100, (4 - place) * MS // 10) for place, name in enumerate(names))
+    finding = found(trace(kernels=kernels, devices=("NVIDIA A100",)))["tensor_cores_unused"]
+    assert (
+        finding.why == "90.0 ms of 90.0 ms in kernels, 40.0 ms of it in volta_sgemm_64x64_nt; none with tensor cores."
+    )
+
+
 @pytest.mark.parametrize(("back_bytes", "stays"), [(410 << 20, True), (40 << 20, False)])
 def test_what_moves_back_and_forth_in_each_step_can_stay_on_the_gpu(back_bytes: int, stays: bool) -> None:
     report = trace(copies=(copies(), copies(kind="DtoH", bytes=back_bytes)))
