@@ -200,7 +200,10 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
 
 
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:
-    """Return the findings of traces and snapshots, the most severe first; empty if no rule fires."""
+    """Return the findings of traces and snapshots, the most severe first; empty if no rule fires.
+
+    A trace with a part of its events tells neither what a device waits for nor what overlaps.
+    """
     of_snapshots = [
         finding
         for snapshot in snapshots
@@ -208,7 +211,7 @@ def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotRep
         for device in snapshot.devices
         for finding in _guarded(rule, snapshot, device)
     ]
-    read = tuple(traces)
+    read = tuple(trace for trace in traces if not trace.is_sample)
     of_all = [finding for rule in RULES_OF_ALL_TRACES for finding in _guarded(rule, read)]
     return _by_severity([*of_all, *_of_traces(read), *of_snapshots])
 

@@ -34,7 +34,8 @@ from lightning_memprof.analysis.findings.traces import (
     LATER,
     Remedy,
     computing,
-    is_sample,
+    is_brief,
+    on_rank,
     open_trace,
     remedies,
     remedy,
@@ -254,7 +255,7 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
     """Return how busy the device was, or the peak memory, and the command that shows more."""
     on_device = [trace for trace in traces if trace.gpu_window is not None]
     if on_device:
-        return _of_device(min(on_device, key=_busy))
+        return _of_device(min(on_device, key=lambda trace: (trace.is_sample, _busy(trace))))
     used = [snapshot for snapshot in snapshots if snapshot.devices]
     if used:
         return _of_memory(
@@ -303,7 +304,7 @@ def _of_device(trace: TraceReport) -> Finding:
             f"{named or 'none'}."
         ),
         next_steps=(
-            *(remedies(trace, *LATER) if is_sample(trace) else ()),
+            *((RECORD_ALL,) if trace.is_sample else remedies(trace, *LATER) if is_brief(trace) else ()),
             *(_faster(trace, family, achieved) if family else ()),
             _look(trace),
         ),
@@ -348,7 +349,9 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
     ledger = trace.device_ledger
     if ledger is None or not ledger.step_ns:
         return None, None
-    if is_sample(trace) and trace.gpu_window:
+    if trace.is_sample:
+        return None, f"Most events are missing from the trace{on_rank(trace)}: idle times and their causes are unknown."
+    if is_brief(trace) and trace.gpu_window:
         count = format_count(sum(kernel.count for kernel in computing(trace)), "kernel")
         span = format_ns(trace.gpu_window.window_ns)
         return None, f"Too little was recorded to say how busy the GPU is: {count} in {span}."
@@ -372,6 +375,7 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
 # From this share of the recorded time on, collectives decide how long it takes.
 COMMUNICATION_BOUND: Final = 0.5
 COLLECTIVE: Final = "c10d::"
+RECORD_ALL: Final = "Use a trace with all events of a few steps."
 RECORD_RANKS: Final = "Record the other ranks too: a collective waits for the last rank to arrive."
 RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
 

@@ -178,7 +178,7 @@ def idle_time(trace: TraceReport) -> IdleTime | None:
     beyond that is certain. A recording of less than 1 ms does not tell.
     """
     window, ledger = trace.gpu_window, trace.device_ledger
-    if window is None or not window.window_ns or is_sample(trace):
+    if window is None or not window.window_ns or is_brief(trace):
         return None
     inside = IdleTime(window.idle_ns, window.idle_ns, window.window_ns, trace.idle)
     if ledger is None or not trace.steps or trace.steady is not None:
@@ -233,7 +233,7 @@ def after_waits(trace: TraceReport) -> AfterWaits | None:
     """Return the idle time after waits if it is notable, else None."""
     window = trace.gpu_window
     calls = sorted((call for call in trace.synchronizations if call.gap_ns > 0), key=lambda call: -call.gap_ns)
-    if window is None or not window.window_ns or not calls or is_sample(trace):
+    if window is None or not window.window_ns or not calls or is_brief(trace):
         return None
     gap_ns = min(sum(call.gap_ns for call in calls), window.idle_ns - idle_ns(trace, "data_loading"))
     number = sum(call.count for call in calls)
@@ -338,7 +338,7 @@ def severity_of(share: float) -> Severity:
     return Severity.WARNING if share >= NOTABLE_SHARE else Severity.INFO
 
 
-def is_sample(trace: TraceReport) -> bool:
+def is_brief(trace: TraceReport) -> bool:
     """Return whether too little was recorded to say how busy a device is."""
     window = trace.gpu_window
     return trace.steady is None and window is not None and window.window_ns < SHORT_WINDOW_NS

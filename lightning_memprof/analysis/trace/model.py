@@ -246,6 +246,7 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
         kernels: by total time, longest first.
         ahead_window: from the start of the first step's work on the device to the end of the last one's; None where the
             host takes as long.
+        is_sample: whether most events are missing from the file, so that idle times are unknown.
         outside: number of launches outside the steps by kernel, where there are steps.
         idle: by total time, longest first.
         runtime_calls: by total time, longest first.
@@ -303,6 +304,7 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
     steady: Steady | None = None
     outside: Mapping[str, int] = {}
     ahead_window: StepTimes | None = None
+    is_sample: bool = False
 
     @property
     def work_window(self) -> StepTimes | None:

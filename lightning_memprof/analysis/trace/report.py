@@ -22,6 +22,7 @@ from lightning_memprof.analysis.trace.columns import (
     TraceColumns,
     loading_intervals,
     read_columns,
+    skips_calls,
     step_spans,
 )
 from lightning_memprof.analysis.trace.communication import collective_calls, trace_arrivals, trace_collectives
@@ -100,6 +101,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         ahead_window=None if timed == steps else _step_times(device, timed, loading),
         steps=_steps(columns, device, steps, loading),
         kernels=kernels(columns, device),
+        is_sample=skips_calls(columns),
         outside=_outside(columns, device, steps),
         idle=idle_causes(columns, device) if window and _has_runtime(columns) else (),
         runtime_calls=calls(columns, columns.rows(Kind.RUNTIME)),
@@ -254,6 +256,8 @@ def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, step
         missing.append("no steps: call the profiler's `step()` once per step, and `ProfilerStep#N` appears")
     if rank is None:
         missing.append(_NO_RANK)
+    if skips_calls(columns):
+        missing.append("most events: the numbers of its runtime calls have large gaps, so that idle times are unknown")
     if len(device.rows) and not _has_runtime(columns):
         missing.append("no calls of the device's runtime: the causes of idle time are unknown")
     return missing

@@ -354,7 +354,7 @@ def _callbacks(steps: Sequence[StepEvents]) -> Mapping[str, int]:
     return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 
-_AHEAD: Final = ("outside", "ahead_window")
+_AHEAD: Final = ("outside", "ahead_window", "is_sample")
 
 
 def _trace(trace: TraceReport) -> dict[str, Any]:

@@ -113,6 +113,9 @@ def test_a_kernel_or_two_do_not_tell_how_busy_a_device_is(us: int, says: str, tm
     trace = trace_report(made.write(tmp_path / "trace.pt.trace.json"))
     (verdict, *_) = [*examine_files([trace], ()), nothing_in_files([trace], [])]
     assert verdict.sentence.startswith(says)
+    missing = replace(trace, is_sample=True)
+    assert not examine_files([missing], ())
+    assert nothing_in_files([missing], []).sentence.startswith("Most events are missing from the trace")
 
 
 def test_a_busy_device_says_what_its_operators_reach_and_what_makes_them_faster(tmp_path: Path) -> None:

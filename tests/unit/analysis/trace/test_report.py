@@ -111,6 +111,16 @@ def test_a_recording_that_ends_in_the_last_step_ends_the_step(waits_until, ends_
     assert [step.duration_ns for step in found.steps] == [1_000 * ends_at]
 
 
+@pytest.mark.parametrize(("kept", "is_sample"), [(1, False), (40, True)])
+def test_a_file_with_one_call_in_many_is_a_sample(kept, is_sample, tmp_path):
+    numbers = range(1, 20_000, 4 * kept)
+    made = [event for at in numbers for event in (call(at, at + 1, at), kernel(at + 1, at + 2, at))]
+    made += [call(at, at + 1, at + 1) for at in numbers if kept == 1]
+    found = report(tmp_path, *made)
+    assert found.is_sample is is_sample
+    assert any(text.startswith("most events") for text in found.missing) is is_sample
+
+
 @pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("works", [True, False])
 def test_a_last_step_without_work_is_none(on_device, works, tmp_path):
