@@ -31,6 +31,7 @@ from lightning_memprof.analysis.findings.data import (
     workers_restart,
 )
 from lightning_memprof.analysis.findings.gpu.allocator import allocator_thrash
+from lightning_memprof.analysis.findings.gpu.holders import peak_holder
 from lightning_memprof.analysis.findings.gpu.idle import gpu_idle
 from lightning_memprof.analysis.findings.gpu.waits import blocking_transfers, exposed_copies, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
@@ -68,7 +69,6 @@ from lightning_memprof.analysis.findings.snapshot import (
     allocator_retries,
     failed_request,
     fragmentation,
-    peak_holder,
     pending_frees,
     private_pools,
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from msgspec.structs import replace
 
+from lightning_memprof.analysis.findings.gpu.holders import of_memory
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTHING_FOUND,
@@ -47,7 +48,7 @@ from lightning_memprof.analysis.ledger.work import all_pairs
 from lightning_memprof.analysis.ranks.hangs import first_exception
 from lightning_memprof.analysis.run.locate import shown_path, shown_place
 from lightning_memprof.analysis.trace.intervals import length, union
-from lightning_memprof.units import format_bytes, format_count, format_ns, percent
+from lightning_memprof.units import format_count, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,9 +66,6 @@ COMPUTE_BOUND: Final = 0.5
 MAX_MESSAGE: Final = 120
 LARGER: Final = "Give each step more work, such as a larger batch, before looking for a bottleneck."
 RECORD_OPERATORS: Final = 'Record the operators of some steps too: Trainer(..., profiler="fts_extended")'
-RECORD_STACKS: Final = (
-    "Record stacks: AllocatorHistory(), or torch.cuda.memory._record_memory_history(stacks='python')."
-)
 VIEW: Final = "See every operator on a timeline: lightning-memprof view"
 DOING: Final = {
     "data_wait": "data wait",
@@ -258,7 +256,7 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
         return _of_device(min(on_device, key=lambda trace: (trace.is_sample, _busy(trace))))
     used = [snapshot for snapshot in snapshots if snapshot.devices]
     if used:
-        return _of_memory(
+        return of_memory(
             max(used, key=lambda snapshot: max(device.peak_requested_bytes for device in snapshot.devices))
         )
     if traces:
@@ -437,25 +435,6 @@ def _of_collectives(trace: TraceReport, name: str) -> str:
         each = f"{format_ns(min(took))} to {format_ns(max(took))} each" if len(took) > 1 else format_ns(took[0])
         found.append(f"{name} runs {times(len(took))}{ranks}, {each}.")
     return " ".join(found)
-
-
-def _of_memory(snapshot: SnapshotReport) -> Finding:
-    device = max(snapshot.devices, key=lambda device: device.peak_requested_bytes)
-    line = next((line for line in device.lines_at_peak if line.site), None)
-    most = "" if line is None else f"; {line.site} allocated {format_bytes(line.bytes)} of the peak"
-    return Finding(
-        rule=NOTHING_FOUND,
-        severity=Severity.NONE,
-        sentence=f"No fault found: peak memory is {format_bytes(device.peak_requested_bytes)}.",
-        why=f"The allocator reserved at most {format_bytes(device.peak_reserved_bytes)} of cuda:{device.device}{most}.",
-        next_steps=(RECORD_STACKS if line is None else f"To lower the peak, start with {line.site}.",),
-        numbers={
-            "device": device.device,
-            "peak_requested_bytes": device.peak_requested_bytes,
-            "peak_reserved_bytes": device.peak_reserved_bytes,
-        },
-        evidence=(Evidence(artifact=str(snapshot.file)),),
-    )
 
 
 def _look(trace: TraceReport) -> str:

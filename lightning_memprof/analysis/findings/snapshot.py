@@ -18,7 +18,7 @@ from lightning_memprof.analysis.snapshot.report import DeviceReport, FailedReque
 from lightning_memprof.analysis.stacks import user_frame
 from lightning_memprof.artifacts.naming import SnapshotName, series_path
 from lightning_memprof.artifacts.series import AllocatorRow
-from lightning_memprof.units import GIB, MIB, format_bytes, format_count, percent
+from lightning_memprof.units import MIB, format_bytes, format_count, percent
 
 # Fewer bytes do not decide whether another batch fits.
 MIN_BYTES: Final = 512 * MIB
@@ -28,11 +28,12 @@ SMALLER_BATCH: Final = "Use a smaller batch with Trainer(accumulate_grad_batches
 HALF: Final = "Train in mixed precision: Trainer(precision='bf16-mixed')."
 
 
-def _name(device: DeviceReport) -> str:
+def device_name(device: DeviceReport) -> str:
+    """Return a device as torch names it."""
     return f"cuda:{device.device}"
 
 
-def _seen_in(snapshot: SnapshotReport, device: DeviceReport, moment_us: int | None = None) -> tuple[Evidence, ...]:
+def seen_in(snapshot: SnapshotReport, device: DeviceReport, moment_us: int | None = None) -> tuple[Evidence, ...]:
     """Return a snapshot as evidence, narrowed to the recorded history of a device, or to one moment of it."""
     name = SnapshotName.parse(snapshot.file.name)
     start, end = (device.start_us, device.end_us) if moment_us is None else (moment_us, moment_us)
@@ -46,7 +47,7 @@ def _seen_in(snapshot: SnapshotReport, device: DeviceReport, moment_us: int | No
     )
 
 
-def _worth(device: DeviceReport, least: float, most: float, *categories: str) -> Recovery | None:
+def recovery_of(device: DeviceReport, least: float, most: float, *categories: str) -> Recovery | None:
     """Return bytes of the memory reserved at the peak, at most those of its lines; None if these have none."""
     ledger = snapshot_bytes(device)
     most = min(most, sum(map(ledger.bytes, categories)))
@@ -91,7 +92,7 @@ def failed_request(snapshot: SnapshotReport, device: DeviceReport) -> Finding | 
         rule="failed_request",
         severity=Severity.WARNING if continued else Severity.CRITICAL,
         sentence=(
-            f"Allocation of {format_bytes(failed.requested_bytes)} failed on {_name(device)}"
+            f"Allocation of {format_bytes(failed.requested_bytes)} failed on {device_name(device)}"
             f"{', and the program continued' if continued else ''}: {CAUSES[cause]}."
         ),
         why=_why_failed(failed, top),
@@ -107,7 +108,7 @@ def failed_request(snapshot: SnapshotReport, device: DeviceReport) -> Finding | 
             "largest_free_bytes": failed.largest_free_bytes,
         },
         weight=1.0,
-        evidence=_seen_in(snapshot, device, failed.time_us),
+        evidence=seen_in(snapshot, device, failed.time_us),
     )
 
 
@@ -171,7 +172,9 @@ def allocator_churn(snapshot: SnapshotReport, device: DeviceReport) -> Finding |
     return Finding(
         rule="allocator_churn",
         severity=Severity.WARNING,
-        sentence=f"The allocator returned memory of {_name(device)} and requested it again {churn.rounds} times{span}.",
+        sentence=(
+            f"The allocator returned memory of {device_name(device)} and requested it again {churn.rounds} times{span}."
+        ),
         why=(
             f"{format_bytes(churn.bytes)} ({percent(share)} of the reserved memory) were requested again: {cause}. "
             "Each cudaFree waits until the device is idle, collectives included."
@@ -187,7 +190,7 @@ def allocator_churn(snapshot: SnapshotReport, device: DeviceReport) -> Finding |
             "empty_cache": line,
         },
         weight=min(share, 1.0),
-        evidence=_seen_in(snapshot, device),
+        evidence=seen_in(snapshot, device),
     )
 
 
@@ -245,7 +248,7 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
     if split < MIN_BYTES or split < NOTABLE_PIECES * reserved:
         return None
     forced = _forced(device)
-    worth = _worth(device, 0 if device.snapshot.is_expandable else sum(forced), split, "fragmentation")
+    worth = recovery_of(device, 0 if device.snapshot.is_expandable else sum(forced), split, "fragmentation")
     made = format_count(len(forced), "segment")
     added = f" {made} came from the driver although as many bytes were free in smaller pieces." if forced else ""
     if device.snapshot.is_expandable:
@@ -255,7 +258,9 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
     return Finding(
         rule="fragmentation",
         severity=Severity.WARNING if forced else Severity.INFO,
-        sentence=f"{percent(split / reserved)} of reserved memory of {_name(device)} is in unused pieces at the peak.",
+        sentence=(
+            f"{percent(split / reserved)} of reserved memory of {device_name(device)} is in unused pieces at the peak."
+        ),
         why=(
             f"{format_bytes(split)} of {format_bytes(reserved)} are between live blocks, in {len(pieces):,} pieces of "
             f"at most {format_bytes(max(pieces))}; {format_bytes(device.peak_requested_bytes)} are live.{added}"
@@ -273,7 +278,7 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
         },
         weight=worth.share if worth else 0.0,
         recovers=worth,
-        evidence=_seen_in(snapshot, device, device.peak_time_us),
+        evidence=seen_in(snapshot, device, device.peak_time_us),
     )
 
 
@@ -304,11 +309,13 @@ def pending_frees(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
         return None
     others = max(device.live_at(i).requested_bytes - waiting[i + 1] for i in range(-1, device.events))
     less = device.peak_requested_bytes - others
-    worth = _worth(device, less, less, "requested", "rounding") if less >= MIN_BYTES else None
+    worth = recovery_of(device, less, less, "requested", "rounding") if less >= MIN_BYTES else None
     return Finding(
         rule="pending_frees",
         severity=Severity.WARNING if share >= SEVERE_PENDING and worth else Severity.INFO,
-        sentence=f"{percent(share)} of the reserved memory of {_name(device)} was freed but waits for another stream.",
+        sentence=(
+            f"{percent(share)} of the reserved memory of {device_name(device)} was freed but waits for another stream."
+        ),
         why=(
             f"The program had freed {format_bytes(most)} of {format_bytes(reserved)}; a stream that also used them "
             "(Tensor.record_stream) had not finished."
@@ -320,7 +327,7 @@ def pending_frees(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
         numbers={"device": device.device, "pending_bytes": most, "reserved_bytes": reserved},
         weight=worth.share if worth else 0.0,
         recovers=worth,
-        evidence=_seen_in(snapshot, device, device.snapshot.events[at].time_us if at >= 0 else None),
+        evidence=seen_in(snapshot, device, device.snapshot.events[at].time_us if at >= 0 else None),
     )
 
 
@@ -349,11 +356,11 @@ def private_pools(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
     if unused < MIN_BYTES or share < NOTABLE_UNUSABLE:
         return None
     count = len({pool.pool for pool in pools})
-    worth = _worth(device, 0, unused, "free_segments", "fragmentation")
+    worth = recovery_of(device, 0, unused, "free_segments", "fragmentation")
     return Finding(
         rule="private_pools",
         severity=Severity.INFO,
-        sentence=f"{percent(share)} of the reserved memory of {_name(device)} is unused in private pools.",
+        sentence=f"{percent(share)} of the reserved memory of {device_name(device)} is unused in private pools.",
         why=(
             f"{format_bytes(unused)} of {format_bytes(sum(pool.reserved_bytes for pool in pools))} in "
             f"{format_count(count, 'private pool')} are free, but only their own CUDA graphs may use them."
@@ -365,43 +372,7 @@ def private_pools(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
         numbers={"device": device.device, "unused_bytes": unused, "pools": count},
         weight=worth.share if worth else 0.0,
         recovers=worth,
-        evidence=_seen_in(snapshot, device),
-    )
-
-
-# A line with half of the peak is the first to change.
-NOTABLE_HOLDER: Final = 0.5
-
-
-def peak_holder(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find a line of the program with at least half of the live bytes at the peak.
-
-    Recovers at most its bytes.
-    """
-    line = next(iter(device.lines_at_peak), None)
-    peak = device.peak_requested_bytes
-    if line is None or not line.site or line.bytes < max(GIB, NOTABLE_HOLDER * peak):
-        return None
-    worth = _worth(device, 0, line.bytes, "requested")
-    return Finding(
-        rule="peak_holder",
-        severity=Severity.INFO,
-        sentence=f"{percent(line.bytes / peak)} of the peak of {_name(device)} is allocated by {_shown(line)}.",
-        why=f"{format_bytes(line.bytes)} of {format_bytes(peak)}, in {format_count(line.blocks, 'block')}.",
-        next_steps=(
-            "If these are saved activations: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False).",
-            "If it is a cache, make it smaller.",
-        ),
-        numbers={
-            "device": device.device,
-            "line": line.site,
-            "bytes": line.bytes,
-            "blocks": line.blocks,
-            "peak_requested_bytes": peak,
-        },
-        weight=worth.share if worth else 0.0,
-        recovers=worth,
-        evidence=_seen_in(snapshot, device, device.peak_time_us),
+        evidence=seen_in(snapshot, device),
     )
 
 

@@ -113,8 +113,10 @@ class Replay(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def peak_event(self) -> int:
-        """First moment of the maximum of the live requested bytes."""
-        return max(range(self.events + 1), key=self._requested.__getitem__) - 1
+        """Last rise of the live requested bytes to their maximum: most blocks have stacks by then."""
+        live = self._requested
+        most = max(live)
+        return max(i for i in range(len(live)) if live[i] == most and (i == 0 or live[i - 1] < most)) - 1
 
     @property
     def peak_requested_bytes(self) -> int:

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
+from lightning_memprof.analysis.findings.gpu.holders import of_memory
 from lightning_memprof.analysis.findings.model import Recovery
 from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.units import GIB, MIB
 from snapshots import (
     EMPTY_CACHE,
+    LINEAR,
     MODEL,
     MODEL_LINE,
     START_US,
@@ -198,6 +200,93 @@ def test_a_line_that_holds_half_of_the_peak_is_named(tmp_path):
         "peak_holder"
     ]
     assert (finding.severity, finding.numbers["line"]) == (Severity.INFO, MODEL_LINE)
-    assert finding.sentence == f"75% of the peak of cuda:0 is allocated by {MODEL_LINE}."
+    assert finding.sentence == f"75% of the live memory of cuda:0 is allocated by {MODEL_LINE}."
+    assert finding.why.endswith("The history has no allocation: the peak was not recorded; 4.00 GiB are reserved.")
     halves = [block(n * GIB, GIB, {**MODEL, "line": n}) for n in range(3)]
     assert "peak_holder" not in found(tmp_path, snapshot([segment(*halves)], []))
+
+
+def holder_of(directory: Path, *frames: dict[str, Any], others: tuple[dict[str, Any], ...] = ()) -> Finding:
+    """The finding of one recorded allocation, with blocks of other stacks."""
+    small = [block(3 * GIB + n * MIB, MIB, frame) for n, frame in enumerate(others)]
+    return found(
+        directory,
+        snapshot([segment(block(0, 3 * GIB, *frames), *small)], [event("alloc", 0, 3 * GIB, *frames)]),
+    )["peak_holder"]
+
+
+def native(node: str) -> dict[str, Any]:
+    return {"filename": "??", "line": 0, "name": f"torch::autograd::{node}::apply(std::vector<at::Tensor>&&)"}
+
+
+KV_CACHE = {"filename": "/venv/lib/python3.11/site-packages/vllm/worker/w.py", "line": 8, "name": "_allocate_kv_cache"}
+OPTIMIZER = {"filename": "/venv/lib/python3.11/site-packages/torch/optim/optimizer.py", "line": 4, "name": "wrapper"}
+MODULE = {"filename": "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", "line": 6, "name": "_call_impl"}
+
+
+@pytest.mark.parametrize(
+    ("frames", "others", "remedy"),
+    [
+        ((MODEL,), (native("AccumulateGrad"),), "torch.utils.checkpoint"),
+        ((MODEL,), (), "dtype=torch.bfloat16"),
+        ((KV_CACHE, TRAIN), (native("AccumulateGrad"),), "Make the cache smaller"),
+        ((native("generated::DivBackward0"),), (), "one fused operator"),
+        ((native("AccumulateGrad"),), (), "Free gradients earlier"),
+        ((TRAIN, OPTIMIZER), (), "smaller states"),
+    ],
+)
+def test_the_remedy_for_the_largest_line_is_that_of_its_stacks(tmp_path, frames, others, remedy):
+    finding = holder_of(tmp_path, *frames, others=others)
+    assert "of the peak of cuda:0" in finding.sentence
+    (step,) = finding.next_steps
+    assert remedy in step
+
+
+def test_what_a_line_mostly_calls_is_said_with_its_own_bytes(tmp_path):
+    whole = [block(0, 3 * GIB, KV_CACHE, TRAIN)]
+    assert (
+        f"{TRAIN_LINE} (in _allocate_kv_cache)."
+        in found(tmp_path, snapshot([segment(*whole)], []))["peak_holder"].sentence
+    )
+    finding = found(tmp_path, snapshot([segment(*whole, block(3 * GIB, GIB, LINEAR, TRAIN))], []))["peak_holder"]
+    assert f"{TRAIN_LINE} (mostly in _allocate_kv_cache)." in finding.sentence
+    assert "4.00 GiB of 4.00 GiB, in 2 blocks; _allocate_kv_cache has 3.00 GiB in 1 block." in finding.why
+
+
+def quiet(directory: Path, data: Any) -> Finding:
+    path = write_snapshot(directory / "snapshot.pickle", data)
+    return of_memory(snapshot_report(path))
+
+
+def parts(*sizes: int) -> list[dict[str, Any]]:
+    return [
+        block(sum(sizes[:n]), size, *stack)
+        for n, (size, stack) in enumerate(
+            zip(sizes, ((), (TRAIN, OPTIMIZER), (native("ToCopyBackward0"),)), strict=True)
+        )
+    ]
+
+
+def test_a_peak_in_forward_with_gradients_says_who_allocated_it_and_to_clear_them(tmp_path):
+    ring = [event("alloc", 9 * GIB, GIB, MODEL, MODULE)]
+    finding = quiet(tmp_path, snapshot([segment(*parts(GIB, GIB, GIB)), segment(block(9 * GIB, GIB))], ring))
+    assert "1.00 GiB without a stack, 1.00 GiB by" in finding.why
+    assert "1.00 GiB by ToCopyBackward0" in finding.why
+    assert "zero_grad(set_to_none=True)" in finding.next_steps[0]
+
+
+def test_gradients_at_a_peak_in_the_optimizer_are_needed(tmp_path):
+    ring = [event("alloc", 9 * GIB, GIB, TRAIN, OPTIMIZER, MODULE)]
+    finding = quiet(tmp_path, snapshot([segment(*parts(GIB, GIB, GIB)), segment(block(9 * GIB, GIB))], ring))
+    (step,) = finding.next_steps
+    assert "smaller states" in step
+
+
+def test_a_line_with_little_of_a_peak_from_before_the_recording_is_no_start(tmp_path):
+    ring = [event("alloc", 9 * GIB, 64 * MIB, MODEL)]
+    data = snapshot([segment(block(0, 2 * GIB)), segment(block(9 * GIB, 64 * MIB))], ring)
+    assert quiet(tmp_path, data).next_steps == (
+        "Record stacks from the start of the program: most of the peak has none.",
+    )
+    data = snapshot([segment(block(0, GIB)), segment(block(9 * GIB, GIB))], [event("alloc", 9 * GIB, GIB, MODEL)])
+    assert quiet(tmp_path, data).next_steps == (f"To lower the peak, start with {MODEL_LINE}.",)

@@ -78,6 +78,20 @@ def test_the_peak_has_its_moment_and_its_holders():
     assert found.holders_at(-1) == ()
 
 
+def test_of_equal_peaks_the_last_one_counts_because_more_of_its_blocks_have_stacks():
+    found = replayed(
+        [segment(0, block(0, 1024, 1000, "active_allocated", MODEL))],
+        event("free_requested", 0, 1000),
+        event("free_completed", 0, 1000),
+        event("alloc", 0, 1000, MODEL),
+        event("snapshot", 0, 0),
+    )
+    assert (found.peak_event, [holder.site for holder in found.holders_at_peak]) == (
+        2,
+        ["/home/a/model.py(7): forward"],
+    )
+
+
 def test_what_waits_to_be_freed_is_requested_and_no_more_allocated():
     pending = block(0, 1024, 1000, "active_pending_free")
     found = replayed([segment(0, pending)], event("alloc", 0, 1000), event("free_requested", 0, 1000))
