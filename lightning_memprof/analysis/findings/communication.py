@@ -333,7 +333,7 @@ def straggler_trace(traces: Sequence[TraceReport]) -> list[Finding]:
 def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Finding | None:
     span_ns = max(trace.end_ns - trace.start_ns for trace in ranks.values())
     steps = max(len(ranks[min(ranks)].steps), 1)
-    if not waits.waited_ns or len(waits.meetings) < FEW_COLLECTIVES:
+    if not waits.waited_ns or not waits.are_matched or len(waits.meetings) < FEW_COLLECTIVES:
         return None
     (rank, caused_ns), (_, next_ns), *_ = (*waits.caused_ns.most_common(2), (-1, 0))
     # Equal ranks take turns, and one hiccup is chance.

@@ -95,12 +95,14 @@ class WindowWaits(msgspec.Struct):
     last_ns: dict[Key, int] = msgspec.field(default_factory=dict)
     shifts: dict[int, int] = msgspec.field(default_factory=dict)
 
-    def of(self, track: RankTrack) -> dict[int, int]:
-        """Return a rank's wait in each collective that another rank has too, by its start on the rank's own clock.
+    @property
+    def are_matched(self) -> bool:
+        """Whether the ends of collectives agree: else they are not the same, and nobody knows who waits."""
+        return self.clock_error_ns <= _SAME_NS
 
-        Where the ends of collectives do not agree, nobody knows who waits.
-        """
-        if self.clock_error_ns > _SAME_NS:
+    def of(self, track: RankTrack) -> dict[int, int]:
+        """Return a rank's wait in each collective that another rank has too, by its start on the rank's own clock."""
+        if not self.are_matched:
             return {}
         offset, shift = self.clock_offsets_ns.get(track.host, 0), self.shifts.get(track.rank, 0)
         found = {}

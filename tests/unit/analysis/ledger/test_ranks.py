@@ -136,6 +136,21 @@ def test_without_a_device_the_waiting_is_the_hosts(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("every", "is_found"), [(20_000, True), (29_000, False)])
+def test_collectives_whose_ends_do_not_agree_are_not_the_same_and_nobody_waits(
+    tmp_path: Path, every: int, is_found: bool
+) -> None:
+    files = []
+    for rank, period in enumerate((20_000, every)):
+        events = [step(200_000)]
+        for at in range(5):
+            begins = period * at + (16_000 if rank == 1 else 1_000)
+            events.append(event("user_annotation", GLOO, begins, period * at + 17_000, 5))
+        files.append(report(tmp_path, rank, *events))
+    found = {finding.rule for finding in examine_files(across_ranks(files), [])}
+    assert ("straggler_trace" in found) == is_found
+
+
 def test_the_straggler_of_bare_traces_recovers_what_the_others_wait_and_says_what_takes_it_longer(
     tmp_path: Path,
 ) -> None:
