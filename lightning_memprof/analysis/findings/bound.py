@@ -287,6 +287,8 @@ def _of_device(trace: TraceReport) -> Finding:
     steps = trace.work_window
     of_steps = f" (a step takes {format_ns(steps.mean_step_ns)})" if steps is not None else ""
     family, sentence = _device_bound(trace)
+    in_turns = _take_turns(trace)
+    sentence = in_turns or sentence
     work = [
         each
         for each in (trace.device_ledger.work if trace.device_ledger else ())
@@ -299,10 +301,11 @@ def _of_device(trace: TraceReport) -> Finding:
         sentence=sentence or f"The device is busy {percent(_busy(trace))} of the time.",
         why=(
             f"{achieved.text + ' ' if achieved else ''}Device time in {format_ns(window.window_ns)}{of_steps}: "
-            f"{named or 'none'}."
+            f"{named or 'none'}.{_by_device(trace)}"
         ),
         next_steps=(
             *((RECORD_ALL,) if trace.is_sample else remedies(trace, *LATER) if is_brief(trace) else ()),
+            *((AT_ONCE,) if in_turns else ()),
             *(_faster(trace, family, achieved) if family else ()),
             _look(trace),
         ),
@@ -313,6 +316,31 @@ def _of_device(trace: TraceReport) -> Finding:
         },
         evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
     )
+
+
+# Devices that take turns have little time in common, and none works most of the time.
+TURNS: Final = 1.1
+MOST_OF_TURNS: Final = 0.75
+AT_ONCE: Final = (
+    "Let the GPUs work at once: a part of each batch on each one, or micro-batches in torch.distributed.pipelining."
+)
+
+
+def _by_device(trace: TraceReport) -> str:
+    window = trace.gpu_window
+    if not trace.devices_busy_ns or window is None or not window.window_ns:
+        return ""
+    return f" By GPU: {', '.join(percent(busy / window.window_ns) for busy in trace.devices_busy_ns)}."
+
+
+def _take_turns(trace: TraceReport) -> str | None:
+    busy, window = trace.devices_busy_ns, trace.gpu_window
+    if not busy or window is None or trace.is_sample or is_brief(trace) or 2 * window.busy_ns < window.window_ns:
+        return None
+    if sum(busy) > TURNS * window.busy_ns or max(busy) > MOST_OF_TURNS * window.busy_ns:
+        return None
+    most = percent(max(busy) / window.window_ns)
+    return f"{len(busy)} GPUs work one after another: the busiest one is busy {most} of the time."
 
 
 FUSE: Final = remedy("Fuse operators that are bound by memory: torch.compile(model).", "eager")

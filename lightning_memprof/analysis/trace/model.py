@@ -237,6 +237,7 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
         rank: global rank, None where the trace has none; ``world_size`` likewise.
         devices: names of the devices with events.
         capabilities: major and minor number of the compute capability of each of them, (0, 0) where the trace has none.
+        devices_busy_ns: busy time of each of several devices; empty for one, whose time is that of the GPU window.
         start_ns: Unix time of the first event; counts from 0 where the trace has no base time.
         end_ns: the same of the last event's end.
         events: number of events in the file.
@@ -302,6 +303,7 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
     host_ledger: TimeLedger | None = None
     device_ledger: TimeLedger | None = None
     steady: Steady | None = None
+    devices_busy_ns: tuple[int, ...] = ()
     outside: Mapping[str, int] = {}
     ahead_window: StepTimes | None = None
     is_sample: bool = False

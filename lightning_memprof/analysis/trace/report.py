@@ -93,6 +93,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         world_size=world_size,
         devices=tuple(name for name, _ in devices),
         capabilities=tuple(capability for _, capability in devices),
+        devices_busy_ns=_busy(columns, device),
         start_ns=columns.origin_ns + (int(np.min(columns.starts)) if some else 0),
         end_ns=columns.origin_ns + (int(np.max(columns.ends)) if some else 0),
         events=columns.events,
@@ -237,6 +238,13 @@ def _devices(columns: TraceColumns, device: DeviceEvents) -> list[tuple[str, tup
     lanes = np.unique(columns.lanes[device.rows])
     found = sorted({str(columns.lane_of[lane][0]) for lane in lanes})
     return [known.get(number, (f"device {number}", (0, 0))) for number in found]
+
+
+def _busy(columns: TraceColumns, device: DeviceEvents) -> tuple[int, ...]:
+    """Return the busy time of each device, in the order of `_devices`, if there are several."""
+    numbers = np.array([str(pid) for pid, *_ in columns.lane_of])[columns.lanes[device.rows]]
+    found = np.unique(numbers)
+    return tuple(length(columns.when(device.rows[numbers == number])) for number in found) if len(found) > 1 else ()
 
 
 def _capability(properties: dict[str, Any]) -> tuple[int, int]:

@@ -355,13 +355,17 @@ def _callbacks(steps: Sequence[StepEvents]) -> Mapping[str, int]:
 
 
 _AHEAD: Final = ("outside", "ahead_window", "is_sample")
+# The text of a trace of several devices has the shares.
+_BUSY: Final = ("devices_busy_ns",)
 
 
 def _trace(trace: TraceReport) -> dict[str, Any]:
     """Return a trace; of long lists the first 100 rows, which have the longest times."""
     rows = ("kernels", "collectives", "copies", "synchronizations", "runtime_calls", "profiler_overhead", "operators")
     return {
-        **_without(trace, *rows, "allocator_spans", "recorded_with", "host_operators", "arrivals", "steady", *_AHEAD),
+        **_without(
+            trace, *rows, "allocator_spans", "recorded_with", "host_operators", "arrivals", "steady", *_AHEAD, *_BUSY
+        ),
         **{name: getattr(trace, name)[:MAX_ROWS] for name in rows},
         "host_ledger": _ledger(trace.host_ledger),
         "device_ledger": _ledger(trace.device_ledger),

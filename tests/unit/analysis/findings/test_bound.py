@@ -118,6 +118,35 @@ def test_a_kernel_or_two_do_not_tell_how_busy_a_device_is(us: int, says: str, tm
     assert nothing_in_files([missing], []).sentence.startswith("Most events are missing from the trace")
 
 
+def on_two_devices(path: Path, us: tuple[int, int], *, at_once: bool) -> Finding:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            for device, each in enumerate(us):
+                with made.inside("aten::mm", "cpu_op"):
+                    made.python(1)
+                    made.launch(each)
+                kernel = made.events[-2]
+                kernel["pid"] = device
+                if at_once:
+                    made.free -= each * (device == 0)
+            made.synchronize()
+    return bound(made, path)
+
+
+def test_devices_that_take_turns_are_not_called_busy(tmp_path: Path) -> None:
+    finding = on_two_devices(tmp_path, (5_000, 5_000), at_once=False)
+    assert finding.sentence == "2 GPUs work one after another: the busiest one is busy 50% of the time."
+    assert finding.why.endswith("By GPU: 50%, 50%.")
+    assert finding.next_steps[0].startswith("Let the GPUs work at once")
+
+
+def test_devices_at_once_say_how_busy_each_is(tmp_path: Path) -> None:
+    finding = on_two_devices(tmp_path, (10_000, 3_000), at_once=True)
+    assert finding.sentence.startswith("Compute-bound")
+    assert "By GPU: " in finding.why
+
+
 def test_a_busy_device_says_what_its_operators_reach_and_what_makes_them_faster(tmp_path: Path) -> None:
     made = Recording()
     arguments = {"Input Dims": [[4096, 4096], [4096, 4096]], "Input type": ["float", "float"]}
