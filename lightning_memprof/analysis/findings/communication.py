@@ -69,7 +69,7 @@ OVERLAP: Final = {
             "set_modules_to_forward_prefetch.",
             "lightning",
         ),
-        remedy("Prefetch parameters: set_modules_to_forward_prefetch of fully_shard's modules.", "other program"),
+        remedy("Prefetch parameters: module.set_modules_to_forward_prefetch([next_module]) of FSDP2.", "other program"),
         remedy(
             'Shard within a node only: FSDPStrategy(sharding_strategy="HYBRID_SHARD"), or "SHARD_GRAD_OP" if it fits.',
             "lightning",

@@ -240,15 +240,17 @@ def _is_between(main: IdleCause | None, kernels: int, mean_ns: int) -> bool:
 
 def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str | None) -> str:
     loading = idle_ns(trace, "data_loading") / whole.span_ns
-    apart = f", and {percent(loading)} for data" if trace.steady is None and exposed_loading(trace) is not None else ""
     more = f"; another {percent(loading)} for data, transfers, hooks and callbacks"
     end = f"{more if trace.steady is not None and loading >= NOTABLE_SHARE else ''}."
     least = "at least " if whole.is_least else ""
-    idle = f"he GPU is idle {least}{percent(share)} of the time{on_rank(trace)}{apart}"
+    idle = f"the GPU is idle {least}{percent(share)} of the time{on_rank(trace)}"
+    if trace.steady is None and exposed_loading(trace) is not None:
+        idle = f"apart from data loading ({percent(loading)}), {idle}"
     if activity == "launches":
         where = ", mostly in the optimizer" if _in_optimizer(trace) else ""
-        return f"Launch-bound: t{idle}, while the host prepares kernels{where}{end}"
-    return f"T{idle}, {activity}{end}" if activity else f"T{idle}{end}"
+        return f"Launch-bound: {idle}, while the host prepares kernels{where}{end}"
+    idle = idle[0].upper() + idle[1:]
+    return f"{idle}, {activity}{end}" if activity else f"{idle}{end}"
 
 
 def _in_optimizer(trace: TraceReport) -> bool:
@@ -261,7 +263,7 @@ def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int
     kernels = f"; {format_count(count, 'kernel')}, {format_ns(mean_ns)} on average" if count else ""
     span = f"{format_ns(idle.total_ns)} of {format_ns(idle.span_ns)}"
     unsure = format_ns(idle.total_ns - idle.certain_ns)
-    before = f" Up to {unsure} before the first kernel may be work of the step before." if idle.is_least else ""
+    before = f" Up to {unsure} before the first kernel may belong to the previous step." if idle.is_least else ""
     named = [f"; {format_ns(cause.total_ns)} while {_doing(trace, cause)}" for cause in causes[:2]]
     stacks = " Recording Python stacks slows the host." if "with_stack" in trace.recorded_with else ""
     short = " The trace is short." if is_short(trace) else ""

@@ -308,6 +308,21 @@ def test_loading_is_found_without_steps(tmp_path: Path) -> None:
     assert "gpu_idle" not in findings
 
 
+def test_idle_time_beside_loading_is_said_apart_from_it(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(4):
+        with made.inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+            made.python(15_000)
+        made.python(15_000)
+        for _ in range(KERNELS):
+            made.work(20, "aten::linear")
+            made.launch(200)
+        made.synchronize()
+    sentence = found(made.write(tmp_path / "bare.pt.trace.json"))["gpu_idle"].sentence
+    assert "part from data loading (" in sentence
+    assert "for data" not in sentence
+
+
 def test_idle_time_in_a_cold_start_is_not_the_programs(tmp_path: Path) -> None:
     made = Recording()
     for step in range(STEPS):
@@ -425,7 +440,7 @@ def test_work_before_the_first_kernel_of_the_steps_is_idle_time_beyond_one_steps
     busy_us = STEPS * KERNELS * KERNEL_US
     assert finding.numbers["idle_ns"] == pytest.approx((200_000 - busy_us / STEPS) * 1_000, rel=0.01)
     assert finding.sentence.startswith("The GPU is idle at least 94% of the time, mostly in one gap of 200 ms")
-    assert "Up to 10.0 ms before the first kernel may be work of the step before." in finding.why
+    assert "Up to 10.0 ms before the first kernel may belong to the previous step." in finding.why
     assert finding.next_steps == ("Move this code out of the step: images.py(9): normalize.",)
 
 
