@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.findings.traces import BESIDE_THE_STEP, NOTABLE_SHARE
-from lightning_memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.model import Copies
-
-
 from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.traces import (
+    BESIDE_THE_STEP,
+    NOTABLE_SHARE,
     PARTS,
     Remedy,
     after_waits,
@@ -27,11 +22,10 @@ from lightning_memprof.analysis.findings.traces import (
     times,
 )
 from lightning_memprof.analysis.ledger.model import TimePart
-from lightning_memprof.analysis.trace.model import (
-    Synchronization,
-    TraceReport,
-)
-from lightning_memprof.units import format_ns, percent
+from lightning_memprof.units import format_bytes, format_ns, percent
+
+if TYPE_CHECKING:
+    from lightning_memprof.analysis.trace.model import Copies, Synchronization, TraceReport
 
 KEEP: Final = "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if"
 READS: Final = (
