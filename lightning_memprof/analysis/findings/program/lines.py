@@ -154,6 +154,10 @@ CALLS: Final = (
         re.compile(r"\bsubprocess\.|\brequests\.|urlopen|\.communicate\(|nvidia-smi|check_output"),
     ),
     (
+        "Parse each text once, before training, and keep the numbers.",
+        re.compile(r"literal_eval|strptime|fromisoformat|fromstring|\bre\.(?:split|findall|finditer)\("),
+    ),
+    (
         "Make the array first, then one tensor: torch.from_numpy(numpy.stack(parts)), not a tensor for each value.",
         # Not the one tensor that a function returns of what Python computes for each value: Python takes the time.
         re.compile(

@@ -177,7 +177,8 @@ PIN: Final = "Copy from pinned memory, which does not block: DataLoader(pin_memo
 # What a hook does, as its recorded operators show.
 WHOLE: Final = "Handle the whole batch at once in {name}: it calls {often}, for one sample or part each."
 REUSE: Final = (
-    "Use the outputs of the step in {name} instead of the forward of {module}: return them from training_step."
+    "Use the outputs of the step in {name} instead of the forward of {module} (return them from training_step); for "
+    "other data, run it every N batches."
 )
 ONE_READ: Final = (
     "Read one value in {name}: stack the tensors, reduce them on the GPU, then .item(). Every N batches is enough "

@@ -98,6 +98,7 @@ CALLED = {
     "tensor for each value": ("token = torch.tensor(number)", None, "Make the array first"),
     "tensor of a list": ("return torch.tensor(rows)", None, "Make the array first"),
     "tensors of parts": ("return torch.tensor([step.state for step in steps])", None, "Make the array first"),
+    "parse": ('return torch.tensor(ast.literal_eval(row["heights"]))', "literal_eval", "Parse each text once"),
     "one tensor of a loop": ("return torch.tensor([index.get(word, 0) for word in words])", None, None),
     "one tensor of a part": ("return torch.tensor(numbers[: self.length])", None, None),
     "work of a test": ("time.sleep(0.1)", None, None),
