@@ -160,18 +160,20 @@ def test_copies_from_pageable_memory_are_found_and_pinned_ones_are_not(tmp_path:
     def copy(memory: str) -> Callable[[Recording], None]:
         return lambda made: made.copy(1_500, f"Memcpy HtoD ({memory} -> Device)", 16 << 20)
 
-    finding = found(training(tmp_path / "pageable.pt.trace.json", before=copy("Pageable")))["blocking_transfers"]
+    findings = found(training(tmp_path / "pageable.pt.trace.json", before=copy("Pageable")))
+    assert "exposed_copies" not in findings
+    finding = findings["blocking_transfers"]
     assert finding.severity is Severity.WARNING
     assert finding.numbers["bytes"] == STEPS * (16 << 20)
     assert "blocking_transfers" not in found(training(tmp_path / "pinned.pt.trace.json", before=copy("Pinned")))
 
 
 @pytest.mark.parametrize(
-    ("copy_us", "severity", "first"),
-    [(1_500, Severity.WARNING, "Copy beside"), (30_000, Severity.CRITICAL, "Copy fewer bytes")],
+    ("copy_us", "saved_us", "severity", "first"),
+    [(1_500, 1_500, Severity.WARNING, "Copy beside"), (30_000, 15_000, Severity.CRITICAL, "Copy fewer bytes")],
 )
 def test_pinned_copies_that_kernels_wait_for_are_found(
-    tmp_path: Path, copy_us: int, severity: Severity, first: str
+    tmp_path: Path, copy_us: int, saved_us: int, severity: Severity, first: str
 ) -> None:
     def copy(made: Recording) -> None:
         made.copy(copy_us, "Memcpy HtoD (Pinned -> Device)", 16 << 20)
@@ -183,6 +185,8 @@ def test_pinned_copies_that_kernels_wait_for_are_found(
     assert finding.severity is severity
     assert finding.sentence.startswith("Transfer-bound: ") is (share > 0.5)
     assert finding.next_steps[0].startswith(first)
+    assert finding.recovers is not None
+    assert finding.recovers.max == pytest.approx(1_000 * saved_us, rel=0.02)
 
 
 def test_pinned_copies_beside_kernels_are_not(tmp_path: Path) -> None:
@@ -391,9 +395,10 @@ def test_a_range_that_has_most_of_long_gaps_is_moved(tmp_path: Path, name: str, 
 
 def test_a_range_with_little_of_the_idle_time_is_not_named(tmp_path: Path) -> None:
     def think(made: Recording) -> None:
-        with made.inside("Optimizer.step#AdamW.step"):
-            made.python(1_000)
-        made.python(25_000)
+        for name, us in (("Optimizer.step#AdamW.step", 10_000), ("augment", 9_000)):
+            with made.inside(name):
+                made.python(us)
+        made.python(8_000)
 
     assert "mostly Optimizer" not in found(training(tmp_path / "little.pt.trace.json", before=think))["gpu_idle"].why
 
@@ -417,6 +422,39 @@ def test_idle_time_after_values_are_read_belongs_to_the_reading_up_to_the_wait(
     waited = sum(call.busy_ns or 0 for call in report.synchronizations) / STEPS
     assert worth.max == pytest.approx(min(worth.max, waited))
     assert ("gpu_idle" in findings) is (kernel_us == 20)
+
+
+def test_a_value_that_is_read_when_the_device_is_done_costs_its_call(tmp_path: Path) -> None:
+    def read(made: Recording, _kernel: int) -> None:
+        with made.inside("aten::item", "cpu_op"):
+            made.copy(2, "Memcpy DtoH (Device -> Pinned)", 4)
+            made.python(10)
+            made.call("cudaStreamSynchronize", 30)
+
+    finding = found(training(tmp_path / "item.pt.trace.json", read, kernel_us=2))["synchronization"]
+    assert finding.severity > Severity.INFO
+    assert finding.recovers is not None
+    assert finding.recovers.max == pytest.approx(KERNELS * 20_000, rel=0.02)
+
+
+def test_waits_for_copies_to_pageable_memory_are_those_of_the_copies(tmp_path: Path) -> None:
+    def move(made: Recording, kernel: int) -> None:
+        if kernel % 5 == 0:
+            with made.inside("aten::to", "cpu_op"):
+                made.copy(500, "Memcpy DtoH (Device -> Pageable)", 1 << 20)
+                made.call("cudaStreamSynchronize", made.free - made.now)
+            made.python(600)
+
+    findings = found(training(tmp_path / "moved.pt.trace.json", move, kernel_us=20))
+    assert findings["synchronization"].severity is Severity.INFO
+    assert findings["blocking_transfers"].severity > Severity.INFO
+
+
+def test_a_long_gap_at_each_kernel_is_launch_bound(tmp_path: Path) -> None:
+    finding = found(training(tmp_path / "slow.pt.trace.json", lambda made, _: made.python(300), kernel_us=5))[
+        "gpu_idle"
+    ]
+    assert finding.numbers["launch_bound"] is True
 
 
 def test_python_with_recorded_stacks_names_its_line(tmp_path: Path) -> None:

@@ -251,6 +251,8 @@ def test_what_a_line_mostly_calls_is_said_with_its_own_bytes(tmp_path):
     finding = found(tmp_path, snapshot([segment(*whole, block(3 * GIB, GIB, LINEAR, TRAIN))], []))["peak_holder"]
     assert f"{TRAIN_LINE} (mostly in _allocate_kv_cache)." in finding.sentence
     assert "4.00 GiB of 4.00 GiB, in 2 blocks; _allocate_kv_cache has 3.00 GiB in 1 block." in finding.why
+    third = [block(at * GIB, GIB, frame, TRAIN) for at, frame in enumerate((KV_CACHE, LINEAR, MODULE))]
+    assert "in _allocate_kv_cache" not in found(tmp_path, snapshot([segment(*third)], []))["peak_holder"].sentence
 
 
 def quiet(directory: Path, data: Any) -> Finding:

@@ -111,11 +111,20 @@ def test_a_recording_that_ends_in_the_last_step_ends_the_step(waits_until, ends_
     assert [step.duration_ns for step in found.steps] == [1_000 * ends_at]
 
 
-@pytest.mark.parametrize(("kept", "is_sample"), [(1, False), (40, True)])
-def test_a_file_with_one_call_in_many_is_a_sample(kept, is_sample, tmp_path):
-    numbers = range(1, 20_000, 4 * kept)
+@pytest.mark.parametrize(
+    ("apart", "follows", "calls", "is_sample"),
+    [
+        (160, False, 125, True),
+        (160, False, 50, False),
+        (160, True, 125, False),
+        (4, False, 500, False),
+        (4, True, 500, False),
+    ],
+)
+def test_a_file_with_one_call_in_many_is_a_sample(apart, follows, calls, is_sample, tmp_path):
+    numbers = range(1, 1 + apart * calls, apart)
     made = [event for at in numbers for event in (call(at, at + 1, at), kernel(at + 1, at + 2, at))]
-    made += [call(at, at + 1, at + 1) for at in numbers if kept == 1]
+    made += [call(at, at + 1, at + 1) for at in numbers if follows]
     found = report(tmp_path, *made)
     assert found.is_sample is is_sample
     assert any(text.startswith("most events") for text in found.missing) is is_sample
