@@ -118,7 +118,7 @@ def test_a_kernel_or_two_do_not_tell_how_busy_a_device_is(us: int, says: str, tm
     assert nothing_in_files([missing], []).sentence.startswith("Most events are missing from the trace")
 
 
-def on_two_devices(path: Path, us: tuple[int, int], *, at_once: bool = False, idle_us: int = 0) -> Finding:
+def on_two_devices(path: Path, us: tuple[int, int], *, overlap: float = 0.0, idle_us: int = 0) -> Finding:
     made = Recording()
     for step in range(3):
         with made.inside(f"ProfilerStep#{step}"):
@@ -128,8 +128,8 @@ def on_two_devices(path: Path, us: tuple[int, int], *, at_once: bool = False, id
                     made.launch(each)
                 kernel = made.events[-2]
                 kernel["pid"] = device
-                if at_once:
-                    made.free -= each * (device == 0)
+                if device == 0:
+                    made.free -= round(overlap * each)
             made.synchronize()
             made.python(idle_us)
     return bound(made, path)
@@ -143,17 +143,17 @@ def test_devices_that_take_turns_are_not_called_busy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("us", "at_once", "idle_us"),
-    [((5_000, 5_000), True, 0), ((9_000, 1_000), False, 0), ((5_000, 5_000), False, 20_000)],
+    ("us", "overlap", "idle_us"),
+    [((5_000, 5_000), 0.5, 0), ((9_000, 1_000), 0.0, 0), ((5_000, 5_000), 0.0, 20_000)],
 )
 def test_devices_that_overlap_or_rest_or_of_which_one_does_it_all_do_not_take_turns(
-    us: tuple[int, int], at_once: bool, idle_us: int, tmp_path: Path
+    us: tuple[int, int], overlap: float, idle_us: int, tmp_path: Path
 ) -> None:
-    assert "one after another" not in on_two_devices(tmp_path, us, at_once=at_once, idle_us=idle_us).sentence
+    assert "one after another" not in on_two_devices(tmp_path, us, overlap=overlap, idle_us=idle_us).sentence
 
 
 def test_devices_at_once_say_how_busy_each_is(tmp_path: Path) -> None:
-    finding = on_two_devices(tmp_path, (10_000, 3_000), at_once=True)
+    finding = on_two_devices(tmp_path, (10_000, 3_000), overlap=1.0)
     assert finding.sentence.startswith("Compute-bound")
     assert "By GPU: " in finding.why
 
