@@ -396,12 +396,14 @@ def test_a_range_that_has_most_of_long_gaps_is_moved(tmp_path: Path, name: str, 
 def test_a_range_with_little_of_the_idle_time_is_not_named(tmp_path: Path) -> None:
     def think(made: Recording) -> None:
         made.python(KERNELS * KERNEL_US)  # the device still works
-        for name, us in (("Optimizer.step#AdamW.step", 10_000), ("augment", 9_000)):
+        for name, us in (("Optimizer.step#AdamW.step", 12_000), ("augment", 9_000), ("log", 6_000)):
             with made.inside(name):
                 made.python(us)
-        made.python(8_000)
 
-    assert "outside operators (mostly" not in found(training(tmp_path / "little.pt.trace.json", before=think))["gpu_idle"].why
+    assert (
+        "outside operators (mostly"
+        not in found(training(tmp_path / "little.pt.trace.json", before=think))["gpu_idle"].why
+    )
 
 
 @pytest.mark.parametrize(("kernel_us", "first"), [(400, "synchronization"), (20, "gpu_idle")])
