@@ -98,7 +98,7 @@ def test_the_overviews_steps_last_as_long_as_the_pulse_says(tab: Tab, logdir: Pa
         total = sum(row[name] for name in ("DataLoader", "CPU Exec", "Other"))
         over.append(total / durations[row["Step"]])
     # The profiler's step ends some events after the pulse's: on a busy machine another process may run between them.
-    assert 0.99 < min(over) < 2
+    assert 0.99 < min(over) < 1.2
 
 
 @pytest.mark.parametrize("run", ["plain/log", "stacks/log", "ranks/log"])
