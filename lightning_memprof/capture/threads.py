@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import linecache
 import operator
@@ -40,7 +41,10 @@ _PATIENCE_S: Final = 5.0
 _T = TypeVar("_T")
 # Code, instruction, and the names of the module.
 Call = tuple["CodeType", int, dict[str, Any]]
-_CALL: Final = operator.attrgetter("f_code", "f_lasti", "f_globals")
+# ``f_code`` calls audit hooks (filelock installs one, and torch imports it), and a hook lets other threads run.
+_CODE: Final = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(("PyFrame_GetCode", ctypes.pythonapi))
+_INSTRUCTION: Final = operator.attrgetter("f_lasti")
+_GLOBALS: Final = operator.attrgetter("f_globals")
 # Arguments of one call by `starmap`, which needs no memory for it.
 _ONCE: Final[tuple[tuple[()]]] = ((),)
 _TRAINERS: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -65,8 +69,17 @@ def calls_of_thread(thread: int) -> list[Call]:
     function, or is freed in this thread, where a profiler does not see it.
     """
     innermost = map(dict.get, starmap(sys._current_frames, _ONCE), (thread,))  # noqa: SLF001 documented
-    frames: Iterator[Any] = accumulate(chain[Any](innermost, repeat("f_back")), getattr)
-    return _uninterrupted(map(_CALL, takewhile(bool, frames)))
+    outward: Iterator[Any] = accumulate(chain[Any](innermost, repeat("f_back")), getattr)
+    frames: list[Any] = []
+    # They yield nothing.
+    hold: Iterator[Any] = filter(None, map(frames.extend, (takewhile(bool, outward),)))
+    release: Iterator[Any] = filter(None, starmap(frames.clear, _ONCE))
+    calls = zip(map(_CODE, frames), map(_INSTRUCTION, frames), map(_GLOBALS, frames), strict=True)
+    try:
+        return _uninterrupted(chain(hold, calls, release))
+    finally:
+        # There was no memory.
+        frames.clear()
 
 
 def calls_of_error(error: BaseException) -> list[Call]:

@@ -270,34 +270,43 @@ def test_a_program_that_has_disabled_the_garbage_collector_finds_it_disabled() -
         gc.enable()
 
 
-def test_what_a_function_holds_is_freed_in_its_own_thread_while_another_looks_at_its_calls() -> None:
-    freed: set[int] = set()
+@pytest.mark.parametrize("hook", ["", "sys.addaudithook(lambda *_: None)"])
+def test_what_a_function_holds_is_freed_in_its_own_thread_while_another_looks_at_its_calls(
+    hook: str, run_python: Callable[..., CompletedProcess[str]]
+) -> None:
+    done = run_python(
+        "-c",
+        f"""if True:
+        import sys, threading
+        from lightning_memprof.capture.threads import calls_of_thread
 
-    class Held:
-        def __del__(self) -> None:
-            freed.add(threading.get_ident())
+        freed, training, ended = set(), threading.get_ident(), threading.Event()
 
-    def hold() -> int:
-        held = Held()
-        return len(freed) + (held is None)
+        class Held:
+            def __del__(self):
+                freed.add(threading.get_ident())
 
-    me, ended, before = threading.get_ident(), threading.Event(), sys.getswitchinterval()
+        def hold():
+            held = Held()
+            return len(freed) + (held is None)
 
-    def look() -> None:
-        while not ended.is_set():
-            calls_of_thread(me)
+        def look():
+            while not ended.is_set():
+                assert calls_of_thread(training)
 
-    looking = threading.Thread(target=look)
-    sys.setswitchinterval(1e-6)
-    try:
+        {hook}
+        sys.setswitchinterval(1e-6)
+        looking = threading.Thread(target=look)
         looking.start()
         for _ in range(100_000):
             hold()
-    finally:
         ended.set()
         looking.join()
-        sys.setswitchinterval(before)
-    assert freed == {me}
+        assert freed == {{training}}
+        """,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not done.stderr
 
 
 def test_a_thread_that_has_ended_has_no_calls_and_the_collector_stays_enabled() -> None:
