@@ -41,7 +41,7 @@ _PATIENCE_S: Final = 5.0
 _T = TypeVar("_T")
 # Code, instruction, and the names of the module.
 Call = tuple["CodeType", int, dict[str, Any]]
-# ``f_code`` calls audit hooks (filelock installs one, and torch imports it), and a hook lets other threads run.
+# ``f_code`` calls audit hooks, as filelock installs one, and a hook in Python lets other threads run.
 _CODE: Final = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(("PyFrame_GetCode", ctypes.pythonapi))
 _INSTRUCTION: Final = operator.attrgetter("f_lasti")
 _GLOBALS: Final = operator.attrgetter("f_globals")
