@@ -90,15 +90,15 @@ def test_the_overview_has_our_steps_and_our_share_of_data_loading(tab: Tab, logd
         assert 0 < row["DataLoader"] <= step.data_loading_ns / 1000
 
 
-def test_the_overviews_steps_last_as_long_as_the_pulse_says(tab: Tab, logdir: Path) -> None:
+def test_a_step_of_the_overview_is_at_the_time_of_the_pulses_step_with_its_number(tab: Tab, logdir: Path) -> None:
     pulse = read_pulse(logdir / "plain/log/memprofiler/pulse.rank00000.csv")
-    durations = {str(row["step"]): (row["duration_ns"] or 0) / 1000 for row in pulse}
-    over = []
-    for row in table(tab.ask("overview", **tab.window("plain/log"))["steps"]):
-        total = sum(row[name] for name in ("DataLoader", "CPU Exec", "Other"))
-        over.append(total / durations[row["Step"]])
-    # The profiler's step ends some events after the pulse's: on a busy machine another process may run between them.
-    assert 0.99 < min(over) < 1.2
+    spans = [(row["step"], row["start_ns"], row["start_ns"] + row["duration_ns"]) for row in pulse if row["duration_ns"]]
+    for span, trace in enumerate(traces(logdir, "plain/log"), start=1):
+        listed = [row["Step"] for row in table(tab.ask("overview", **tab.window("plain/log", str(span)))["steps"])]
+        for name, step in zip(listed, trace_report(trace).steps, strict=True):
+            end_ns = step.start_ns + step.duration_ns
+            shared = {number: min(end, end_ns) - max(start, step.start_ns) for number, start, end in spans}
+            assert str(max(shared, key=lambda number: shared[number])) == name
 
 
 @pytest.mark.parametrize("run", ["plain/log", "stacks/log", "ranks/log"])

@@ -28,10 +28,12 @@ def test_show_names_the_slow_rank_as_the_straggler_and_its_data_fetch_as_the_cau
 ) -> None:
     assert main(["show", str(run)]) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"verdict Rank 1 is the straggler: its data wait takes [\d.]+ m?s per step, ", page)
+    assert re.search(r" Rank 1 is the straggler: its data wait takes [\d.]+ m?s per step, ", page)
     assert main(["show", str(run), "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["verdict"]["rule"] == "straggler"
+    # On a busy machine the processes that take the cores come first.
+    ranked = [finding["rule"] for finding in document["findings"] if finding["rule"] != "core_wait"]
+    assert ranked[0] == "straggler"
     straggler = document["across_ranks"]["straggler"]
     assert (straggler["rank"], straggler["cause"]) == (1, "data_wait")
     assert straggler["own_ns"] >= 50_000_000
