@@ -92,12 +92,12 @@ def test_the_overview_has_our_steps_and_our_share_of_data_loading(tab: Tab, logd
 
 def test_a_step_of_the_overview_is_at_the_time_of_the_pulses_step_with_its_number(tab: Tab, logdir: Path) -> None:
     pulse = read_pulse(logdir / "plain/log/memprofiler/pulse.rank00000.csv")
-    spans = [(row["step"], row["start_ns"], row["start_ns"] + row["duration_ns"]) for row in pulse if row["duration_ns"]]
+    begun = [(row.step, row.start_ns or 0, row.duration_ns or 0) for row in pulse]
     for span, trace in enumerate(traces(logdir, "plain/log"), start=1):
         listed = [row["Step"] for row in table(tab.ask("overview", **tab.window("plain/log", str(span)))["steps"])]
         for name, step in zip(listed, trace_report(trace).steps, strict=True):
             end_ns = step.start_ns + step.duration_ns
-            shared = {number: min(end, end_ns) - max(start, step.start_ns) for number, start, end in spans}
+            shared = {number: min(at + ns, end_ns) - max(at, step.start_ns) for number, at, ns in begun}
             assert str(max(shared, key=lambda number: shared[number])) == name
 
 
