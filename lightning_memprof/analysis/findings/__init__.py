@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files
-from lightning_memprof.analysis.findings.communication import (
-    communication_exposed,
-    memory_imbalance,
-    straggler,
-    straggler_trace,
-)
+from lightning_memprof.analysis.findings.communication import memory_imbalance, straggler, straggler_trace
 from lightning_memprof.analysis.findings.compute import (
     anomaly_detection,
     broadcast_loss,
@@ -31,6 +26,7 @@ from lightning_memprof.analysis.findings.data import (
     workers_restart,
 )
 from lightning_memprof.analysis.findings.gpu.allocator import allocator_thrash
+from lightning_memprof.analysis.findings.gpu.collectives import communication_exposed
 from lightning_memprof.analysis.findings.gpu.holders import peak_holder
 from lightning_memprof.analysis.findings.gpu.idle import gpu_idle
 from lightning_memprof.analysis.findings.gpu.waits import blocking_transfers, exposed_copies, synchronization

@@ -234,6 +234,31 @@ def test_the_advice_fits_the_collective(name: str, advice: str) -> None:
     assert advice in finding.next_steps[0]
 
 
+@pytest.mark.parametrize(
+    ("bytes_each", "count", "advice"),
+    [
+        pytest.param(20 << 20, 3, "DDPStrategy(bucket_cap_mb=2)", id="one bucket per step"),
+        pytest.param(25 << 20, 6, "DDPStrategy(bucket_cap_mb=6)", id="two buckets per step"),
+        pytest.param(25 << 20, 9, "DDPStrategy(bucket_cap_mb=50, static_graph=True)", id="three buckets per step"),
+        pytest.param(4096, 3, "DDPStrategy(bucket_cap_mb=50, static_graph=True)", id="not of gradients"),
+        pytest.param(None, 3, "DDPStrategy(bucket_cap_mb=50, static_graph=True)", id="unknown size"),
+    ],
+)
+def test_gradients_that_one_or_two_buckets_hold_are_sent_in_smaller_ones(
+    bytes_each: int | None, count: int, advice: str
+) -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
+    report = trace(3, gpu_window=times, collectives=(collective(bytes_each=bytes_each, count=count),))
+    assert advice in found(report)["communication_exposed"].next_steps[0]
+
+
+@pytest.mark.parametrize(("exposed_ns", "first"), [(240 * MS, "Prefetch"), (260 * MS, "Shard")])
+def test_communication_that_takes_longer_than_computation_is_reduced_first(exposed_ns: int, first: str) -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=exposed_ns)
+    report = trace(gpu_window=times, collectives=(collective(name="nccl:all_gather"),))
+    assert found(report)["communication_exposed"].next_steps[0].startswith(first)
+
+
 def test_a_collective_that_sometimes_waits_for_a_rank_says_so_first() -> None:
     times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
     late = collective(max_ns=90 * MS)

@@ -1,0 +1,224 @@
+"""Communication of devices that no computation overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from lightning_memprof.analysis.findings.model import Finding
+from lightning_memprof.analysis.findings.traces import (
+    NOTABLE_SHARE,
+    Remedy,
+    longest_in,
+    on_rank,
+    recovered_ns,
+    remedies,
+    remedy,
+    severity_of,
+    shorter_name,
+    times,
+)
+from lightning_memprof.analysis.trace.model import CollectiveTotals, TraceReport
+from lightning_memprof.units import MIB, format_bytes, format_ns, percent
+
+# Below this size the start-up of a collective takes as long as its data on any link.
+SMALL_BYTES: Final = MIB
+# This many of them in a step are better sent as one.
+MANY_SMALL: Final = 20
+# The same data takes the same time: a collective that takes this many times as long waits for a late rank.
+LATE_FACTOR: Final = 3
+SHOWN: Final = 3
+UNKNOWN_COLLECTIVE: Final = "an unnamed collective"
+BF16_HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
+# DistributedDataParallel sends a bucket as soon as it is full, by default with 25 MiB: the last one after backward.
+BUCKET_BYTES: Final = 25 * MIB
+FEW_BUCKETS: Final = 2
+# So many buckets leave little of the gradients for the end of backward.
+BUCKETS: Final = 8
+CAP: Final = "{bucket_cap_mb}"
+"""Placeholder in a remedy: a size of the buckets of gradients, MiB."""
+SMALLER_BUCKETS: Final = (
+    remedy(f"Send gradients earlier, in smaller buckets: DDPStrategy(bucket_cap_mb={CAP}).", "lightning", "training"),
+    remedy(
+        f"Send gradients earlier, in smaller buckets: DistributedDataParallel(model, bucket_cap_mb={CAP}).",
+        "other program",
+        "training",
+    ),
+)
+OVERLAP: Final = {
+    "all_reduce": (
+        remedy(
+            "Overlap gradients with backward: DDPStrategy(bucket_cap_mb=50, static_graph=True).",
+            "lightning",
+            "training",
+        ),
+        remedy(
+            "Overlap gradients with backward: DistributedDataParallel(model, bucket_cap_mb=50, static_graph=True).",
+            "other program",
+            "training",
+        ),
+    ),
+    "gather_scatter": (
+        remedy(
+            "Prefetch parameters: FSDPStrategy(forward_prefetch=True), or fully_shard's "
+            "set_modules_to_forward_prefetch.",
+            "lightning",
+        ),
+        remedy("Prefetch parameters: module.set_modules_to_forward_prefetch([next_module]) of FSDP2.", "other program"),
+    ),
+    "all_to_all": (
+        "Start the all-to-all early and wait late (async_op=True), with work of another layer or batch in between.",
+    ),
+    "other": ("Start the transfer early and wait late (async_op=True), with work in between.",),
+}
+SEND_LESS: Final = {
+    "all_reduce": (
+        remedy(
+            f"Send less: Trainer(accumulate_grad_batches=2), or DDPStrategy(ddp_comm_hook={BF16_HOOK}).",
+            "lightning",
+            "training",
+        ),
+        remedy(
+            f"Send less: accumulate gradients under model.no_sync(), or model.register_comm_hook(None, {BF16_HOOK}).",
+            "other program",
+            "training",
+        ),
+        remedy("Send less per token: split layers over fewer devices, or use larger batches.", "inference"),
+    ),
+    "gather_scatter": (
+        remedy(
+            'Shard within a node only: FSDPStrategy(sharding_strategy="HYBRID_SHARD"), or "SHARD_GRAD_OP" if it fits.',
+            "lightning",
+            "training",
+        ),
+        remedy(
+            "Gather parameters once per step if they fit: fully_shard(module, reshard_after_forward=False); or shard "
+            "within a node only (mesh=..., 2-D).",
+            "other program",
+            "training",
+        ),
+    ),
+    "all_to_all": ("Send less: bfloat16 instead of float32, or keep more of it on the same node.",),
+    "other": (),
+}
+KINDS: Final = {
+    "all_reduce": ("allreduce",),
+    "gather_scatter": ("allgather", "reducescatter"),
+    "all_to_all": ("alltoall", "sendrecv"),
+}
+OVERLAPPED: Final = (0.0, 1.0)
+COLLECTIVE_NUMBERS: Final = ("name", "group", "bytes_each", "count", "exposed_ns", "median_ns", "max_ns")
+
+
+def communication_exposed(trace: TraceReport) -> Finding | None:
+    """Find communication that no computation overlaps, and its collectives.
+
+    Excludes the wait for other ranks where their traces show it. Recovers at most the exposed collectives, as far as
+    there is computation to hide them; nothing where it depends on their result.
+    """
+    window, ledger = trace.gpu_window, trace.device_ledger
+    if window is None or not window.window_ns:
+        return None
+    waited_ns = round(ledger.communicates("rank_wait") * ledger.steps) if ledger is not None else 0
+    exposed_ns = max(window.communication_exposed_ns - waited_ns, 0)
+    share = exposed_ns / window.window_ns
+    if share <= NOTABLE_SHARE:
+        return None
+    collectives = sorted(trace.collectives, key=lambda collective: collective.exposed_ns, reverse=True)
+    worst = collectives[0] if collectives else None
+    overlapped = window.communication_overlapped_ns / window.communication_ns if window.communication_ns else 0.0
+    late = _late(collectives)
+    mostly = f", mostly {_plain(worst.name)}" if worst else ""
+    waited = f", and {format_ns(waited_ns)} wait for other ranks" if waited_ns else ""
+    return Finding(
+        rule="communication_exposed",
+        severity=severity_of(share),
+        sentence=f"Communication-bound: exposed collectives take {percent(share)} of the time{on_rank(trace)}{mostly}.",
+        why=(
+            f"{format_ns(exposed_ns)} of {format_ns(window.window_ns)} are exposed{waited}; {percent(overlapped)} "
+            "of all communication overlaps kernels"
+            f"{''.join(f'; {_shown(found)}' for found in collectives[:SHOWN])}."
+        ),
+        next_steps=_next_steps(trace, collectives, late),
+        evidence=longest_in(trace, worst.longest_start_ns if worst else None, worst.max_ns if worst else 0),
+        numbers={
+            "exposed_share": share,
+            "exposed_ns": exposed_ns,
+            "waited_ns": waited_ns,
+            "communication_ns": window.communication_ns,
+            "overlapped_ns": window.communication_overlapped_ns,
+            "overlapped_share": overlapped,
+            "window_ns": window.window_ns,
+            "late": late.name if late else None,
+            "collectives": [
+                {name: getattr(collective, name) for name in COLLECTIVE_NUMBERS} for collective in collectives[:SHOWN]
+            ],
+        },
+        weight=share,
+        recovers=recovered_ns(ledger, OVERLAPPED, "collective", recorded_ns=min(exposed_ns, window.compute_ns)),
+    )
+
+
+def _late(collectives: list[CollectiveTotals]) -> CollectiveTotals | None:
+    """Return the collective whose durations vary as if it waits for another rank."""
+    waits = [
+        collective
+        for collective in collectives
+        if collective.count > 1 and collective.max_ns >= LATE_FACTOR * max(collective.median_ns, 1)
+    ]
+    found = max(waits, key=lambda wait: wait.max_ns, default=None)
+    least = NOTABLE_SHARE * sum(collective.total_ns for collective in collectives)
+    return found if found is not None and found.max_ns >= least else None
+
+
+def _plain(name: str) -> str:
+    return UNKNOWN_COLLECTIVE if name == "unknown" else shorter_name(name).removeprefix("nccl:").removeprefix("gloo:")
+
+
+def _shown(collective: CollectiveTotals) -> str:
+    size = f" of {format_bytes(collective.bytes_each)}" if collective.bytes_each is not None else ""
+    each = ""
+    if collective.count > 1:
+        each = f"median {format_ns(collective.median_ns)}, max {format_ns(collective.max_ns)}, "
+    exposed = format_ns(collective.exposed_ns)
+    return f"{_plain(collective.name)}{size}, {times(collective.count)}, {each}{exposed} exposed"
+
+
+def _kind(collective: CollectiveTotals) -> str:
+    bare = collective.name.lower().replace("_", "").replace("-", "")
+    return next((kind for kind, names in KINDS.items() if any(name in bare for name in names)), "other")
+
+
+def _next_steps(
+    trace: TraceReport, collectives: list[CollectiveTotals], late: CollectiveTotals | None
+) -> tuple[str, ...]:
+    steps: list[str] = []
+    if late is not None:
+        steps.append(
+            f"Find the late rank: the same {_plain(late.name)} takes {format_ns(late.median_ns)} or "
+            f"{format_ns(late.max_ns)}. Record all ranks and compare them."
+        )
+    small = sum(
+        collective.count
+        for collective in collectives
+        if collective.bytes_each is not None and collective.bytes_each < SMALL_BYTES
+    )
+    if small >= MANY_SMALL * max(len(trace.steps), 1):
+        steps.append(f"Combine {small:,} collectives of less than {format_bytes(SMALL_BYTES)}.")
+    kind = _kind(collectives[0]) if collectives else "other"
+    overlap: Sequence[Remedy | str] = OVERLAP[kind]
+    if kind == "all_reduce" and (cap := _smaller_cap(trace, collectives)):
+        overlap = [choice._replace(text=choice.text.replace(CAP, str(cap))) for choice in SMALLER_BUCKETS]
+    window, less = trace.gpu_window, SEND_LESS[kind]
+    # Computation hides no more than it takes itself.
+    is_most = window is not None and window.communication_ns > window.compute_ns
+    return remedies(trace, *steps, *((*less, *overlap) if is_most else (*overlap, *less)))
+
+
+def _smaller_cap(trace: TraceReport, collectives: Sequence[CollectiveTotals]) -> int | None:
+    """Return the size of smaller buckets in MiB, None where gradients are sent in more than a few already."""
+    sent = [each for each in collectives if _kind(each) == "all_reduce" and (each.bytes_each or 0) >= SMALL_BYTES]
+    each_step = sum((each.bytes_each or 0) * each.count for each in sent) / max(len(trace.steps), 1)
+    if not each_step or each_step > FEW_BUCKETS * BUCKET_BYTES:
+        return None
+    return max(round(each_step / BUCKETS / MIB), 1)
