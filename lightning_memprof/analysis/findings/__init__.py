@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -247,9 +248,14 @@ def _merged(alike: list[Finding]) -> Finding:
     worst, *others = _by_severity(alike)
     if not others:
         return worst
-    more = "1 other trace shows it too." if len(others) == 1 else f"{len(others):,} other traces show it too."
+    more = "1 other trace" if len(others) == 1 else f"{len(others):,} other traces"
     seen = (*worst.evidence, *(finding.evidence[0] for finding in others if finding.evidence))
-    return replace(worst, why=f"{worst.why} {more}", evidence=seen[:MAX_EVIDENCE])
+    if any(each.rank is None for each in seen):
+        # Of another program, perhaps, that has the same fault for another reason.
+        why = f"In {Path(seen[0].artifact).name}: {worst.why} {worst.rule} is found in {more}, too."
+    else:
+        why = f"{worst.why} {more} {'shows' if len(others) == 1 else 'show'} it too."
+    return replace(worst, why=why, evidence=seen[:MAX_EVIDENCE])
 
 
 def _by_severity(found: list[Finding]) -> tuple[Finding, ...]:

@@ -52,6 +52,15 @@ def test_what_several_traces_show_is_one_finding_with_the_evidence_of_all() -> N
     assert [each.artifact for each in finding.evidence] == ["rank1.json", "rank0.json"]
 
 
+def test_of_traces_that_may_be_of_several_programs_the_finding_names_its_file() -> None:
+    programs = [
+        replace(trace(causes=(idle("gc_pauses", share * MS),)), file=Path(f"of/{share}.json")) for share in (60, 200)
+    ]
+    (finding,) = [finding for finding in examine_files(programs, []) if finding.rule == "gpu_idle"]
+    assert finding.why.startswith("In 200.json: The GPU is idle for ")
+    assert finding.why.endswith(" gpu_idle is found in 1 other trace, too.")
+
+
 def test_copies_in_two_directions_stay_two_findings() -> None:
     both = trace(copies=(copies(), copies(kind="DtoH")))
     found_in_two = [finding for finding in examine_files([both, both], []) if finding.rule == "blocking_transfers"]
