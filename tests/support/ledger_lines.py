@@ -79,6 +79,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "tensor_cores_unused": ("compute",),
     "thread_oversubscription": (*WORK, "core_wait"),
     "transfer_bound": ("transfer",),
+    "unfused_attention": ("compute",),
     "unused_gradients": ("backward",),
     "validation_bound": ("validation",),
     "validation_memory": ("validation",),

@@ -38,6 +38,7 @@ from lightning_memprof.analysis.findings.kernels import (
     many_small_kernels,
     many_small_operators,
     tensor_cores_unused,
+    unfused_attention,
 )
 from lightning_memprof.analysis.findings.memory import (
     activation_peak,
@@ -146,6 +147,7 @@ TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None]
     blocking_transfers,
     exposed_copies,
     tensor_cores_unused,
+    unfused_attention,
     many_small_kernels,
     many_small_operators,
     recording_overhead,

@@ -607,3 +607,62 @@ def test_kernels_of_a_sentence_have_different_names() -> None:
 def test_kernels_that_wait_in_a_queue_of_one_process_wait_for_no_other_rank() -> None:
     (step,) = found(trace(causes=(idle("queue", 300 * MS),)))["gpu_idle"].next_steps
     assert step == "Open the trace: lightning-memprof view runs/rank0.pt.trace.json.gz."
+
+
+def attention(changes: dict[str, tuple[float, int]] | None = None) -> TraceReport:
+    """A step of 12 layers whose attention is not fused, by operator count and ms; ``changes`` are other ones."""
+    calls = {
+        "aten::bmm": (24, 10),
+        "aten::_softmax": (12, 6),
+        "aten::native_dropout": (12, 6),
+        "aten::div": (24, 8),
+        "aten::gelu": (12, 6),
+        "aten::mm": (96, 40),
+    }
+    lines = tuple(
+        TimeLine(part="compute", operator=name, count=count, ns=ms * MS)
+        for name, (count, ms) in (calls | (changes or {})).items()
+    )
+    return trace(device_ledger=TimeLedger(step_ns=STEP_NS, median_ns=STEP_NS, steps=5, basis="", lines=lines))
+
+
+def test_operators_on_the_attention_matrix_are_those_that_run_as_often_and_as_long_as_the_softmax() -> None:
+    finding = found(attention())["unfused_attention"]
+    assert finding.severity is Severity.WARNING
+    assert finding.sentence == (
+        "Unfused attention: softmax and what else runs on the attention matrix take 20% of each step."
+    )
+    assert finding.numbers["operators"] == ["aten::div", "aten::_softmax", "aten::native_dropout"]
+    assert "the softmax runs 60 times, beside 120 batched products" in finding.why
+    assert "scaled_dot_product_attention" in finding.next_steps[0]
+    assert finding.recovers is not None
+    assert (finding.recovers.min, finding.recovers.max) == (pytest.approx(10 * MS), pytest.approx(18 * MS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "operators"),
+    [
+        pytest.param({"aten::native_dropout": (24, 12)}, {"aten::_softmax", "aten::div"}, id="dropout elsewhere too"),
+        pytest.param({"aten::native_dropout": (12, 1)}, {"aten::_softmax", "aten::div"}, id="dropout of less"),
+        pytest.param({"aten::native_dropout": (12, 19)}, {"aten::_softmax", "aten::div"}, id="dropout of more"),
+        pytest.param({"aten::div": (36, 12)}, {"aten::_softmax", "aten::native_dropout"}, id="division elsewhere too"),
+    ],
+)
+def test_operators_that_may_run_on_something_else_do_not_count(
+    changes: dict[str, tuple[float, int]], operators: set[str]
+) -> None:
+    assert set(found(attention(changes))["unfused_attention"].numbers["operators"]) == operators
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"aten::bmm": (12, 10)}, id="a softmax beside a single product"),
+        pytest.param({"aten::_softmax": (0, 0)}, id="the fused kernel"),
+        pytest.param({"aten::native_dropout": (12, 2), "aten::_softmax": (12, 2), "aten::div": (24, 4)}, id="short"),
+    ],
+)
+def test_a_softmax_of_something_else_or_of_little_is_no_unfused_attention(
+    changes: dict[str, tuple[float, int]],
+) -> None:
+    assert "unfused_attention" not in found(attention(changes))
