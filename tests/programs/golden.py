@@ -103,6 +103,7 @@ ADDED: Final = (
     "pulse.csv.core_wait_ns",
     "pulse.csv.other_profiler",
     "traces.program.loop_optimizer",
+    "traces.program.loop_ns",
     "*.cost",
     "*.training.*",
     "*.environment.*",

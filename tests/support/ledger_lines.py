@@ -56,6 +56,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "memory_growth": ("growth",),
     "metric_bound": ("metric",),
     "optimizer_bound": ("optimizer", "stall"),  # one that steps in few of the steps makes them stall
+    "optimizer_loop": ("compute",),
     "optimizer_state": ("optimizer_state",),
     "other_profiler": (*WORK, "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall"),
     "padding": PASSES,

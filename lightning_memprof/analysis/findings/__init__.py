@@ -28,6 +28,7 @@ from lightning_memprof.analysis.findings.data import (
 )
 from lightning_memprof.analysis.findings.gpu.allocator import allocator_thrash
 from lightning_memprof.analysis.findings.gpu.collectives import communication_exposed
+from lightning_memprof.analysis.findings.gpu.fusion import optimizer_loop, unfused_attention
 from lightning_memprof.analysis.findings.gpu.holders import peak_holder
 from lightning_memprof.analysis.findings.gpu.idle import gpu_idle
 from lightning_memprof.analysis.findings.gpu.waits import blocking_transfers, exposed_copies, synchronization
@@ -38,7 +39,6 @@ from lightning_memprof.analysis.findings.kernels import (
     many_small_kernels,
     many_small_operators,
     tensor_cores_unused,
-    unfused_attention,
 )
 from lightning_memprof.analysis.findings.memory import (
     activation_peak,
@@ -148,6 +148,7 @@ TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None]
     exposed_copies,
     tensor_cores_unused,
     unfused_attention,
+    optimizer_loop,
     many_small_kernels,
     many_small_operators,
     recording_overhead,
@@ -168,6 +169,7 @@ SAME_FAULT: Final[Mapping[str, str]] = {
     "input_bound_trace": "input_bound",
     "straggler_trace": "straggler",
     "failed_request": "out_of_memory",
+    "optimizer_loop": "optimizer_bound",
 }
 # What a few recorded steps show is not the run's, whose pulse has every step.
 OF_FEW_STEPS: Final = frozenset({"input_bound_trace"})

@@ -33,6 +33,7 @@ from lightning_memprof.analysis.findings.modules import (
 from lightning_memprof.analysis.findings.program.lines import fitting, has, of_forward
 from lightning_memprof.analysis.findings.traces import (
     LATER,
+    MAIN_PART,
     Remedy,
     computing,
     is_brief,
@@ -42,6 +43,7 @@ from lightning_memprof.analysis.findings.traces import (
     remedy,
     shorter_name,
     times,
+    total_ns,
 )
 from lightning_memprof.analysis.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.analysis.ledger.work import all_pairs
@@ -349,13 +351,18 @@ LOWER: Final = (
     remedy("Compute in bfloat16: Trainer(precision='bf16-mixed').", "lightning", "training"),
     remedy('Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).', "other program"),
 )
+# It reads and writes each element for little arithmetic.
+POINTWISE: Final = "elementwise_kernel"
 LAYOUT: Final = "Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too."
 
 
 def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple[str, ...]:
     """Return what makes the operators faster that take most of a device's time."""
     if achieved is None:
-        return ()
+        kernels = computing(trace)
+        pointwise = total_ns(kernel for kernel in kernels if POINTWISE in kernel.name)
+        fusing = remedies(trace, FUSE) if pointwise >= MAIN_PART * total_ns(kernels) else ()
+        return tuple(step for step in fusing if step != open_trace(trace))
     peaks = device_peaks(trace.devices[0]) if trace.devices else None
     lower = LOWER if achieved.dtype == "float32" and peaks and "bfloat16" in peaks.flops_per_s else ()
     choices: tuple[Remedy | str, ...] = ()

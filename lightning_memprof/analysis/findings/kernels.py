@@ -13,10 +13,8 @@ from lightning_memprof.analysis.findings.model import (
     Recovery,
     Severity,
 )
-from lightning_memprof.analysis.findings.program.lines import FUSED_ATTENTION
 from lightning_memprof.analysis.findings.traces import (
-    NOTABLE_SHARE,
-    OPTIMIZER,
+    ALL_AT_ONCE,
     computing,
     listed,
     on_rank,
@@ -25,7 +23,6 @@ from lightning_memprof.analysis.findings.traces import (
     remedy,
     seen_in,
     shorter_name,
-    times,
     total_ns,
 )
 from lightning_memprof.analysis.ledger.model import grouped
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
 
 
 SHOWN: Final = 3
-FOREACH: Final = remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop")
 
 # A launch takes 3 to 10 µs on the host: with kernels this short, the device waits as soon as the host is late.
 SHORT_NS: Final = 10_000
@@ -110,7 +106,7 @@ def _next_for_kernels(trace: TraceReport, simple: int, count: int) -> tuple[str,
     moved = sum(kernel.count for kernel in trace.kernels if any(part in kernel.name for part in MOVING))
     layout = (LAYOUT,) if moved * 10 >= count else ()
     fused = any(FUSED in kernel.name or "fused" in kernel.name.lower() for kernel in trace.kernels)
-    optimizer = (FOREACH,) if simple * 2 >= count and not fused else ()
+    optimizer = (ALL_AT_ONCE,) if simple * 2 >= count and not fused else ()
     return remedies(trace, *layout, *FUSE, *optimizer, LARGER_KERNELS)
 
 
@@ -153,7 +149,7 @@ def many_small_operators(trace: TraceReport) -> Finding | None:
         why=_why_operators(found, recording_ns),
         next_steps=remedies(
             trace,
-            *((FOREACH, COMPILE) if is_optimizer else (COMPILE, VECTORIZE, FOREACH)),
+            *((ALL_AT_ONCE, COMPILE) if is_optimizer else (COMPILE, VECTORIZE, ALL_AT_ONCE)),
             LARGER_OPERATORS,
         ),
         evidence=seen_in(trace),
@@ -185,71 +181,6 @@ def _why_operators(found: HostOperators, recording_ns: int) -> str:
         f"Short operators (median {format_ns(found.median_ns)}) take {format_ns(found.small_ns)} of a "
         f"{format_ns(found.step_ns)} step and the gaps between them {format_ns(found.between_ns)}, minus about "
         f"{format_ns(recording_ns)} of recording; the most frequent: {listed(found.names[:SHOWN])}{places}."
-    )
-
-
-SOFTMAX: Final = "aten::_softmax"
-PRODUCTS: Final = frozenset({"aten::bmm", "aten::baddbmm"})
-# What programs do to the attention matrix, forward and backward; each reads and writes all of it.
-ON_MATRIX: Final = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("_softmax", "_softmax_backward_data", "native_dropout", "native_dropout_backward", "dropout", "mul", "mul_"),
-        *("div", "div_", "add", "add_", "masked_fill", "masked_fill_", "where", "copy_", "_to_copy", "tril", "sub"),
-    )
-)
-# Backward of a scaling has the name of the scaling.
-ALSO_BACKWARD: Final = frozenset({"aten::mul", "aten::div"})
-# Of the softmax's time: half precision beside single, a dropout that writes its mask too.
-SAME_MATRIX: Final = (0.3, 3.0)
-# The fused kernel keeps the matrix on the chip; its backward computes it again.
-ON_CHIP: Final = (0.5, 0.9)
-
-
-def unfused_attention(trace: TraceReport) -> Finding | None:
-    """Find attention of separate operators: what reads and writes the attention matrix between its two products.
-
-    An operator belongs to it if it runs as often as the softmax, for about as long. Recovers a half to 90% of their
-    time.
-    """
-    ledger = trace.device_ledger
-    calls: dict[str, tuple[float, float]] = {}
-    for line in ledger.of("compute") if ledger is not None else ():
-        count, ns = calls.get(line.operator or "", (0.0, 0.0))
-        calls[line.operator or ""] = (count + line.count, ns + line.ns)
-    often, softmax_ns = calls.get(SOFTMAX, (0.0, 0.0))
-    products = sum(count for name, (count, _) in calls.items() if name in PRODUCTS)
-    if ledger is None or not softmax_ns or products < 2 * often:
-        return None
-    low, high = (part * softmax_ns / often for part in SAME_MATRIX)
-    found = {
-        name: ns
-        for name, (count, ns) in calls.items()
-        if name in ON_MATRIX
-        and low <= ns / count <= high
-        and count in ({often, 2 * often} if name in ALSO_BACKWARD else {often})
-    }
-    spent = sum(found.values())
-    share = spent / ledger.step_ns
-    if share <= NOTABLE_SHARE:
-        return None
-    worth = Recovery(unit="ns", min=ON_CHIP[0] * spent, max=ON_CHIP[1] * spent, whole=ledger.step_ns)
-    span = "each step" if trace.steps else "the recorded time"
-    most = sorted(found, key=lambda name: -found[name])
-    return Finding(
-        rule="unfused_attention",
-        sentence=(
-            f"Unfused attention: softmax and what else runs on the attention matrix take {percent(share)} of {span}"
-            f"{on_rank(trace)}."
-        ),
-        why=(
-            f"{', '.join(f'{name} takes {format_ns(found[name])}' for name in most[:SHOWN])}; the softmax runs "
-            f"{times(round(often * ledger.steps))}, beside {round(products * ledger.steps):,} batched products."
-        ),
-        next_steps=remedies(trace, FUSED_ATTENTION, *FUSE[:1]),
-        evidence=seen_in(trace),
-        numbers={"share": share, "ns": spent, "operators": most, "count": often, "steps": ledger.steps},
-        **worth.parts,
     )
 
 

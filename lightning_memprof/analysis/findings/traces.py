@@ -107,6 +107,9 @@ def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(fitting)) or (open_trace(trace),)
 
 
+ALL_AT_ONCE: Final = remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop")
+
+
 def open_trace(trace: TraceReport) -> str:
     """Return the command that shows the trace."""
     return f"Open the trace: lightning-memprof view {shlex.quote(os.fspath(trace.file))}."

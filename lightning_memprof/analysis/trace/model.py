@@ -219,6 +219,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         has_stacks: whether Python functions were recorded.
         trains: whether it has a backward or an optimizer; True where it does not tell.
         loop_optimizer: class of an optimizer that updates its parameters one by one; empty where none is seen.
+        loop_ns: device time of the kernels that it launches.
     """
 
     is_lightning: bool = True
@@ -227,6 +228,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     has_stacks: bool = False
     trains: bool = True
     loop_optimizer: str = ""
+    loop_ns: int = 0
 
 
 class TraceReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,7 +43,7 @@ from lightning_memprof.analysis.trace.idle import (
     steady_allocations,
     synchronizations,
 )
-from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length
+from lightning_memprof.analysis.trace.intervals import Intervals, clip, intersection, length, length_within
 from lightning_memprof.analysis.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
 from lightning_memprof.analysis.trace.modules import HostThreads
 from lightning_memprof.artifacts.naming import TraceName
@@ -115,7 +115,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         recorded_with=tuple(option for option in _OPTIONS if columns.metadata.get(option)),
         operators=() if window else operators(columns),
         host_operators=None if window else host_operators(columns, steps),
-        program=_program(columns),
+        program=_program(columns, device),
         loads=_loads(loading),
         host_events=int(np.count_nonzero(np.isin(columns.kinds, HOST_KINDS))),
         steady_allocations=steady_allocations(columns, device, ranges) if window else (),
@@ -137,9 +137,10 @@ def _loads(loading: Intervals) -> Loads:
     return Loads(count=len(durations), total_ns=int(durations.sum()), max_ns=int(durations.max(initial=0)))
 
 
-def _program(columns: TraceColumns) -> Program:
+def _program(columns: TraceColumns, device: DeviceEvents) -> Program:
     names, kinds = columns.name_of, columns.kinds
     optimizer = next((match[1] for name in names if (match := _OPTIMIZER.match(name))), "")
+    loop = "" if any(_AT_ONCE.search(name) for name in names) else optimizer
     runtime = np.unique(columns.names[columns.rows(Kind.RUNTIME)]).tolist()
     return Program(
         is_lightning=any(name.startswith(_LIGHTNING) for name in names),
@@ -148,8 +149,17 @@ def _program(columns: TraceColumns) -> Program:
         has_stacks=bool(np.any(kinds == Kind.PYTHON)),
         # Kernels alone do not tell.
         trains=not np.any(kinds == Kind.OPERATOR) or any(_TRAINS.search(name) for name in names),
-        loop_optimizer="" if any(_AT_ONCE.search(name) for name in names) else optimizer,
+        loop_optimizer=loop,
+        loop_ns=_optimizer_ns(columns, device) if loop else 0,
     )
+
+
+def _optimizer_ns(columns: TraceColumns, device: DeviceEvents) -> int:
+    """Return the time of the kernels that compute and that the steps of optimizers launched."""
+    steps = columns.when(columns.rows_named(_OPTIMIZER.match, Kind.ANNOTATION, Kind.OPERATOR))
+    moments = launch_moments(columns, device)
+    inside = length_within(steps, moments, moments + 1) > 0
+    return length(columns.when(device.rows[inside & ~device.communicates & ~device.copies]))
 
 
 def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loading: Intervals) -> tuple[TraceStep, ...]:

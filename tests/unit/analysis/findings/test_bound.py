@@ -100,6 +100,25 @@ def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) ->
     assert bound(made, tmp_path).sentence.startswith("Compute-bound: matrix multiplication takes 67% of each step")
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("void at::native::vectorized_elementwise_kernel<4, Mul>(int)", "Fuse operators that are bound by memory"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "See every operator on a timeline"),
+    ],
+)
+def test_kernels_that_read_and_write_each_element_are_to_be_fused_also_where_no_shapes_are(
+    name: str, advice: str, tmp_path: Path
+) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            with made.inside("aten::mul", "cpu_op"):
+                made.launch(3_000, name)
+            made.synchronize()
+    assert bound(made, tmp_path).next_steps[0].startswith(advice)
+
+
 @pytest.mark.parametrize(("us", "says"), [(2, "Too little was recorded"), (3_000, "The GPU is idle")])
 def test_a_kernel_or_two_do_not_tell_how_busy_a_device_is(us: int, says: str, tmp_path: Path) -> None:
     made = Recording()

@@ -666,3 +666,29 @@ def test_a_softmax_of_something_else_or_of_little_is_no_unfused_attention(
     changes: dict[str, tuple[float, int]],
 ) -> None:
     assert "unfused_attention" not in found(attention(changes))
+
+
+def optimizer_loop(optimizer: str, ms_per_step: int) -> TraceReport:
+    """Five busy steps with kernels of an optimizer's loop."""
+    lines = (TimeLine(part="compute", operator="aten::mm", ns=STEP_NS),)
+    return trace(
+        gpu_window=gpu_times(5 * STEP_NS),
+        program=Program(is_lightning=False, loop_optimizer=optimizer, loop_ns=5 * ms_per_step * MS),
+        device_ledger=TimeLedger(step_ns=STEP_NS, median_ns=STEP_NS, steps=5, basis="", lines=lines),
+    )
+
+
+def test_an_optimizer_that_updates_parameters_one_by_one_on_a_busy_device_is_worth_a_fused_one() -> None:
+    finding = found(optimizer_loop("AdamW", 20))["optimizer_loop"]
+    assert finding.severity is Severity.WARNING
+    assert finding.sentence == (
+        "Optimizer-bound: kernels of AdamW, which updates its parameters one by one, take 20% of each step."
+    )
+    assert finding.next_steps == ("Update all parameters at once: torch.optim.AdamW(..., fused=True).",)
+    assert finding.recovers is not None
+    assert (finding.recovers.min, finding.recovers.max) == (pytest.approx(8 * MS), pytest.approx(18 * MS))
+
+
+@pytest.mark.parametrize(("optimizer", "ms_per_step"), [("AdamW", 10), ("Shampoo", 20), ("", 0)])
+def test_an_optimizer_of_little_time_or_without_another_form_is_no_loop(optimizer: str, ms_per_step: int) -> None:
+    assert "optimizer_loop" not in found(optimizer_loop(optimizer, ms_per_step))

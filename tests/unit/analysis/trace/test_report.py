@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from device_traces import Recording
 from kineto import write_trace
 from lightning_memprof.analysis.trace.columns import Kind, read_columns
 from lightning_memprof.analysis.trace.report import trace_report
@@ -474,3 +475,20 @@ def test_start_up_and_calls_outside_the_steps_are_no_steady_allocations(tmp_path
         call(2_003_000, 2_003_500, name="cudaMalloc"),
     )
     assert [(each.name, each.count, each.total_ns) for each in found.steady_allocations] == [("cudaMalloc", 2, 20_000)]
+
+
+@pytest.mark.parametrize(("fused", "found"), [(False, ("Adam", 150_000)), (True, ("", 0))])
+def test_the_kernels_of_an_optimizers_loop_are_those_that_its_steps_launch(
+    fused: bool, found: tuple[str, int], tmp_path: Path
+) -> None:
+    made = Recording()
+    for _ in range(3):
+        with made.inside("aten::mm", "cpu_op"):
+            made.launch(400)
+        with made.inside("Optimizer.step#Adam.step"):
+            for _ in range(2):
+                with made.inside("aten::_fused_adam_" if fused else "aten::addcdiv_", "cpu_op"):
+                    made.launch(25, "vectorized_elementwise_kernel")
+            made.copy(5, "Memcpy HtoD (Pinned -> Device)", 4)
+    program = trace_report(made.write(tmp_path / "a.pt.trace.json")).program
+    assert (program.loop_optimizer, program.loop_ns) == found
