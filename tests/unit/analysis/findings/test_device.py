@@ -535,6 +535,7 @@ def test_short_kernels_that_are_queued_are_too_many(tmp_path: Path) -> None:
                 made.launch(5)
     finding = found(made.write(tmp_path / "many.pt.trace.json"))["gpu_idle"]
     assert finding.numbers["main_cause"] == "queue"
+    assert finding.sentence.endswith(", mostly in the short gaps between kernels that are queued.")
     assert "Launch fewer and longer kernels" in finding.next_steps[0]
 
 
