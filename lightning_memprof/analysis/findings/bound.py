@@ -45,6 +45,7 @@ from lightning_memprof.analysis.findings.traces import (
     times,
     total_ns,
 )
+from lightning_memprof.analysis.ledger.model import total
 from lightning_memprof.analysis.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.analysis.ledger.work import all_pairs
 from lightning_memprof.analysis.ranks.hangs import first_exception
@@ -408,6 +409,8 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
 # From this share of the recorded time on, collectives decide how long it takes.
 COMMUNICATION_BOUND: Final = 0.5
 COLLECTIVE: Final = "c10d::"
+# On the host backward takes longer than forward.
+NO_BACKWARD: Final = 10
 RECORD_ALL: Final = "Use a trace with all events of a few steps."
 RECORD_RANKS: Final = "Record the other ranks too: a collective waits for the last rank to arrive."
 RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
@@ -437,9 +440,13 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     elif ledger is None or heaviest is None:
         sentence = "No device activity in this trace."
     elif heaviest.family == "Python":
-        sentence = (
-            f"Host-bound: Python outside operators takes {percent(heaviest.family_ns / ledger.step_ns)} of {span}."
-        )
+        share = percent(heaviest.family_ns / ledger.step_ns)
+        sentence = f"Host-bound: Python outside operators takes {share} of {span}."
+        forward_ns = total(line for line in ledger.of("forward") if line.operator)
+        if trace.program.trains and NO_BACKWARD * ledger.ns("backward") < forward_ns:
+            # The backward of a device runs in threads of its own.
+            sentence = f"Backward was not recorded: {share} of {span} are outside operators, in it or in Python."
+            next_steps = (RECORD_DEVICE, *next_steps)
     else:
         sentence = (
             f"Compute-bound on the host: {heaviest.module} takes {percent(heaviest.ns / ledger.step_ns)} of {span}, "

@@ -200,7 +200,8 @@ class _Threads:
         self._operators = _operators(names)
         self.is_lightning = any(name.startswith(_ACTION) for name in names)
         self.training = self._thread(threads.tree(lane), None)
-        nodes = threads.on_host & columns.runs_node & (columns.lanes != lane)
+        runs_node = columns.runs_node | columns.named(lambda name: name.startswith(_NODE))[columns.names]
+        nodes = threads.on_host & runs_node & (columns.lanes != lane)
         self.autograd = [
             self._thread(threads.tree(other), self.training) for other in np.unique(columns.lanes[nodes]).tolist()
         ]
@@ -296,7 +297,7 @@ def _tables(threads: _Threads, spans: Intervals, exposed: Intervals) -> tuple[li
     ``exposed`` is the time in collectives: from then on ``self.log`` waits for other ranks, for it sends a few bytes.
     """
     columns, training = threads.columns, threads.training
-    waiting, left = _waiting(columns, training, spans), spans
+    waiting, left = _waiting(threads, spans), spans
     default = _PARTS.index("untracked" if threads.is_lightning else "forward")
     taken_by: list[tuple[_Thread, Intervals, int]] = []
     for thread in threads.autograd:
@@ -336,11 +337,18 @@ def _own(columns: TraceColumns, thread: _Thread, when: Intervals) -> Column:
     return own
 
 
-def _waiting(columns: TraceColumns, thread: _Thread, spans: Intervals) -> Intervals:
-    """Return the time in which a thread is in backward and runs nothing itself."""
+def _waiting(threads: _Threads, spans: Intervals) -> Intervals:
+    """Return the time in which the training thread is in backward and runs nothing itself.
+
+    Without Lightning's range around backward, it is all time without an operator.
+    """
+    columns, thread = threads.columns, threads.training
     starts, kinds = columns.starts[thread.rows], columns.kinds[thread.rows]
     in_backward = thread.part == _PARTS.index("backward")
-    works = np.isin(kinds, (Kind.OPERATOR, Kind.RUNTIME)) | (~in_backward & (nearest(thread.parents, in_backward) >= 0))
+    works = np.isin(kinds, (Kind.OPERATOR, Kind.RUNTIME))
+    if not threads.is_lightning:
+        return difference(spans, union(starts[works], thread.ends[works]))
+    works |= ~in_backward & (nearest(thread.parents, in_backward) >= 0)
     waits = in_backward & ~works
     waiting = difference(union(starts[waits], thread.ends[waits]), union(starts[works], thread.ends[works]))
     return intersection(waiting, spans)

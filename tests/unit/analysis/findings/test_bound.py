@@ -41,6 +41,27 @@ def test_a_step_in_python_is_not_called_compute_bound(tmp_path: Path) -> None:
     assert bound(made, tmp_path).sentence == "Host-bound: Python outside operators takes 85% of each step."
 
 
+@pytest.mark.parametrize(("backward_us", "is_recorded"), [(50, False), (200, True)])
+def test_a_training_whose_backward_is_in_no_recorded_thread_is_not_called_host_bound(
+    backward_us: int, is_recorded: bool, tmp_path: Path
+) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(1_000, "aten::relu")
+        made.work(backward_us, "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad")
+        made.python(9_000 - backward_us)
+        with made.inside("Optimizer.step#SGD.step"):
+            made.python(1)
+    finding = bound(made, tmp_path)
+    if is_recorded:
+        assert finding.sentence == "Host-bound: Python outside operators takes 88% of each step."
+    else:
+        assert finding.sentence == (
+            "Backward was not recorded: 90% of each step are outside operators, in it or in Python."
+        )
+        assert "ProfilerActivity.CUDA" in finding.next_steps[0]
+
+
 def test_a_trace_with_launches_and_no_kernel_asks_for_the_devices_activity(tmp_path: Path) -> None:
     made = Recording()
     for _ in range(5):

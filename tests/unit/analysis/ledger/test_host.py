@@ -119,6 +119,26 @@ def test_while_backward_waits_the_time_belongs_to_the_thread_of_autograd(tmp_pat
     }
 
 
+def test_where_no_range_is_around_backward_autograds_thread_owns_what_the_training_thread_leaves(
+    tmp_path: Path,
+) -> None:
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        operator("aten::addmm", 0, 40),
+        operator(f"{NODE}AddmmBackward0", 50, 80, AUTOGRAD),
+        operator("aten::mm", 55, 75, AUTOGRAD),
+        operator("aten::add_", 70, 90),
+    )
+    assert owners(found) == {
+        ("forward", None, "aten::addmm"): 40,
+        ("forward", None, "aten::add_"): 20,
+        ("backward", None, "AddmmBackward0"): 5,
+        ("backward", None, "aten::mm"): 15,
+        ("forward", None, ""): 20,
+    }
+
+
 def test_two_steps_share_their_time_and_what_lies_between_them_is_not_counted(tmp_path: Path) -> None:
     found = ledger(
         tmp_path,
