@@ -28,17 +28,17 @@ from lightning_memprof.analysis.findings.data import (
 )
 from lightning_memprof.analysis.findings.gpu.allocator import allocator_thrash
 from lightning_memprof.analysis.findings.gpu.collectives import communication_exposed
-from lightning_memprof.analysis.findings.gpu.fusion import optimizer_loop, unfused_attention
 from lightning_memprof.analysis.findings.gpu.holders import peak_holder
 from lightning_memprof.analysis.findings.gpu.idle import gpu_idle
 from lightning_memprof.analysis.findings.gpu.waits import blocking_transfers, exposed_copies, synchronization
 from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
 from lightning_memprof.analysis.findings.host import actions_bound, between_steps, core_wait, gc_pauses, slow_steps
 from lightning_memprof.analysis.findings.kernels import (
-    busy_thread,
     many_small_kernels,
     many_small_operators,
+    optimizer_loop,
     tensor_cores_unused,
+    unfused_attention,
 )
 from lightning_memprof.analysis.findings.memory import (
     activation_peak,
@@ -61,7 +61,7 @@ from lightning_memprof.analysis.findings.profiler import (
 from lightning_memprof.analysis.findings.program.lines import costly_line
 from lightning_memprof.analysis.findings.program.loops import python_loop, small_batch, synced_passes
 from lightning_memprof.analysis.findings.program.passes import double_backward, recomputation, unused_gradients
-from lightning_memprof.analysis.findings.program.python import python_time
+from lightning_memprof.analysis.findings.program.python import busy_thread, python_time
 from lightning_memprof.analysis.findings.snapshot import (
     allocator_churn,
     allocator_retries,

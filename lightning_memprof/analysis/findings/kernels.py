@@ -1,20 +1,16 @@
-"""Inefficient work: busy threads, small operators and kernels, kernels without tensor cores, copies that block."""
+"""Inefficient work: small operators and kernels, kernels without tensor cores, what one fused kernel can do."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import (
-    MIN_STEPS,
-    NOTABLE,
-    Facts,
-    Finding,
-    Recovery,
-    Severity,
-)
+from lightning_memprof.analysis.findings.compute import FOREACH
+from lightning_memprof.analysis.findings.model import Finding, Recovery, Severity
+from lightning_memprof.analysis.findings.program.lines import FUSED_ATTENTION
 from lightning_memprof.analysis.findings.traces import (
     ALL_AT_ONCE,
+    NOTABLE_SHARE,
     computing,
     listed,
     on_rank,
@@ -23,14 +19,13 @@ from lightning_memprof.analysis.findings.traces import (
     remedy,
     seen_in,
     shorter_name,
+    times,
     total_ns,
 )
 from lightning_memprof.analysis.ledger.model import grouped
-from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.model import Rank
     from lightning_memprof.analysis.trace.model import HostOperators, Kernel, TraceReport
 
 
@@ -330,66 +325,97 @@ def _next_for_products(trace: TraceReport, *, early: bool) -> tuple[str, ...]:
     )
 
 
-# A thread that takes less of a core delays the training by little; in a shorter time it may work for once.
-MIN_BUSY: Final = 0.1
-MIN_ELAPSED_NS: Final = 300_000_000
-# The training thread may sleep for another reason: a disk, a lock of a library.
-OF_SLEEP: Final = (0.25, 1.0)
-# Parts in which it has no reason to sleep.
-AWAKE: Final = (
-    "forward", "backward", "optimizer", "callback", "module_hook", "forward_hook", "backward_hook", "self_log",
-    "metric", "logging", "transfer", "data_wait", "untracked",
-)  # fmt: skip
+SOFTMAX: Final = "aten::_softmax"
+PRODUCTS: Final = frozenset({"aten::bmm", "aten::baddbmm"})
+# What programs do to the attention matrix, forward and backward; each reads and writes the whole of it.
+ON_MATRIX: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_softmax", "_softmax_backward_data", "native_dropout", "native_dropout_backward", "dropout", "mul", "mul_"),
+        *("div", "div_", "add", "add_", "masked_fill", "masked_fill_", "where", "copy_", "_to_copy", "tril", "sub"),
+    )
+)
+# Backward of a scaling has the name of the scaling.
+ALSO_BACKWARD: Final = frozenset({"aten::mul", "aten::div"})
+# Of the softmax's time: half precision beside single, a dropout that writes its mask too.
+SAME_MATRIX: Final = (0.3, 3.0)
+# The fused kernel keeps the matrix on the chip; its backward computes it again.
+ON_CHIP: Final = (0.5, 0.9)
 
 
-def busy_thread(facts: Facts) -> list[Finding]:
-    """Find another thread of Python that computes while the training thread sleeps: they take turns at Python's lock.
+def unfused_attention(trace: TraceReport) -> Finding | None:
+    """Find attention of separate operators: what reads and writes the attention matrix between its two products.
 
-    Recovers a quarter to all of the thread's processor time, at most the sleep of the training thread without its waits
-    for workers and for other ranks.
+    An operator belongs to it if it runs as often as the softmax, for about as long. Recovers a half to 90% of their
+    time.
     """
-    found = [finding for rank in facts.run.ranks if (finding := _busiest(facts, rank)) is not None]
-    return sorted(found, key=lambda finding: -finding.weight)[:1]
-
-
-def _busiest(facts: Facts, rank: Rank) -> Finding | None:
-    ledger = facts.ledgers.get(rank.rank)
-    rows = [row for row in rank.read(ProcessRow).rows if row.kind == "thread" and row.elapsed_ns]
-    if ledger is None or not rows or ledger.steps < MIN_STEPS:
+    ledger = trace.device_ledger
+    calls: dict[str, tuple[float, float]] = {}
+    for line in ledger.of("compute") if ledger is not None else ():
+        count, ns = calls.get(line.operator or "", (0.0, 0.0))
+        calls[line.operator or ""] = (count + line.count, ns + line.ns)
+    often, softmax_ns = calls.get(SOFTMAX, (0.0, 0.0))
+    products = sum(count for name, (count, _) in calls.items() if name in PRODUCTS)
+    if ledger is None or not softmax_ns or products < 2 * often:
         return None
-    elapsed = rows[-1].elapsed_ns or 1
-    # With an accelerator the training thread sleeps for that, too.
-    if elapsed < MIN_ELAPSED_NS or not rank.facts.is_cpu:
+    low, high = (part * softmax_ns / often for part in SAME_MATRIX)
+    found = {
+        name: ns
+        for name, (count, ns) in calls.items()
+        if name in ON_MATRIX
+        and low <= ns / count <= high
+        and count in ({often, 2 * often} if name in ALSO_BACKWARD else {often})
+    }
+    spent = sum(found.values())
+    share = spent / ledger.step_ns
+    if share <= NOTABLE_SHARE:
         return None
-    row = max((row for row in rows if row.elapsed_ns == elapsed), key=lambda row: row.cpu_ns or 0)
-    busy, asleep = (row.cpu_ns or 0) / elapsed, (row.asleep_ns or 0) / elapsed
-    workers = any(loader.num_workers for loader in rank.training.dataloaders) if rank.training else False
-    asleep -= ledger.share("rank_wait", "data_wait") if workers else ledger.share("rank_wait")
-    ns = max(min(min(busy, asleep) * ledger.step_ns, ledger.ns(*AWAKE)), 0.0)
-    worth = Recovery(unit="ns", min=ns * OF_SLEEP[0], max=ns * OF_SLEEP[1], whole=ledger.running_ns)
-    if busy < MIN_BUSY or worth.share < NOTABLE:
-        return None
+    worth = Recovery(unit="ns", min=ON_CHIP[0] * spent, max=ON_CHIP[1] * spent, whole=ledger.step_ns)
+    span = "each step" if trace.steps else "the recorded time"
+    most = sorted(found, key=lambda name: -found[name])
     return Finding(
-        rule="busy_thread",
+        rule="unfused_attention",
         sentence=(
-            f"Busy thread: {row.thread} uses {percent(busy)} of a core; the training thread sleeps "
-            f"{percent(asleep)} of each step{facts.on_rank(rank)}."
+            f"Unfused attention: softmax and what else runs on the attention matrix take {percent(share)} of {span}"
+            f"{on_rank(trace)}."
         ),
         why=(
-            f"It ran for {format_ns(row.cpu_ns or 0)} of {format_ns(elapsed)}. One of Python's "
-            "threads runs at a time (GIL): the training thread sleeps, apart from its waits for workers and ranks."
+            f"{', '.join(f'{name} takes {format_ns(found[name])}' for name in most[:SHOWN])}; the softmax runs "
+            f"{times(round(often * ledger.steps))}, beside {round(products * ledger.steps):,} batched products."
         ),
-        next_steps=(
-            f"Let {row.thread} do less, or sleep longer between its turns.",
-            "Run it in a separate process: multiprocessing.get_context('spawn').Process(target=...).",
+        next_steps=remedies(trace, FUSED_ATTENTION, *FUSE[:1]),
+        evidence=seen_in(trace),
+        numbers={"share": share, "ns": spent, "operators": most, "count": often, "steps": ledger.steps},
+        **worth.parts,
+    )
+
+
+# A kernel of all parameters reads and writes each state once, and of many small parameters it saves the launches.
+IN_ONE_KERNEL: Final = (0.4, 0.9)
+
+
+def optimizer_loop(trace: TraceReport) -> Finding | None:
+    """Find an optimizer whose kernels update the parameters one by one.
+
+    Recovers 40% to 90% of the time of its kernels.
+    """
+    ledger, window, program = trace.device_ledger, trace.gpu_window, trace.program
+    if ledger is None or window is None or not window.compute_ns or program.loop_optimizer not in FOREACH:
+        return None
+    spent = ledger.ns("compute") * min(program.loop_ns / window.compute_ns, 1.0)
+    share = spent / ledger.step_ns
+    if share <= NOTABLE_SHARE:
+        return None
+    worth = Recovery(unit="ns", min=IN_ONE_KERNEL[0] * spent, max=IN_ONE_KERNEL[1] * spent, whole=ledger.step_ns)
+    return Finding(
+        rule="optimizer_loop",
+        sentence=(
+            f"Optimizer-bound: kernels of {program.loop_optimizer}, which updates its parameters one by one, take "
+            f"{percent(share)} of {'each step' if trace.steps else 'the recorded time'}{on_rank(trace)}."
         ),
-        evidence=(facts.pulse(rank),),
-        numbers={
-            "rank": rank.rank,
-            "thread": row.thread,
-            "cores": busy,
-            "asleep_share": asleep,
-            "duration_ns": ledger.step_ns,
-        },
+        why=f"They take {format_ns(spent)} of {format_ns(ledger.step_ns)}; none of them updates several parameters.",
+        next_steps=remedies(trace, ALL_AT_ONCE),
+        evidence=seen_in(trace),
+        numbers={"share": share, "ns": spent, "optimizer": program.loop_optimizer},
         **worth.parts,
     )

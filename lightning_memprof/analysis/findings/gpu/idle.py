@@ -139,22 +139,17 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
     of_recording = 0 if trace.steady is not None else min(max(recording_ns(trace)[:2]), launching_ns)
     is_sample = is_short(trace) or cold is not None
     worth = None if cold else _recovery(trace, own_ns, main, launch_bound=launch_bound)
-    is_between = _is_between(main, kernels, mean_ns)
+    activity = "launches" if launch_bound else cold or _activity(trace, main, rest_ns, kernels, mean_ns)
     stake = min((own_ns - of_recording) / idle.span_ns, worth.max / worth.whole if worth else 1.0)
     return Finding(
         rule="gpu_idle",
         severity=Severity.INFO if is_sample else severity_of(stake),
-        sentence=_sentence(
-            trace,
-            idle,
-            share,
-            "launches" if launch_bound else cold or _activity(trace, main, rest_ns, kernels, is_between=is_between),
-        ),
+        sentence=_sentence(trace, idle, share, activity),
         why=_why(trace, idle, causes, kernels, mean_ns),
         next_steps=(
             remedies(trace, *LATER)
             if is_sample
-            else _next_steps(trace, main, kernels, is_launching=launch_bound or is_between)
+            else _next_steps(trace, main, kernels, is_launching=launch_bound or _is_between(main, kernels, mean_ns))
         ),
         evidence=longest_in(trace, main.longest_start_ns, main.longest_ns) if main else seen_in(trace),
         numbers={
@@ -204,16 +199,14 @@ def _cold_start(trace: TraceReport, main: IdleCause | None, rest_ns: int) -> str
     return f"mostly in a cold start: {shorter_name(name)} took {format_ns(lines[0].longest_ns or 0)}"
 
 
-def _activity(
-    trace: TraceReport, main: IdleCause | None, rest_ns: int, kernels: int, *, is_between: bool
-) -> str | None:
+def _activity(trace: TraceReport, main: IdleCause | None, rest_ns: int, kernels: int, mean_ns: int) -> str | None:
     if main is None:
         return None
     if main.longest_ns >= MAIN_PART * rest_ns:
         named = blocking_call(trace, main) if main.cause == "queue" else main.mostly_in
         where = f" ({shorter_name(named)})" if named else ""
         return f"mostly in one gap of {format_ns(main.longest_ns)}: {_what(trace, main)}{where}"
-    if is_between:
+    if _is_between(main, kernels, mean_ns):
         return BETWEEN
     if main.cause == "synchronization" and main.mostly_in:
         return f"mostly while the host waits in {shorter_name(main.mostly_in)}"

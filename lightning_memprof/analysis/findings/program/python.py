@@ -1,4 +1,4 @@
-"""The program outside of its modules: Python in the training step, and what callbacks, hooks and transfers do."""
+"""The program outside of its modules: Python in the training step and in other threads, callbacks, hooks, transfers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from lightning_memprof.analysis.findings.measures import MOST, OF_VALUES, READS, VIEWS
-from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery
+from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, Facts, Finding, Recovery
 from lightning_memprof.analysis.findings.program.lines import COPY_LESS, has, of_action, of_spot
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import FORWARD
 from lightning_memprof.analysis.steps.lines import Spot, lines, spots
-from lightning_memprof.artifacts.series import MODULE_CALL
-from lightning_memprof.units import format_ns
+from lightning_memprof.artifacts.series import MODULE_CALL, ProcessRow
+from lightning_memprof.units import format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -254,3 +254,68 @@ def _copied(rank: Rank, lines: Sequence[TimeLine], calls: float) -> str:
     for line in lines:
         copies[line.operator or ""] += round(line.called / calls)
     return "the model" if max(copies["aten::clone"], copies["aten::set_"]) >= least else ""
+
+
+# A thread that takes less of a core delays the training by little; in a shorter time it may work for once.
+MIN_BUSY: Final = 0.1
+MIN_ELAPSED_NS: Final = 300_000_000
+# The training thread may sleep for another reason: a disk, a lock of a library.
+OF_SLEEP: Final = (0.25, 1.0)
+# Parts in which it has no reason to sleep.
+AWAKE: Final = (
+    "forward", "backward", "optimizer", "callback", "module_hook", "forward_hook", "backward_hook", "self_log",
+    "metric", "logging", "transfer", "data_wait", "untracked",
+)  # fmt: skip
+
+
+def busy_thread(facts: Facts) -> list[Finding]:
+    """Find another thread of Python that computes while the training thread sleeps: they take turns at Python's lock.
+
+    Recovers a quarter to all of the thread's processor time, at most the sleep of the training thread without its waits
+    for workers and for other ranks.
+    """
+    found = [finding for rank in facts.run.ranks if (finding := _busiest(facts, rank)) is not None]
+    return sorted(found, key=lambda finding: -finding.weight)[:1]
+
+
+def _busiest(facts: Facts, rank: Rank) -> Finding | None:
+    ledger = facts.ledgers.get(rank.rank)
+    rows = [row for row in rank.read(ProcessRow).rows if row.kind == "thread" and row.elapsed_ns]
+    if ledger is None or not rows or ledger.steps < MIN_STEPS:
+        return None
+    elapsed = rows[-1].elapsed_ns or 1
+    # With an accelerator the training thread sleeps for that, too.
+    if elapsed < MIN_ELAPSED_NS or not rank.facts.is_cpu:
+        return None
+    row = max((row for row in rows if row.elapsed_ns == elapsed), key=lambda row: row.cpu_ns or 0)
+    busy, asleep = (row.cpu_ns or 0) / elapsed, (row.asleep_ns or 0) / elapsed
+    workers = any(loader.num_workers for loader in rank.training.dataloaders) if rank.training else False
+    asleep -= ledger.share("rank_wait", "data_wait") if workers else ledger.share("rank_wait")
+    ns = max(min(min(busy, asleep) * ledger.step_ns, ledger.ns(*AWAKE)), 0.0)
+    worth = Recovery(unit="ns", min=ns * OF_SLEEP[0], max=ns * OF_SLEEP[1], whole=ledger.running_ns)
+    if busy < MIN_BUSY or worth.share < NOTABLE:
+        return None
+    return Finding(
+        rule="busy_thread",
+        sentence=(
+            f"Busy thread: {row.thread} uses {percent(busy)} of a core; the training thread sleeps "
+            f"{percent(asleep)} of each step{facts.on_rank(rank)}."
+        ),
+        why=(
+            f"It ran for {format_ns(row.cpu_ns or 0)} of {format_ns(elapsed)}. One of Python's "
+            "threads runs at a time (GIL): the training thread sleeps, apart from its waits for workers and ranks."
+        ),
+        next_steps=(
+            f"Let {row.thread} do less, or sleep longer between its turns.",
+            "Run it in a separate process: multiprocessing.get_context('spawn').Process(target=...).",
+        ),
+        evidence=(facts.pulse(rank),),
+        numbers={
+            "rank": rank.rank,
+            "thread": row.thread,
+            "cores": busy,
+            "asleep_share": asleep,
+            "duration_ns": ledger.step_ns,
+        },
+        **worth.parts,
+    )
