@@ -449,7 +449,7 @@ def input_bound_trace(trace: TraceReport) -> Finding | None:
         return None
     steps, has_device = loading.steps, trace.gpu_window is not None
     in_one = steps >= MIN_TRACE_STEPS and loading.most_ns >= ONE_STEP * loading.total_ns
-    where = f", {loading.most_ns / loading.total_ns:.1%} of it in one of {steps} steps" if in_one else ""
+    where = f", {percent(loading.most_ns / loading.total_ns)} of it in one of {steps} steps" if in_one else ""
     longest = next((cause for cause in trace.idle if cause.cause == "data_loading"), None)
     # Before its first recorded event, the device's idle time is estimated.
     measured = idle_ns(trace, "data_loading")
@@ -461,7 +461,7 @@ def input_bound_trace(trace: TraceReport) -> Finding | None:
     return Finding(
         rule="input_bound_trace",
         severity=min(severity_of(loading.share), _most_severe(in_one=in_one, steps=steps)),
-        sentence=f"Input-bound: loading batches takes {part:.1%} of {span}{on_rank(trace)}.",
+        sentence=f"Input-bound: loading batches takes {percent(part)} of {span}{on_rank(trace)}.",
         why=f"The DataLoader takes {format_ns(loading.total_ns)} of {format_ns(loading.span_ns)}{where}{idle}.",
         next_steps=(
             _workers(ledger, in_one=in_one),

@@ -55,7 +55,7 @@ _MOST_SPANS: Final = 10_000
 COLLECTS: Final = re.compile(r"Python GC|<built-in (?:function|method) collect>|gc\.collect", re.IGNORECASE)
 
 # Work of torch's compiler: tracing, code generation, tuning, recording of CUDA graphs.
-_COMPILES: Final = "(dynamo_timed)"
+COMPILES: Final = "(dynamo_timed)"
 # A first call this long, and this many times as long as the later ones, initialises something.
 _COLD_NS: Final = 1_000_000
 _COLD_FACTOR: Final = 10
@@ -116,7 +116,7 @@ def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tup
 
 
 def _compiles(name: str) -> bool:
-    return name.endswith(_COMPILES)
+    return name.endswith(COMPILES)
 
 
 def _first_allocations(columns: TraceColumns, ranges: Sequence[tuple[int, int]]) -> Column:

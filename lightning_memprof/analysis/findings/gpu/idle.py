@@ -37,6 +37,7 @@ from lightning_memprof.analysis.findings.traces import (
     total_ns,
 )
 from lightning_memprof.analysis.steps.events import action_name
+from lightning_memprof.analysis.trace.idle import COMPILES
 from lightning_memprof.analysis.trace.model import (
     Cause,
     IdleCause,
@@ -196,7 +197,8 @@ def _cold_start(trace: TraceReport, main: IdleCause | None, rest_ns: int) -> str
     if ledger is None or not lines or ledger.ns("cold_start") * ledger.steps < MAIN_PART * rest_ns:
         return None
     name = lines[0].name or lines[0].operator or "a call"
-    return f"mostly in a cold start: {shorter_name(name)} took {format_ns(lines[0].longest_ns or 0)}"
+    took = "torch.compile took" if name.endswith(COMPILES) else f"{shorter_name(name)} took"
+    return f"mostly in a cold start: {took} {format_ns(lines[0].longest_ns or 0)}"
 
 
 def _activity(trace: TraceReport, main: IdleCause | None, rest_ns: int, kernels: int, mean_ns: int) -> str | None:

@@ -140,7 +140,7 @@ def _transfer(trace: TraceReport, copies: Copies) -> Finding | None:
         rule="blocking_transfers",
         severity=severity_of(share),
         sentence=(
-            f"Blocking copies {DIRECTIONS[copies.kind]} take {share:.1%} of the time{on_rank(trace)}"
+            f"Blocking copies {DIRECTIONS[copies.kind]} take {percent(share)} of the time{on_rank(trace)}"
             f"{': as many bytes move back and forth' if is_round_trip else ''}."
         ),
         why=f"{_amount(copies)}: pageable memory is copied twice, and the call blocks until the copy ends.",

@@ -568,6 +568,8 @@ def test_compiling_and_the_recording_of_a_graph_are_a_cold_start(how: str, tmp_p
     finding = found(made.write(tmp_path / "compiled.pt.trace.json"))["gpu_idle"]
     assert finding.severity is Severity.INFO
     assert finding.numbers["cold_start"] is True
+    cause = {"compiler": "a cold start: torch.compile took 189 ms", "capture": "the host records a graph"}
+    assert cause[how] in finding.sentence
     assert finding.next_steps[0].startswith("Record later steps")
 
 

@@ -75,7 +75,7 @@ def test_loading_that_no_kernel_hides_is_input_bound_with_its_share() -> None:
     finding = found(trace(loading_ns=200 * MS, causes=(idle("data_loading", 180 * MS, at_ns=START + 2 * STEP_NS),)))
     said = finding["input_bound_trace"]
     assert said.severity is Severity.CRITICAL
-    assert said.sentence == "Input-bound: loading batches takes 40.0% of the steps."
+    assert said.sentence == "Input-bound: loading batches takes 40% of the steps."
     assert "the GPU is idle for 180 ms meanwhile" in said.why
     assert said.numbers["data_loading_share"] == pytest.approx(0.4)
     assert said.numbers["exposed_ns"] == 180 * MS
@@ -126,7 +126,7 @@ def test_loading_in_one_step_of_several_is_only_info() -> None:
 
 def test_loading_on_a_host_alone_is_input_bound_too() -> None:
     said = found(trace(loading_ns=200 * MS, gpu_window=None, idle=(), kernels=()))["input_bound_trace"]
-    assert said.sentence == "Input-bound: loading batches takes 40.0% of the steps."
+    assert said.sentence == "Input-bound: loading batches takes 40% of the steps."
     assert not any("pin_memory" in step for step in said.next_steps)
 
 
@@ -181,7 +181,7 @@ def test_waiting_that_costs_nothing_is_no_finding() -> None:
 def test_copies_from_pageable_memory_are_told_by_direction() -> None:
     finding = found(trace(copies=(copies(),)))["blocking_transfers"]
     assert finding.severity is Severity.INFO
-    assert "Blocking copies to the GPU take 8.0% of the time" in finding.sentence
+    assert "Blocking copies to the GPU take 8% of the time" in finding.sentence
     assert "400 MiB in 40.0 ms, 9.77 GiB/s" in finding.why
     assert "pin_memory=True" in finding.next_steps[0]
     back = found(trace(copies=(copies(kind="DtoH", total_ns=200 * MS),)))["blocking_transfers"]
