@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 import statistics
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -227,13 +228,18 @@ def worker_growth(rows: Sequence[ProcessRow]) -> Growth | None:
     The first sample is excluded where more than three are known, else the rate must not fall: workers start, and copy
     what they touch. So does the main process in a garbage collection or a window, and its workers keep the old pages: a
     slope rises between any two samples, and without the largest rise the others still have a third of the rate. Workers
-    that start anew have other samples.
+    that start anew have other samples, and those that loaded nothing since the last one have none.
     """
-    known = [
+    loaded = Counter[int]()
+    for row in rows:
+        loaded[row.step or 0] += row.batches or 0 if row.kind == "worker" else 0
+    samples = [
         (row.step, row.private_bytes)
         for row in rows
         if row.kind == "workers" and row.step is not None and row.private_bytes is not None
     ]
+    idle = {after for (before, _), (after, _) in itertools.pairwise(samples) if 0 < loaded[after] == loaded[before]}
+    known = [(step, size) for step, size in samples if step not in idle]
     is_short = len(known) == MIN_SAMPLES
     known = known[not is_short :]
     if len(known) < MIN_SAMPLES or any(after < before for (_, before), (_, after) in itertools.pairwise(known)):

@@ -198,6 +198,15 @@ def test_workers_of_a_run_of_seconds_grow_if_they_rise_at_one_rate_from_their_st
     assert (found.bytes_per_step, found.added_bytes, found.steps) == (6 * MIB, 120 * MIB, 20)
 
 
+def test_workers_that_have_loaded_all_batches_before_the_last_sample_grew_until_then() -> None:
+    samples = workers(40, 100, 160, 220, 220)
+    loading = [ProcessRow(kind="worker", step=10 * n, batches=count) for n, count in enumerate((4, 14, 24, 34, 34))]
+    assert worker_growth(samples) is None
+    found = worker_growth([*loading, *samples])
+    assert found is not None
+    assert (found.bytes_per_step, found.added_bytes, found.steps) == (6 * MIB, 120 * MIB, 20)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
