@@ -118,10 +118,10 @@ class Compressed(Dataset[tuple[Tensor, int]]):
 
 
 def many_workers(fault: bool) -> None:
-    """16 workers read ahead and take the CPU from the training; healthy: 1 worker."""
+    """16 workers read the whole epoch ahead and take the CPU from the training; healthy: 1 worker."""
     torch.set_num_threads(1)
     workers = 16 if fault else 1
-    loader = DataLoader(Compressed(500 * BATCH), batch_size=BATCH, num_workers=workers, prefetch_factor=8)
+    loader = DataLoader(Compressed(500 * BATCH), batch_size=BATCH, num_workers=workers, prefetch_factor=32)
     fit(Classifier(), loader, steps=45)
 
 
