@@ -14,7 +14,7 @@ from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import FORWARD
 from lightning_memprof.analysis.steps.lines import Spot, lines, spots
 from lightning_memprof.artifacts.series import MODULE_CALL, ProcessRow
-from lightning_memprof.units import format_ns, percent
+from lightning_memprof.units import format_bytes, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -200,11 +200,19 @@ LEAST_COPIED: Final = 8
 MANY_SYNCED: Final = 4
 
 
+NO_BUFFERS: Final = (
+    "Leave fixed tensors out of checkpoints: self.register_buffer(name, tensor, persistent=False); make them again in "
+    "__init__."
+)
+
+
 def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str, ...]]:
     """Return what an action does, to end a sentence, and the next steps that fit this.
 
     Recorded operators show a loop over an operator, the forward of a module, and collectives of ``self.log``.
     """
+    if action.part == "checkpoint":
+        return _of_checkpoint(facts, rank)
     owner, _, hook = action.name.rpartition(".")
     special = OF_HOOKS.get(hook) or ADVICE.get(owner)
     steps = (special.format(name=action.name),) if special else ()
@@ -244,6 +252,16 @@ def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str,
     # Other hooks need not run for each batch.
     whole = (WHOLE.format(name=action.name, often=often.removeprefix("calls ")),) if loop and is_transfer else ()
     return f"{f': it {often}' if often else ''}{does}", (*whole, *steps)
+
+
+def _of_checkpoint(facts: Facts, rank: Rank) -> tuple[str, tuple[str, ...]]:
+    ledger = facts.byte_ledgers.get(rank.rank)
+    held = ledger.bytes("buffer") if ledger is not None else 0
+    trained = ledger.bytes("parameter") + ledger.bytes("optimizer_state") if ledger is not None else 0
+    if held <= trained:
+        return "", ()
+    sizes = f"{format_bytes(held)} of buffers, {format_bytes(trained)} of parameters and optimizer state"
+    return f": the model has {sizes}", (NO_BUFFERS,)
 
 
 def _copied(rank: Rank, lines: Sequence[TimeLine], calls: float) -> str:

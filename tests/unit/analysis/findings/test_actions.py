@@ -10,9 +10,11 @@ from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
 from lightning_memprof.analysis.findings import RULES, Facts, Finding, Severity, examine, verdict
+from lightning_memprof.analysis.ledger.memory import ByteLedger, ByteLine
 from lightning_memprof.analysis.ledger.model import TimeLine
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.run.locate import shown_path
+from lightning_memprof.units import MIB
 
 STEPS = 29
 
@@ -143,6 +145,28 @@ def test_a_single_checkpoint_of_a_run_is_information(tmp_path: Path) -> None:
     row = action("save_checkpoint", 10_000_000, "callbacks", count=1)
     finding = found(tmp_path, FakeRun(phases=phases(callbacks=10_500_000)), row)["checkpoint_bound"]
     assert finding.severity is Severity.INFO
+
+
+@pytest.mark.parametrize(("buffers", "is_named"), [(60, True), (40, False)])
+def test_a_checkpoint_that_may_mostly_be_buffers_names_them(tmp_path: Path, buffers: int, is_named: bool) -> None:
+    directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=10_500_000)))
+    row = action("save_checkpoint", 10_000_000, "callbacks", count=3)
+    (directory / "actions.rank00000.jsonl").write_text(json.dumps(row) + "\n")
+    facts = Facts.of(load_run(directory))
+    sizes = {"buffer": buffers, "parameter": 20, "optimizer_state": 20, "activation": 90}
+    lines = tuple(ByteLine(category=name, bytes=size * MIB) for name, size in sizes.items())
+    facts.__dict__["byte_ledgers"] = {
+        0: ByteLedger(peak_bytes=sum(sizes.values()), basis="", place="host", lines=lines)
+    }
+    (finding,) = [finding for finding in examine(facts) if finding.rule == "checkpoint_bound"]
+    assert finding.next_steps[-1].startswith("Save in the background")
+    if is_named:
+        assert finding.sentence.endswith(
+            " of each step: the model has 60.0 MiB of buffers, 40.0 MiB of parameters and optimizer state."
+        )
+        assert "persistent=False" in finding.next_steps[0]
+    else:
+        assert "every_n_train_steps" in finding.next_steps[0]
 
 
 def test_time_outside_all_actions_is_found_and_recovers_at_most_that_time(tmp_path: Path) -> None:
