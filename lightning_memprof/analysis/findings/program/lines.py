@@ -123,6 +123,10 @@ CALLS: Final = (
         "Record fewer steps with the profiler in {name}: torch.profiler.schedule(wait=100, active=3, repeat=1).",
         re.compile(r"\bprofile(?:r)?\.(?:step|start|stop|export\w*)\b|export_chrome_trace|tensorboard_trace_handler"),
     ),
+    (
+        "Let the optimizer decay the weights, in one pass: weight_decay=... of AdamW or SGD, not a sum in the loss.",
+        re.compile(r"^(?!.*grad).*(?:\b(?:pow|square|norm|abs)\(|\*\* ?2).*\bparameters\("),
+    ),
     (LOOK_UP, re.compile(r"one_hot\(.*@|one_hot\(.*matmul|(?:matmul|mm|linear|einsum)\(.*one_hot\(")),
     (
         (
@@ -172,6 +176,8 @@ CALLS: Final = (
 # Lines with less of the step are not worth a rewrite; a helper of which nothing else is known may be what it has to be.
 NOTABLE_LINE: Final = 0.10
 NOTABLE_HELPER: Final = 0.30
+# A line that names the operator of a loop explains it with less of the time.
+LOOPED: Final = 0.10
 # Functions that the Trainer and data loaders call by their names.
 NAMED: Final = re.compile(
     r"(?:^|\.)(?:on_\w+|\w+_step|configure_\w+|optimizer_\w+|lr_\w+|transfer_\w+|\w*loader\w*|"
@@ -292,6 +298,15 @@ def of_forward(rank: Rank) -> Spot | None:
     """Return where the forward has most of its time, without the lines that only call modules."""
     found = [row for row in lines(rank, FORWARD.get(rank.facts.stage, "")) if not _is_backward(row)]
     return next(iter(spots(found)), None)
+
+
+def of_loop(rank: Rank, operator: str) -> Spot | None:
+    """Return where the forward has most of its time, else where it calls the operator of a loop."""
+    if (most := of_forward(rank)) is not None:
+        return most
+    called = re.compile(rf"\b{re.escape(operator.rpartition('::')[2].strip('_'))}\b")
+    found = spots(lines(rank, FORWARD.get(rank.facts.stage, "")), LOOPED)
+    return next((spot for spot in found if spot.source and called.search(spot.source)), None)
 
 
 def has(spot: Spot, whole: str, around: str = "") -> str:

@@ -12,7 +12,7 @@ from lightning_memprof.analysis.findings.compute import PARALLEL_NS
 from lightning_memprof.analysis.findings.measures import LOOP, VIEWS
 from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery
 from lightning_memprof.analysis.findings.modules import MOSTLY, ROOT, in_compiled, is_wrapped
-from lightning_memprof.analysis.findings.program.lines import has, of_forward, of_spot
+from lightning_memprof.analysis.findings.program.lines import has, of_loop, of_spot
 from lightning_memprof.analysis.findings.program.passes import ALL_GRADIENTS
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import rank_events
@@ -72,7 +72,7 @@ def python_loop(facts: Facts) -> Finding | None:
     anew = {path for path, count in calls.items() if PARAMETRIZATIONS in path and count >= calls[loop.repeated]}
     inside = [line for line in ledger.of("forward", "backward") if f"{line.module}.".startswith(f"{loop.repeated}.")]
     made = total(line for line in inside if line.module in anew)
-    at = of_forward(rank) if loop.module == ROOT and rank.facts.is_cpu else None
+    at = of_loop(rank, loop.repeated) if loop.module == ROOT and rank.facts.is_cpu else None
     where = at.function if at and at.is_helper else f"the forward of {loop.module}"
     least, of_work = IN_BATCHES
     most = loop.ns - (1 - of_work) * loop.work_ns

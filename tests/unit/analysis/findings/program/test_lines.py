@@ -8,7 +8,14 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, examine
-from lightning_memprof.analysis.findings.program.lines import CALLS, OF_LOADERS, OPERATORS, fitting, of_samples
+from lightning_memprof.analysis.findings.program.lines import (
+    CALLS,
+    OF_LOADERS,
+    OPERATORS,
+    fitting,
+    of_loop,
+    of_samples,
+)
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.steps.lines import Spot
 from lightning_memprof.analysis.trace.report import trace_report
@@ -73,6 +80,25 @@ def test_a_helper_with_a_third_of_the_step_is_named_whatever_it_does(
         assert len(found.next_steps) == 1
 
 
+@pytest.mark.parametrize(
+    ("ms", "operator", "function"),
+    [
+        pytest.param(20, "aten::sum", "Net.squares", id="called there"),
+        pytest.param(20, "aten::su", None, id="another operator"),
+        pytest.param(8, "aten::sum", None, id="little time"),
+        pytest.param(30, "aten::mm", "Net.squares", id="most time"),
+    ],
+)
+def test_a_loop_is_in_the_line_that_calls_its_operator_also_where_that_has_less_of_the_time(
+    tmp_path: Path, ms: int, operator: str, function: str | None
+) -> None:
+    squares = {"functions": [STEP, "Net.squares"], "place": "net.py:9", "source": "[w.pow(2).sum() for w in self.w]"}
+    directory = make_run(tmp_path, FakeRun(trace=False, memory=None))
+    add_series(directory, "lines", [line(squares, ms), line(OTHER, 100 - ms)])
+    at = of_loop(load_run(directory).ranks[0], operator)
+    assert (at.function if at else None) == function
+
+
 def test_a_run_without_looks_has_no_such_finding(tmp_path: Path) -> None:
     assert "costly_line" not in findings_of(tmp_path)
 
@@ -102,6 +128,9 @@ CALLED = {
     "one tensor of a loop": ("return torch.tensor([index.get(word, 0) for word in words])", None, None),
     "one tensor of a part": ("return torch.tensor(numbers[: self.length])", None, None),
     "work of a test": ("time.sleep(0.1)", None, None),
+    "penalty": ("squares = [w.pow(2).sum() for w in self.parameters()]", None, "Let the optimizer decay the weights"),
+    "norms of gradients": ("norms = [w.grad.norm() for w in self.parameters()]", None, None),
+    "power": ("squares = [layer.weight.pow(2).sum() for layer in self.layers]", None, None),
     "arithmetic": ("y = (x - low) / (high - low)", None, None),
 }
 
