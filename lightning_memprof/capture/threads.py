@@ -158,6 +158,11 @@ class ThreadTimes:
         self._began: tuple[int, int, int] | None = None
         self._first: dict[int, int] = {}
 
+    @property
+    def elapsed_ns(self) -> int:
+        """The time since the first reading."""
+        return perf_counter_ns() - self._began[0] if self._began else 0
+
     def read(self) -> list[ProcessRow]:
         """Return the threads that take a notable part of a core."""
         now, (ran, waited) = perf_counter_ns(), _scheduled(threading.get_native_id())

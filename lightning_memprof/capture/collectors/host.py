@@ -61,6 +61,8 @@ _FIRST_S: Final = (1, 2, 4, 8)
 _EVERY_S: Final = 10
 # Reading walks the page tables, 40 to 70 ms per GiB: at most 1% of a core.
 _SHARE: Final = 0.01
+# In a shorter time, such as a window of two short steps, a thread may work for once.
+_THREADS_NS: Final = 300_000_000
 _SAMPLES: Final = 32
 _LATE_STEPS: Final = 64
 _MOST_VALIDATIONS: Final = 1000
@@ -347,7 +349,7 @@ class ProcessLog:
         self._at = (record.step, record.global_step)
         if record.window is not None:
             self._busy = self._threads.read()
-        elif self._busy:
+        elif self._busy and self._threads.elapsed_ns >= _THREADS_NS:
             self._write_threads()
         for child in new_workers(self._seen):
             if child.pid is not None:
@@ -379,14 +381,14 @@ class ProcessLog:
             self._begin(perf_counter_ns())
         while self._left:
             self._read_next()
-        if self._busy:
-            # Threads that have ended are not read again.
-            self._busy = self._threads.read() or self._busy
         self._write_threads()
         self._report_deaths()
 
     def _write_threads(self) -> None:
-        busy, self._busy = self._busy, []
+        if not self._busy:
+            return
+        # Threads that have ended are not read again.
+        busy, self._busy = self._threads.read() or self._busy, []
         for row in busy:
             self._write(row, *(self._at or (None, None)))
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_memprof.capture.base import StepRecord
 from lightning_memprof.capture.collectors.host import ActionMemory, HostMemory, ProcessLog
 from lightning_memprof.capture.loader_workers import WorkerMemory, worker_memory, worker_pids
 from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize
+from lightning_memprof.capture.threads import CoreWait
 from lightning_memprof.collectors import Window
 from lightning_memprof.schedule import Mark, Point, Schedule
 from lightning_memprof.units import GIB, MIB
@@ -106,6 +108,35 @@ def test_a_validation_is_a_row_with_the_resident_memory_at_its_batches(tmp_path:
     assert (last.get("step"), last["batches"]) == (None, 200)
     assert 16 <= len(last["rss_bytes"]) <= 32
     assert min(last["rss_bytes"]) > MIB
+
+
+@pytest.mark.skipif(CoreWait().read() is None, reason="the kernel does not count the times of threads")
+def test_a_thread_that_computes_in_a_short_window_is_watched_for_longer(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def spin() -> None:
+        while not ended.is_set():
+            sum(range(1000))
+
+    log, path = ProcessLog(tmp_path / "processes.jsonl", 0), tmp_path / "processes.jsonl"
+    log.on_step(record(0, window=0))
+    spinning = threading.Thread(target=spin)
+    spinning.start()
+    try:
+        time.sleep(0.05)
+        log.on_step(record(1, window=0))
+        log.on_step(record(2))
+        time.sleep(0.3)
+        log.on_step(record(3))
+        (row,) = read_series(path)
+        log.on_step(record(4))
+    finally:
+        ended.set()
+        spinning.join()
+    assert row["kind"] == "thread"
+    assert row["elapsed_ns"] >= 300_000_000
+    assert log.close()
+    assert len(read_series(path)) == 1
 
 
 def test_a_run_without_workers_and_validations_has_no_file(tmp_path: Path) -> None:
