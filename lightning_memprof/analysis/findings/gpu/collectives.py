@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lightning_memprof.analysis.findings.model import Finding
@@ -45,7 +45,7 @@ SMALLER_BUCKETS: Final = (
         "training",
     ),
 )
-OVERLAP: Final = {
+OVERLAP: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
     "all_reduce": (
         remedy(
             "Overlap gradients with backward: DDPStrategy(bucket_cap_mb=50, static_graph=True).",
@@ -71,7 +71,7 @@ OVERLAP: Final = {
     ),
     "other": ("Start the transfer early and wait late (async_op=True), with work in between.",),
 }
-SEND_LESS: Final = {
+SEND_LESS: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
     "all_reduce": (
         remedy(
             f"Send less: Trainer(accumulate_grad_batches=2), or DDPStrategy(ddp_comm_hook={BF16_HOOK}).",
@@ -206,10 +206,9 @@ def _next_steps(
     if small >= MANY_SMALL * max(len(trace.steps), 1):
         steps.append(f"Combine {small:,} collectives of less than {format_bytes(SMALL_BYTES)}.")
     kind = _kind(collectives[0]) if collectives else "other"
-    overlap: Sequence[Remedy | str] = OVERLAP[kind]
+    overlap, less, window = OVERLAP[kind], SEND_LESS[kind], trace.gpu_window
     if kind == "all_reduce" and (cap := _smaller_cap(trace, collectives)):
-        overlap = [choice._replace(text=choice.text.replace(CAP, str(cap))) for choice in SMALLER_BUCKETS]
-    window, less = trace.gpu_window, SEND_LESS[kind]
+        overlap = tuple(choice._replace(text=choice.text.replace(CAP, str(cap))) for choice in SMALLER_BUCKETS)
     # Computation hides no more than it takes itself.
     is_most = window is not None and window.communication_ns > window.compute_ns
     return remedies(trace, *steps, *((*less, *overlap) if is_most else (*overlap, *less)))
