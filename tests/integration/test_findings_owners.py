@@ -416,13 +416,16 @@ def test_a_tensor_of_all_pairs_is_named(tmp_path: Path, shown: Any, is_broadcast
 
 
 class Repeated(Model):
-    """Runs a network once, or more often: for a metric, for pairs of inputs, block by block, or again in backward."""
+    """Runs a network once, or more often: for a metric, pairs of inputs, two losses, block by block, or in backward."""
 
     def __init__(self, how: str) -> None:
         super().__init__(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)))
         self.enter, self.how = nn.Linear(256, 256) if how == "shared block" else nn.Identity(), how
+        self.heads = nn.ModuleList(nn.Linear(256, 1) for _ in range(2 if how == "two losses" else 0))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.how == "two losses":
+            return torch.stack([head(self.network(batch[0])).square().mean() for head in self.heads]).sum()
         x = self.enter(batch[0])
         if self.how == "checkpoint":
             y = checkpoint(self.network, x.requires_grad_(), use_reentrant=False)
@@ -442,7 +445,7 @@ class Repeated(Model):
 
 @pytest.mark.parametrize(
     ("how", "forwards"),
-    [("once", 1), ("metric", 2), ("pairs", 2), ("shared block", 1), ("loop", 1), ("checkpoint", 1)],
+    [("once", 1), ("metric", 2), ("pairs", 2), ("two losses", 2), ("shared block", 1), ("loop", 1), ("checkpoint", 1)],
 )
 def test_a_model_that_runs_several_times_per_step_is_told(tmp_path: Path, shown: Any, how: str, forwards: int) -> None:
     shown("run", Repeated(how), batches(24, 512, 256))

@@ -158,7 +158,10 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     # A device that mostly waits is not what bounds the step.
     owner = ledger if device is None or device.ns("compute") < COMPUTE_BOUND * device.step_ns else device
     heaviest, achieved = heaviest_module(owner.passes or owner.of("forward", "backward")), None
-    forwards = forwards_per_step(rank)
+    forwards, recorded = forwards_per_step(rank), facts.host_ledger(rank)
+    module, again = (recorded.forwards if recorded else None) or ("", 1)
+    if heaviest is not None and f"{heaviest.module}.".startswith(f"{module}."):
+        forwards = max(forwards, again)
     often, once = (f" in {forwards} forwards per step", (FORWARD_ONCE,)) if forwards > 1 else ("", ())
     if heaviest is None:
         sentence = (

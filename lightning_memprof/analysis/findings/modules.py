@@ -11,6 +11,7 @@ import msgspec
 from lightning_memprof.analysis.findings.growth import RETAINED
 from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery, recovered
 from lightning_memprof.analysis.ledger.growth import steady_growth
+from lightning_memprof.analysis.ledger.host import MAX_FORWARDS
 from lightning_memprof.analysis.ledger.memory import UNATTRIBUTED
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.artifacts.series import SavedTensorsRow
@@ -138,8 +139,6 @@ def operator_family(operator: str | None) -> str:
     return next((name for name, matches in FAMILIES if matches.match(operator)), operator or "Python")
 
 
-# Pairs and triplets of inputs; more forwards are a loop over time, or over samples.
-MAX_FORWARDS: Final = 3
 FORWARD_ONCE: Final = (
     "Run the forward once per step and reuse its output; where the inputs differ, join them into one batch (torch.cat)."
 )

@@ -61,6 +61,8 @@ RANGE_NS: Final = 50_000
 _HOOKS: Final = ("[pl][forward_hook]", "[pl][backward_hook]")
 _OF_PART: Final[Mapping[str, HostPart]] = {"callbacks": "callback", "other": "untracked"}
 _NONE: Final = -1
+# Pairs and triplets of inputs; more forwards are a loop over time, or over samples.
+MAX_FORWARDS: Final = 3
 # Collectives of the host run on threads of their backend; the training thread waits in the call, or in no operator.
 _COLLECTIVES: Final = ("gloo:", "mpi:", "ucc:")
 _CALLS: Final = "c10d::"
@@ -118,6 +120,7 @@ def host_ledger(
         work=operator_work(columns, computed, _PARTS, found.modules.path, count),
         double_backward_ns=_double_backward(found, steps),
         recomputed_ns=_recomputed(found, spans) / count,
+        forwards=_forwards(found, steps),
         communication=tuple(_communication(columns, exposed, count)),
         exposed=stretches(exposed, columns.origin_ns),
     )
@@ -419,6 +422,36 @@ def _recomputed(threads: _Threads, spans: Intervals) -> int:
         called = union(threads.columns.starts[thread.rows[calls]], thread.ends[calls])
         whole += length(intersection(spans, called))
     return whole
+
+
+def _forwards(threads: _Threads, steps: Sequence[Step]) -> tuple[str, int] | None:
+    """Return the module that each step calls first, and how often, if it calls different other modules after each call.
+
+    A block that is repeated on its own output is called in a row, or before the same modules.
+    """
+    columns, thread = threads.columns, threads.training
+    starts, names = columns.starts[thread.rows], columns.names[thread.rows]
+    is_module = threads.modules.named[names]
+    around = np.where(thread.parents >= 0, nearest(thread.parents, is_module)[thread.parents], _NONE)
+    outer = is_module & (around < 0) & np.isin(thread.part, (_PARTS.index("forward"), _NONE))
+    found = set()
+    for step in steps:
+        inside = np.flatnonzero(outer & (starts >= step.start) & (starts < step.end))
+        calls = names[inside[np.argsort(starts[inside], kind="stable")]].tolist()
+        found.add((calls[0], _rounds(calls)) if calls else (_NONE, 1))
+    ((first, count),) = found if len(found) == 1 else {(_NONE, 1)}
+    return (threads.modules.path(first) or "", count) if 1 < count <= MAX_FORWARDS else None
+
+
+def _rounds(calls: Sequence[int]) -> int:
+    """Return how often the first one is called, each time for others; 1 where the others are the same, or none."""
+    rounds: list[set[int]] = []
+    for call in calls:
+        if call == calls[0]:
+            rounds.append(set())
+        else:
+            rounds[-1].add(call)
+    return len(rounds) if all(rounds) and sum(map(len, rounds)) == len(set[int]().union(*rounds)) else 1
 
 
 def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:

@@ -143,6 +143,8 @@ class TimeLedger(msgspec.Struct, frozen=True, kw_only=True):
         work: of the operators whose inputs were recorded, most time first; beside the lines, not one of them.
         double_backward_ns: of nodes that build or run a graph of gradients; beside the lines.
         recomputed_ns: of forwards of modules that run again in backward; beside the lines.
+        forwards: a module that each step of a trace calls first, two or three times, each time for other modules, and
+            how often; None where there is none.
         window_factor: duration of a recorded step divided by ``median_ns``, None without a recorded step.
         communication: time in collectives that nothing hides: ``rank_wait`` until the last rank has come, where that is
             known, and ``collective``, the transfer. The lines have this time too; the rest is the rank's own work.
@@ -160,6 +162,7 @@ class TimeLedger(msgspec.Struct, frozen=True, kw_only=True):
     work: tuple[OperatorWork, ...] = ()
     double_backward_ns: float = 0.0
     recomputed_ns: float = 0.0
+    forwards: tuple[str, int] | None = None
     communication: tuple[TimeLine, ...] = ()
     exposed: tuple[tuple[int, int], ...] = ()
     passes: tuple[TimeLine, ...] = ()

@@ -517,3 +517,32 @@ def test_a_collective_of_the_host_has_the_time_in_which_no_operator_computes(tmp
         1,
         35_000,
     )
+
+
+@pytest.mark.parametrize(
+    ("called", "forwards"),
+    [
+        pytest.param(["body head", "body head"], None, id="once"),
+        pytest.param(["body age body sex", "body age body sex"], ("body", 2), id="two losses"),
+        pytest.param(["body a body b body c"], ("body", 3), id="three losses"),
+        pytest.param(["body a body b body c body d"], None, id="a loop"),
+        pytest.param(["body age body sex", "body age"], None, id="in some steps"),
+        pytest.param(["body head body head"], None, id="the same module after each call"),
+        pytest.param(["body body head"], None, id="a block that is repeated"),
+        pytest.param(["stem body age body sex"], None, id="a block after another one"),
+        pytest.param([""], None, id="no module"),
+    ],
+)
+def test_a_module_that_is_called_first_and_again_for_other_modules_runs_several_forwards(
+    called: list[str], forwards: tuple[str, int] | None, tmp_path: Path
+) -> None:
+    made = [operator("aten::mm", 0, 1)]
+    for number, calls in enumerate(called):
+        begin = 100 * number
+        made += [step(begin, begin + 100, number), action(FORWARD, begin, begin + 80)]
+        made += [action(BACKWARD, begin + 80, begin + 100), module("body", begin + 85, begin + 90)]
+        for at, path in enumerate(calls.split()):
+            start = begin + 10 * at
+            made += [module(path, start, start + 8), module(f"{path}.0", start + 1, start + 4)]
+            made.append(operator("aten::mm", start + 2, start + 3))
+    assert ledger(tmp_path, *made).forwards == forwards
