@@ -226,6 +226,8 @@ MIN_OPTIMIZER_NS: Final = 5_000_000
 REGULAR: Final = 0.1
 # For fewer tensors a loop costs nothing, but where each operator reads all of a large one again.
 FEW_TENSORS: Final = 20
+# An optimizer of the program that calls as many operators for each tensor updates one by one.
+PER_TENSOR: Final = 2
 LARGE: Final = 16 * MIB
 SEVERAL_PASSES: Final = frozenset({"Adagrad", "Adam", "AdamW"})
 # An optimizer updates each group of parameters by calls of its own.
@@ -277,7 +279,8 @@ def optimizer_bound(facts: Facts) -> Finding | None:
     optimizers = rank.training.optimizers if rank.training else []
     is_dense = _embedding(rank) is not None  # whose time is that finding's
     is_large = sum(each.bytes for each in (rank.training.largest_parameters if rank.training else ())) >= LARGE
-    slow = [each for each in optimizers if _loops(each) and (not _has_few_tensors(each) or (is_large and not is_dense))]
+    recorded, is_read_often = facts.host_ledger(rank), is_large and not is_dense
+    slow = [each for each in optimizers if _loops(each, recorded) and (is_read_often or not _has_few_tensors(each))]
     considered = sorted(slow or ([] if is_dense else optimizers), key=lambda optimizer: -_part_of(ledger, optimizer))
     mean_share *= _part_of(ledger, considered[0]) if considered else 0.0
     spent = min(mean_share, statistics.median_shares["optimizer"]) * ledger.step_ns
@@ -324,14 +327,16 @@ def _part_of(ledger: TimeLedger, optimizer: OptimizerFacts) -> float:
     return total(line for line in lines if line.name == optimizer.name) / whole if whole else 1.0
 
 
-def _loops(optimizer: OptimizerFacts) -> bool:
-    """Return whether an optimizer has a faster implementation and uses the loop."""
+def _loops(optimizer: OptimizerFacts, recorded: TimeLedger | None) -> bool:
+    """Return whether an optimizer loops and has a faster implementation, or calls operators for each tensor itself."""
     if _has_needless_groups(optimizer):
         return True
-    if optimizer.name not in FOREACH:
-        return False
+    if optimizer.name not in OF_TORCH:
+        lines = recorded.of("optimizer") if recorded else ()
+        calls = sum(line.called for line in lines if line.name == optimizer.name)
+        return not _has_few_tensors(optimizer) and calls >= PER_TENSOR * (optimizer.parameters or FEW_TENSORS)
     foreach, fused = optimizer.foreach, optimizer.fused
-    if _has_few_tensors(optimizer) and optimizer.name not in SEVERAL_PASSES:
+    if optimizer.name not in FOREACH or (_has_few_tensors(optimizer) and optimizer.name not in SEVERAL_PASSES):
         return False
     return not (fused or foreach or (foreach is None and _device(optimizer).startswith(FOREACH_BY_DEFAULT)))
 
@@ -362,6 +367,8 @@ def _next_for_optimizer(optimizer: OptimizerFacts, rank: Rank) -> tuple[str, ...
     name = optimizer.name or ""
     steps = (JOIN.format(settings=optimizer.settings, groups=optimizer.groups),)
     joined = steps if _has_needless_groups(optimizer) else ()
+    if name not in OF_TORCH:
+        return (*joined, *_less_often(name))
     if optimizer.fused or optimizer.foreach or name not in FOREACH:
         return joined
     foreach = f"torch.optim.{name}(..., foreach=True)"

@@ -49,6 +49,29 @@ def line(name: str, operator: str, ns: float, **more: Any) -> TimeLine:
     return TimeLine(**{"part": "transfer", "name": name, "module": "", "operator": operator, "ns": ns, **more})
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "called", "is_loop"),
+    [
+        pytest.param("Lion", 300, 600, True, id="two calls for each tensor"),
+        pytest.param("Lion", 300, 590, False, id="fewer"),
+        pytest.param("Lion", 19, 600, False, id="few tensors"),
+        pytest.param("Muon", 300, 600, False, id="one of torch"),
+    ],
+)
+def test_an_optimizer_of_the_program_that_calls_operators_for_each_tensor_updates_them_one_by_one(
+    name: str, parameters: int, called: int, is_loop: bool, tmp_path: Path
+) -> None:
+    training = {"optimizers": [{"name": name, "parameters": parameters, "device": "cpu"}]}
+    directory = make_run(tmp_path, FakeRun(phases=phases(optimizer=5 * MS), training=training))
+    ours = TimeLine(part="optimizer", name=name, operator="aten::mul_", ns=4e6, called=called)
+    others = TimeLine(part="optimizer", name="Adam", operator="aten::mul_", ns=1e6, called=1000)
+    rules = found(directory, host=(ours, others))
+    assert ("optimizer_bound" in rules) == is_loop
+    if is_loop:
+        assert " Lion updates 300 tensors one by one and takes " in rules["optimizer_bound"].sentence
+        assert rules["optimizer_bound"].next_steps[0].startswith("Update all tensors at once in Lion.step")
+
+
 @pytest.mark.parametrize(("called", "is_loop"), [(64, True), (2, False)])
 def test_a_hook_that_calls_an_operator_many_times_is_a_loop(tmp_path: Path, called: int, is_loop: bool) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(other=20 * MS)))
