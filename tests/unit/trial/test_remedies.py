@@ -77,7 +77,7 @@ def test_a_remedy_is_taken_from_the_first_step_that_names_it():
 
 def test_most_remedies_are_advised_by_a_finding():
     # Their texts have fields where values are; the patterns need some value.
-    texts = "".join(path.read_text(encoding="utf-8") for path in FINDINGS.glob("*.py"))
+    texts = "".join(path.read_text(encoding="utf-8") for path in FINDINGS.rglob("*.py"))
     words = {"workers": "num_workers={", "prefetch": "prefetch_factor={", "threads": "set_num_threads({"}
     words |= {"precision": "precision", "matmul_precision": "set_float32_matmul_precision", "compile": "torch.compile("}
     words |= {"rare_callback": "Do the work of {name} every N batches", "log_every": "log_every_n_steps=50"}
