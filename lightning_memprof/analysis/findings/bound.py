@@ -448,7 +448,7 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         forward_ns = total(line for line in ledger.of("forward") if line.operator)
         if trace.program.trains and NO_BACKWARD * ledger.ns("backward") < forward_ns:
             # The backward of a device runs in threads of its own.
-            sentence = f"Backward was not recorded: {share} of {span} are outside operators, in it or in Python."
+            sentence = f"Backward was not recorded: {share} of {span} is outside operators: in backward or in Python."
             next_steps = (RECORD_DEVICE, *next_steps)
     else:
         sentence = (

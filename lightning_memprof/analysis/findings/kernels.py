@@ -363,8 +363,8 @@ def unfused_attention(trace: TraceReport) -> Finding | None:
         name: ns
         for name, (count, ns) in calls.items()
         if name in ON_MATRIX
-        and low <= ns / count <= high
         and count in ({often, 2 * often} if name in ALSO_BACKWARD else {often})
+        and low <= ns / count <= high
     }
     spent = sum(found.values())
     share = spent / ledger.step_ns
@@ -376,7 +376,7 @@ def unfused_attention(trace: TraceReport) -> Finding | None:
     return Finding(
         rule="unfused_attention",
         sentence=(
-            f"Unfused attention: softmax and what else runs on the attention matrix take {percent(share)} of {span}"
+            f"Unfused attention: softmax and other operators on the attention matrix take {percent(share)} of {span}"
             f"{on_rank(trace)}."
         ),
         why=(

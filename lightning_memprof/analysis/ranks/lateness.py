@@ -169,7 +169,7 @@ def _late(
 def _is_steady(late_ns: Sequence[float], least_ns: float) -> bool:
     """Return whether the mean lateness of one rank, less that of the others, exceeds its scatter over the run.
 
-    A hiccup of the late rank makes the scatter large: without it, a notable lateness must exceed that of the rest.
+    A hiccup of the late rank makes the scatter large: without it, the lateness must be notable and exceed the rest's.
     """
     count = min(PARTS, len(late_ns))
     edges = [len(late_ns) * part // count for part in range(count + 1)]

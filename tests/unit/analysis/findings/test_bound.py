@@ -57,7 +57,7 @@ def test_a_training_whose_backward_is_in_no_recorded_thread_is_not_called_host_b
         assert finding.sentence == "Host-bound: Python outside operators takes 88% of each step."
     else:
         assert finding.sentence == (
-            "Backward was not recorded: 89% of each step are outside operators, in it or in Python."
+            "Backward was not recorded: 89% of each step is outside operators: in backward or in Python."
         )
         assert "ProfilerActivity.CUDA" in finding.next_steps[0]
 

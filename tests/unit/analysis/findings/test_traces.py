@@ -630,7 +630,7 @@ def test_operators_on_the_attention_matrix_are_those_that_run_as_often_and_as_lo
     finding = found(attention())["unfused_attention"]
     assert finding.severity is Severity.WARNING
     assert finding.sentence == (
-        "Unfused attention: softmax and what else runs on the attention matrix take 20% of each step."
+        "Unfused attention: softmax and other operators on the attention matrix take 20% of each step."
     )
     assert finding.numbers["operators"] == ["aten::div", "aten::_softmax", "aten::native_dropout"]
     assert "the softmax runs 60 times, beside 120 batched products" in finding.why
