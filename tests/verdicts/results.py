@@ -53,7 +53,8 @@ class Totals:
 
     @property
     def are_met(self) -> bool:
-        return self.cause >= CAUSE_AIM and self.fix >= NEXT_AIM and not self.accused and not self.errors
+        are_named = not self.faults or (self.cause >= CAUSE_AIM and self.fix >= NEXT_AIM)
+        return are_named and not self.accused and not self.errors
 
 
 def totals(results: Sequence[Result]) -> Totals:

@@ -142,10 +142,14 @@ def report(results: Sequence[Result], console: Console) -> bool:
         if result.healthy and result.sentence and not is_healthy(result.sentence):
             console.print(f"Another verdict on a healthy twin: {result.name}: {result.sentence}", markup=False)
     found = totals(results)
+    if found.faults:
+        console.print(
+            f"Cause {found.cause:.0%} (aim {CAUSE_AIM:.0%}), next step {found.fix:.0%} (aim {NEXT_AIM:.0%}), of "
+            f"{found.faults} faults",
+            highlight=False,
+        )
     console.print(
-        f"Cause {found.cause:.0%} (aim {CAUSE_AIM:.0%}), next step {found.fix:.0%} (aim {NEXT_AIM:.0%}), of "
-        f"{found.faults} faults; healthy twins accused: {found.accused}; failed to run: {found.errors}",
-        highlight=False,
+        f"Healthy twins accused: {found.accused} of {found.twins}; failed to run: {found.errors}", highlight=False
     )
     return found.are_met
 

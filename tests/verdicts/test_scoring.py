@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE))
 
 from promises import Comparison, Promise, promised  # noqa: E402 - its folder comes first
-from results import Result, page  # noqa: E402 - its folder comes first
+from results import Result, page, totals  # noqa: E402 - its folder comes first
 from scoring import (  # noqa: E402 - its folder comes first
     ON_GPU,
     SETS,
@@ -145,6 +145,20 @@ def test_the_page_of_scores_has_a_row_per_load_and_one_per_training():
     assert "| faults | whatever else runs | unknown | 1 | 100% | 50% | 1 | 0 | 0 |" in text
     assert "| faults | another busy process | 2.0 (max 3.0) | 1 | 0% | 0% | 0 | 0 | 1 |" in text
     assert "| data | padding | 2 | 50% | 25% | 0 | Padding. |" in text
+
+
+@pytest.mark.parametrize(
+    ("results", "are_met"),
+    [
+        ([Result(name="twin", domain="data", healthy=True, repeat=0)], True),
+        ([Result(name="twin", domain="data", healthy=True, repeat=0, accused=["padding"])], False),
+        ([Result(name="twin", domain="data", healthy=True, repeat=0, error="OSError: no space")], False),
+        ([Result(name="fault", domain="data", healthy=False, repeat=0, cause=2, fix=2)], True),
+        ([Result(name="fault", domain="data", healthy=False, repeat=0, cause=1, fix=2)], False),
+    ],
+)
+def test_healthy_twins_alone_are_judged_without_points(results: list[Result], are_met: bool) -> None:
+    assert totals(results).are_met is are_met
 
 
 def test_a_recording_that_was_kept_is_read_again_without_a_training(tmp_path: Path) -> None:
