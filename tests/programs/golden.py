@@ -107,6 +107,7 @@ ADDED: Final = (
     "*.cost",
     "*.training.*",
     "*.environment.*",
+    "*.bus_bytes_per_s",
     "differences.rank_test",
     "differences.has_too_few_steps",
     "snapshots.imbalance",

@@ -57,6 +57,8 @@ _CALL_NAMES: Final = {
     "alltoall_base": "all_to_all", "all_to_allv": "all_to_all", "allreduce_coalesced": "all_reduce",
     "allgather_into_tensor_coalesced": "all_gather", "reduce_scatter_tensor_coalesced": "reduce_scatter",
 }  # fmt: skip
+# How often the share (n - 1) / n of the data crosses each link between n ranks.
+_BUS_SHARES: Final = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 _POINT_TO_POINT: Final = frozenset({"send", "recv", "recvAnySource", "send_recv"})
 _ANY_SIZE: Final = frozenset({"all_to_all", "all_gather", "gather", "scatter"})
 _ITEM_BYTES: Final = {
@@ -74,7 +76,9 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
         group: the process group's name, empty where the trace has none (gloo).
         sequence: number among those of the same ``kind``, from 0. The two find the same collective in another rank's
             trace, if both traces begin at the same one.
-        bytes: size of this rank's input, None where no shapes were recorded.
+        bytes: size of this rank's input or output, the larger one; of the input alone where torch recorded only shapes;
+            None without both.
+        ranks: how many the group has, None where torch recorded no sizes of messages.
         start_ns: when this rank arrived (Unix epoch, ns).
         end_ns: when it was done. All-reduces end nearly at once on all ranks, so the others wait for the rank that
             arrives last.
@@ -88,6 +92,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int
     device: Literal["host", "cuda"]
     sequence: int = 0
+    ranks: int | None = None
 
     @property
     def duration_ns(self) -> int:
@@ -189,7 +194,7 @@ class _Found(msgspec.Struct):
             name = _device_name(kernel, annotation, args, launched)
             if name is None:
                 continue
-            size = _message_bytes(args)
+            size, ranks = _message(args)
             if size is None and launch:
                 size = _input_bytes(launch.args)
             yield Collective(
@@ -199,6 +204,7 @@ class _Found(msgspec.Struct):
                 start_ns=kernel.start_ns,
                 end_ns=kernel.end_ns,
                 device="cuda",
+                ranks=ranks,
             )
 
 
@@ -238,9 +244,12 @@ def _latest(events: list[NamedEvent], moment: int) -> NamedEvent | None:
     return events[at] if at >= 0 and events[at].end_ns >= moment else None
 
 
-def _message_bytes(args: dict[str, Any]) -> int | None:
-    count, item = _whole(args.get("In msg nelems")), _item_bytes(args.get("dtype"))
-    return None if count is None or item is None else _bounded(count * item)
+def _message(args: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return the bytes of a collective, of a gathered or scattered tensor the whole, and its ranks."""
+    counts = [count for part in ("In", "Out") if (count := _whole(args.get(f"{part} msg nelems"))) is not None]
+    item = _item_bytes(args.get("dtype"))
+    size = None if not counts or item is None else _bounded(max(counts) * item)
+    return size, None if size is None else _whole(args.get("Group size"))
 
 
 def _input_bytes(args: dict[str, Any]) -> int | None:
@@ -345,6 +354,7 @@ class CollectiveCall(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     end: int
     row: int = -1
+    ranks: int | None = None
 
     @property
     def on_device(self) -> bool:
@@ -378,10 +388,19 @@ def trace_collectives(
                 median_ns=round(median(durations)),
                 max_ns=max(durations),
                 exposed_ns=sum(int(exposed[i]) for i in members),
+                bus_bytes_per_s=_bus_bytes_per_s(found[members[0]], min(durations)),
                 longest_start_ns=columns.origin_ns + found[longest].start,
             )
         )
     return tuple(sorted(result, key=lambda row: (-row.total_ns, row.name, row.group)))
+
+
+def _bus_bytes_per_s(call: CollectiveCall, ns: int) -> float | None:
+    """Return the bus bandwidth in bytes/s (``PERFORMANCE.md`` of nccl-tests), None where it is unknown."""
+    share, ranks = _BUS_SHARES.get(call.name, 0), call.ranks or 0
+    return (
+        share * (ranks - 1) / ranks * call.bytes * 1e9 / ns if share and call.bytes and ranks > 1 and ns > 0 else None
+    )
 
 
 def trace_arrivals(columns: TraceColumns) -> tuple[Collective, ...]:
@@ -406,12 +425,11 @@ def collective_calls(columns: TraceColumns, device: DeviceEvents) -> Iterator[Co
     for kernel, launch in zip(rows.tolist(), launches(columns, rows).tolist(), strict=True):
         start, end = int(columns.starts[kernel]), int(columns.ends[kernel])
         found = known.get((start, end))
-        name, group, size = (
-            (found.name, found.group, found.bytes) if found else (_plain_name(columns.name(kernel)), "", None)
-        )
-        if size is None:
-            name, group, size = launchers.describe(launch) or (name, group, None)
-        yield CollectiveCall(name=name, group=group, bytes=size, start=start, end=end, row=kernel)
+        told = (found.name, found.group, found.bytes, found.ranks) if found else None
+        if found is None or found.bytes is None:
+            told = launchers.describe(launch) or told
+        name, group, size, ranks = told or (_plain_name(columns.name(kernel)), "", None, None)
+        yield CollectiveCall(name=name, group=group, bytes=size, start=start, end=end, row=kernel, ranks=ranks)
 
 
 class _Launchers:
@@ -423,8 +441,8 @@ class _Launchers:
         for event in sorted(columns.collectives, key=_start):
             self._events[int(columns.lanes[event.row]), int(columns.kinds[event.row])].append(event)
 
-    def describe(self, launch: int) -> tuple[str, str, int | None] | None:
-        """Return name, group and bytes of the collective that a call launched, None where that is unknown.
+    def describe(self, launch: int) -> tuple[str, str, int | None, int | None] | None:
+        """Return name, group, bytes and ranks of the collective that a call launched, None where that is unknown.
 
         The name is that of the ``nccl:NAME`` annotation; group and size are those of ``record_param_comms``.
         """
@@ -435,10 +453,10 @@ class _Launchers:
         if annotation is None:
             return None
         args = call.args if call else {}
-        size = _message_bytes(args)
+        size, ranks = _message(args)
         if size is None:
             size = _input_bytes(annotation.args)
-        return _called(annotation), str(args.get("Process Group Name", "")), size
+        return _called(annotation), str(args.get("Process Group Name", "")), size, ranks
 
     def _around(self, lane: int, kind: int, moment: int) -> NamedEvent | None:
         found = _latest(self._events.get((lane, kind), []), moment)

@@ -79,7 +79,9 @@ class Event(TraceEvent, gc=False, frozen=True):
 class _CollectiveArgs(Args, gc=False, frozen=True):
     external_id: _Whole = msgspec.field(default=0, name="External id")
     group: str = msgspec.field(default="", name="Process Group Name")
-    elements: _Whole = msgspec.field(default=-1, name="In msg nelems")
+    sent: _Whole = msgspec.field(default=-1, name="In msg nelems")
+    received: _Whole = msgspec.field(default=-1, name="Out msg nelems")
+    ranks: _Whole = msgspec.field(default=-1, name="Group size")
     dtype: str = ""
 
 
@@ -94,7 +96,8 @@ class CollectiveEvent(Event, gc=False, frozen=True):
         found: dict[str, Any] = {"External id": args.external_id}
         if args.collective:
             found |= {"Collective name": args.collective, "Process Group Name": args.group, "dtype": args.dtype}
-            found["In msg nelems"] = args.elements if args.elements >= 0 else None
+            counts = {"In msg nelems": args.sent, "Out msg nelems": args.received, "Group size": args.ranks}
+            found |= {name: count for name, count in counts.items() if count >= 0}
         for key, raw in (("Input Dims", args.input_dims), ("Input type", args.input_types)):
             if bytes(raw):
                 found[key] = msgspec.json.decode(raw)

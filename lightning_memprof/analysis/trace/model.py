@@ -148,7 +148,11 @@ class Synchronization(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectiveTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """All collectives of one kind and size in one process group; ``bytes_each`` is None where the trace has no size."""
+    """All collectives of one kind and size in one process group; ``bytes_each`` is None where the trace has no size.
+
+    ``bus_bytes_per_s`` is the bus bandwidth of the fastest, which waited for other ranks the least; None where the
+    trace does not tell how many ranks took part.
+    """
 
     name: str
     group: str
@@ -159,6 +163,7 @@ class CollectiveTotals(msgspec.Struct, frozen=True, kw_only=True):
     max_ns: int
     exposed_ns: int
     longest_start_ns: int | None = None
+    bus_bytes_per_s: float | None = None
 
 
 class Copies(msgspec.Struct, frozen=True, kw_only=True):

@@ -182,6 +182,7 @@ def _transfers(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
         Field("exposed", "ns", lambda kind: kind.exposed_ns, "with no compute running"),
         Field("median", "ns", lambda kind: kind.median_ns, priority=1),
         Field("max", "ns", lambda kind: kind.max_ns, priority=2),
+        Field("bus bandwidth", "bytes/s", lambda kind: kind.bus_bytes_per_s, "of the fastest", priority=3),
     )
     yield from filled(
         Table(f"copies-{number}", f"Memory copies{name}"),

@@ -107,7 +107,9 @@ KINDS: Final = {
     "all_to_all": ("alltoall", "sendrecv"),
 }
 OVERLAPPED: Final = (0.0, 1.0)
-COLLECTIVE_NUMBERS: Final = ("name", "group", "bytes_each", "count", "exposed_ns", "median_ns", "max_ns")
+COLLECTIVE_NUMBERS: Final = (
+    "name", "group", "bytes_each", "count", "exposed_ns", "median_ns", "max_ns", "bus_bytes_per_s",
+)  # fmt: skip
 
 
 def communication_exposed(trace: TraceReport) -> Finding | None:
@@ -181,7 +183,11 @@ def _shown(collective: CollectiveTotals) -> str:
     if collective.count > 1:
         each = f"median {format_ns(collective.median_ns)}, max {format_ns(collective.max_ns)}, "
     exposed = format_ns(collective.exposed_ns)
-    return f"{_plain(collective.name)}{size}, {times(collective.count)}, {each}{exposed} exposed"
+    fastest = ""
+    # A small one takes as long as its start-up.
+    if collective.bus_bytes_per_s is not None and (collective.bytes_each or 0) >= SMALL_BYTES:
+        fastest = f", up to {format_bytes(collective.bus_bytes_per_s)}/s of bus bandwidth"
+    return f"{_plain(collective.name)}{size}, {times(collective.count)}, {each}{exposed} exposed{fastest}"
 
 
 def _kind(collective: CollectiveTotals) -> str:

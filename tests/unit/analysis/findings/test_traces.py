@@ -17,6 +17,7 @@ from lightning_memprof.analysis.trace.model import (
     Synchronization,
     TraceReport,
 )
+from lightning_memprof.units import GIB
 from trace_reports import MS, START, STEP_NS, call, collective, gpu_times, idle, kernel, trace
 
 
@@ -224,6 +225,20 @@ def test_exposed_communication_names_the_collective_its_size_and_overlap() -> No
     assert "20% of all communication overlaps kernels; all_reduce of 25.0 MiB, 10 times" in finding.why
     assert "bucket_cap_mb" in finding.next_steps[0]
     assert finding.numbers["collectives"][0]["bytes_each"] == 25 << 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"bus_bytes_per_s": 3.0 * GIB}, "exposed, up to 3.00 GiB/s of bus bandwidth."),
+        ({"bus_bytes_per_s": 3.0 * GIB, "bytes_each": 4096}, "exposed."),
+        ({}, "exposed."),
+    ],
+)
+def test_a_large_collective_tells_what_bandwidth_it_reached(changes: dict[str, Any], told: str) -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
+    finding = found(trace(gpu_window=times, collectives=(collective(**changes),)))["communication_exposed"]
+    assert finding.why.endswith(told)
 
 
 @pytest.mark.parametrize(

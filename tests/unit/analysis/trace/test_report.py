@@ -228,6 +228,33 @@ def test_a_collective_is_known_by_its_arguments_and_by_what_launched_it(tmp_path
     ]
 
 
+@pytest.mark.parametrize(
+    ("collective", "elements", "ranks", "of_the_whole"),
+    [
+        ("allreduce", (1000, 1000), 4, 2 * 3 / 4),
+        ("_allgather_base", (250, 1000), 4, 3 / 4),
+        ("_reduce_scatter_base", (1000, 250), 4, 3 / 4),
+        ("alltoall_base", (1000, 1000), 8, 7 / 8),
+        ("broadcast", (1000, 1000), 4, None),
+        ("allreduce", (1000, 1000), 1, None),
+        ("allreduce", (1000, 1000), None, None),
+    ],
+)
+def test_the_bus_bandwidth_is_that_of_the_fastest_and_of_the_whole_tensor(
+    tmp_path: Path, collective: str, elements: tuple[int, int], ranks: int | None, of_the_whole: float | None
+) -> None:
+    sent, received = elements
+    told: dict[str, Any] = {
+        "Collective name": collective, "In msg nelems": sent, "Out msg nelems": received, "dtype": "Float",
+        "Process Group Name": "dp", "Group size": ranks,
+    }  # fmt: skip
+    kernels = [event("kernel", "ncclDevKernel", start, end, STREAM, **told) for start, end in ((0, 10), (20, 50))]
+    (found,) = report(tmp_path, *kernels).collectives
+    assert found.bytes_each == 4000
+    # 4,000 bytes in 10 µs
+    assert found.bus_bytes_per_s == (None if of_the_whole is None else pytest.approx(4e8 * of_the_whole))
+
+
 def test_the_median_of_two_collectives_lies_between_them(tmp_path):
     told: dict[str, Any] = {"Collective name": "allreduce", "In msg nelems": 256, "dtype": "Float"}
     kernels = [event("kernel", "ncclDevKernel", start, end, STREAM, **told) for start, end in ((0, 10), (20, 50))]
