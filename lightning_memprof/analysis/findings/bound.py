@@ -89,7 +89,7 @@ OWNED: Final[Mapping[str, tuple[TimePart, ...]]] = {
 # Also a late rank that the program did not cause decides what the others do.
 MEETING: Final[Mapping[str, TimePart]] = {"waiting for other ranks": "rank_wait", "communication": "collective"}
 # A Trainer that has reached max_epochs ends a second fit at once.
-SECOND_FIT: Final = "; a Trainer that has reached max_epochs needs a larger one"
+SECOND_FIT: Final = "; if the Trainer has reached max_epochs, increase max_epochs"
 
 
 def nothing_found(facts: Facts) -> Finding:

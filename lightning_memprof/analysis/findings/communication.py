@@ -148,9 +148,13 @@ FEW_STEPS: Final = 3
 EXPLAINS: Final = 0.3
 # Differences of the late rank that explain its lateness, by the time in which they show.
 LATE_BY: Final = {
-    "kernels": "Rank {rank} computes for {own}, the others for {others}: compare its batches, clock rate and heat.",
+    "kernels": (
+        "Rank {rank} computes for {own}, the others for {others}: compare its batches, clock rate and temperature."
+    ),
     "data": "Rank {rank} waits for data for {own}, the others for {others}: check its samples, disk and workers.",
-    "host": "The GPU of rank {rank} waits for its host for {own}, the others for {others}: compare what it runs there.",
+    "host": (
+        "The GPU of rank {rank} waits for its host for {own}, the others for {others}: compare what that host runs."
+    ),
 }
 
 

@@ -170,7 +170,7 @@ def workers_restart(facts: Facts) -> Finding | None:
             f"{facts.on_rank(rank)} (persistent_workers=False)."
         ),
         why=(
-            f"{format_ns(ns / count)} between two epochs, one in {1 / count:,.0f} steps"
+            f"{format_ns(ns / count)} between epochs, once every {1 / count:,.0f} steps"
             f"{f'; {_settings(loader)}' if loader else ''}."
         ),
         next_steps=(KEEP_WORKERS, "Make epochs longer: several passes over the data set in one epoch."),
@@ -233,7 +233,7 @@ def _start_of(facts: Facts, rank: Rank) -> Finding | None:
             f"{format_ns(delay_ns)}, {percent(delay_ns / run_ns)} of the run."
         ),
         why=(
-            f"A worker waits {format_ns(waited_ns)} for a core by its first sample; later steps wait "
+            f"When first measured, a worker had waited {format_ns(waited_ns)} for a core; later steps wait "
             f"{format_ns(usual_ns)} for a batch{held}."
         ),
         next_steps=(f"Use DataLoader(num_workers={wanted}): {needs or 'not more than there are cores'}.",),

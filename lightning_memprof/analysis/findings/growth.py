@@ -127,7 +127,9 @@ def memory_growth(facts: Facts) -> Finding | None:
     if survivors and (holder is not None or cause is None):
         shown.append(survivors[0].shown)
     full = steps_until_full(facts, rank, growth.bytes_per_step, on_host=source == RSS)
-    shown += [] if full is None else [f"At this rate it is full {full:,} steps later, before the training ends."]
+    shown += (
+        [] if full is None else [f"At this rate memory is full after {full:,} more steps, before the training ends."]
+    )
     return Finding(
         rule="memory_growth",
         severity=Severity.INFO

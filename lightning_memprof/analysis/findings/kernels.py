@@ -248,7 +248,7 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
         sentence=(
             f"{'32-bit attention takes' if is_attention else '32-bit matrix multiplications without tensor cores take'}"
             f" {percent(share)} of the computing time{f', in {where}' if where else ''}"
-            f"{', beside half precision' if is_mixed else ''}{on_rank(trace)}."
+            f"{', in a program that uses half precision elsewhere' if is_mixed else ''}{on_rank(trace)}."
         ),
         why=(
             f"{format_ns(ordinary_ns)} of {format_ns(compute_ns)} in kernels, "
@@ -381,7 +381,7 @@ def unfused_attention(trace: TraceReport) -> Finding | None:
         ),
         why=(
             f"{', '.join(f'{name} takes {format_ns(found[name])}' for name in most[:SHOWN])}; the softmax runs "
-            f"{times(round(often * ledger.steps))}, beside {round(products * ledger.steps):,} batched products."
+            f"{times(round(often * ledger.steps))}, with {round(products * ledger.steps):,} batched products."
         ),
         next_steps=remedies(trace, FUSED_ATTENTION, *FUSE[:1]),
         evidence=seen_in(trace),

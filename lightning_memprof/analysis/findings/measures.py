@@ -331,7 +331,7 @@ def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
         free = max((cores - here) / here, 1.0)
         if cost.step_on(free) > step_ns:
             return (
-                f"Make {method} faster: {times}, and {format_ns(cost.cpu_ns)} of a batch are computing. More workers "
+                f"Make {method} faster: {times}, {format_ns(cost.cpu_ns)} of it computing. More workers "
                 f"do not help on {format_count(cores, 'core')}."
             )
     if wanted <= number:
@@ -339,7 +339,7 @@ def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
     if cores is not None and wanted > MANY_PER_CORE * max(cores, number):
         return f"Make {method} faster: {times}; {wanted} workers would keep up, too many for {cores} cores."
     blocked = "" if cost.is_cpu_bound else f", mostly waiting for disk, network, a lock or sleep in {method}"
-    return f"Use DataLoader(num_workers={wanted}): {times}{blocked}; the quotient is {cost.fetch_ns / step_ns:.1f}."
+    return f"Use DataLoader(num_workers={wanted}): {times}{blocked}; {cost.fetch_ns / step_ns:.1f} workers keep up."
 
 
 def line_of_samples(rank: Rank, part: tuple[str, str] | None) -> Spot | None:
@@ -373,13 +373,18 @@ def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
 
 # With less of the machine in use there are free cores.
 IS_FULL: Final = 0.8
-OTHERS: Final = "Find them with top: end them, let them wait (renice 19 -p PID), or move them to other cores (taskset)."
+OTHERS: Final = (
+    "Find the processes that use the cores (top): end them, lower their priority (renice 19 -p PID), or move them to "
+    "other cores (taskset)."
+)
 LIMIT: Final = (
     "Give the container or job more than its {quota:g} of {cores} cores (cpu.max, --cpus), or use fewer threads and "
     "DataLoader workers."
 )
 FEWER_WORKERS: Final = "Use fewer worker processes: DataLoader(num_workers={count}) for {cores} cores."
-FEWER_THREADS: Final = "Leave them a core: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
+FEWER_THREADS: Final = (
+    "Leave a core for the other processes: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
+)
 
 
 CHEAPER_FETCH: Final = (

@@ -240,8 +240,8 @@ def retained_graph(facts: Facts) -> Finding | None:
             ),
             why=(
                 f"A step saves {format_bytes(saved.total_bytes)} of activations; at the peak, {format_bytes(kept)} "
-                f"of the forward before are live, {percent(once.share)} of {format_bytes(ledger.peak_bytes)}: "
-                "retain_graph=True keeps a graph, and a stored loss or output holds it."
+                f"from the previous forward are live, {percent(once.share)} of {format_bytes(ledger.peak_bytes)}: "
+                "retain_graph=True or a stored loss or output keeps its graph."
             ),
             next_steps=(RETAINED,),
             evidence=facts.pulse_and_trace(rank),

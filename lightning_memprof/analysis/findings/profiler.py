@@ -77,7 +77,10 @@ Told = tuple[str, str, str]
 WITHOUT_WORKERS: Final = "Run with DataLoader(num_workers=0): the main process then shows the error with its line."
 # By exit code; a signal's number with a minus sign.
 DEATHS: Final = {
-    -9: "The kernel kills what exceeds the memory: use fewer workers; `dmesg | grep -i oom` on the node tells.",
+    -9: (
+        "The kernel kills processes when memory runs out: use fewer workers; `dmesg | grep -i oom` on the node "
+        "confirms it."
+    ),
     -7: "Shared memory is full: enlarge /dev/shm (docker run --shm-size=8g), or use fewer workers.",
 }
 
@@ -201,8 +204,8 @@ def _in_figures(facts: Facts, rank: Rank, statistics: PulseStatistics) -> Findin
         severity=Severity.WARNING if share >= SEVERE_SHARE and statistics.used >= MIN_USED else Severity.INFO,
         sentence=f"Recording takes {percent(share)} of the steps that the figures come from{facts.on_rank(rank)}.",
         why=(
-            f"{len(steps)} of the {statistics.used} steps are in windows; the marks take {format_ns(overhead_ns)} of a "
-            f"{format_ns(statistics.mean_ns)} step, and operators are slower there too."
+            f"{len(steps)} of the {statistics.used} steps are in windows; profiler overhead is "
+            f"{format_ns(overhead_ns)} of a {format_ns(statistics.mean_ns)} step, and operators are slower there too."
         ),
         next_steps=(FEWER, f"{LESS}; {dearest}" if dearest else f"{LESS}."),
         evidence=(facts.pulse(rank, steps), *facts.recorded(rank, "hooks")),

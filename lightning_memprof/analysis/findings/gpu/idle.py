@@ -62,7 +62,7 @@ DOING: Final[dict[Cause, str]] = {
     "queue": "the next kernel is queued and does not start",
 }
 BETWEEN: Final = "mostly in the short gaps between kernels that are queued"
-UNSEEN: Final = "the host does what was not recorded"
+UNSEEN: Final = "the host does unrecorded work"
 # Fewer gaps than one for so many kernels are not from launches: those come before nearly each kernel.
 KERNELS_PER_GAP: Final = 20
 # The Python around a launch takes less.
@@ -103,7 +103,7 @@ LAUNCH_NEXT: Final = (
 UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",)
 
 
-SAVE: Final = ("Save checkpoints less often, or beside the steps: torch.distributed.checkpoint.async_save.",)
+SAVE: Final = ("Save checkpoints less often, or in the background: torch.distributed.checkpoint.async_save.",)
 SAVES: Final = re.compile("checkpoint|state_dict", re.IGNORECASE)
 # Ranges that are the training itself.
 OF_A_STEP: Final = re.compile("forward|backward|step|optim|grad|batch|epoch", re.IGNORECASE)

@@ -154,7 +154,8 @@ def _transfer(trace: TraceReport, copies: Copies) -> Finding | None:
 MOST: Final = 0.5
 SEND_LESS: Final = "Copy fewer bytes: uint8 images, bfloat16 tensors, int32 indices; keep what fits on the GPU."
 SIDE: Final = (
-    "Copy beside the kernels: start each copy in a torch.cuda.Stream() early, and wait for its event at the use."
+    "Overlap copies with kernels: start each copy early in a torch.cuda.Stream(), and wait for its event before using "
+    "it."
 )
 
 

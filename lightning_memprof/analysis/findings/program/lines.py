@@ -225,9 +225,9 @@ def costly_line(facts: Facts) -> Finding | None:
             f"{function} ({line.place}) takes {ledger.share_text(ns)}{facts.on_rank(rank)}: `{source_of(line)}`."
         ),
         why=(
-            f"{format_ns(ns)} of {ledger.length_text}: such lines have "
+            f"{format_ns(ns)} of {ledger.length_text}: these lines take "
             f"{percent(ns / ledger.ns(*OF_TRAINING_STEP, *(('backward',) if _is_backward(line) else ())))} of "
-            "training_step."
+            "the time of training_step."
         ),
         next_steps=tuple(dict.fromkeys(each.format(name=function) for each in (step, CHEAPER))),
         evidence=facts.pulse_and_trace(rank),

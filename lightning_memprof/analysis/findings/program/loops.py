@@ -17,7 +17,7 @@ from lightning_memprof.analysis.findings.program.passes import ALL_GRADIENTS
 from lightning_memprof.analysis.ledger.model import grouped, total
 from lightning_memprof.analysis.steps.events import rank_events
 from lightning_memprof.artifacts.series import ThroughputRow
-from lightning_memprof.units import format_bytes, format_ns, percent
+from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -223,8 +223,8 @@ def small_batch(facts: Facts) -> Finding | None:
     return Finding(
         rule="small_batch",
         sentence=(
-            f"Small batch: {ledger.share_text(fixed)} is overhead that more than "
-            f"{samples} sample{'s' * (samples > 1)} would share{facts.on_rank(rank)}."
+            f"Small batch ({format_count(samples, 'sample')}): {ledger.share_text(fixed)} is overhead that does not "
+            f"depend on the batch size{facts.on_rank(rank)}."
         ),
         why=(
             f"Of a {format_ns(ledger.step_ns)} step, "

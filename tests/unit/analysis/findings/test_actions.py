@@ -228,7 +228,7 @@ def test_workers_that_restart_in_each_epoch_are_found_by_the_time_between_epochs
     assert ("workers_restart" in findings) == is_found
     if is_found:
         assert "persistent_workers=True" in findings["workers_restart"].next_steps[0]
-        assert "one in 5 steps" in findings["workers_restart"].why
+        assert "once every 5 steps" in findings["workers_restart"].why
 
 
 def test_another_profiler_in_the_training_is_found(tmp_path: Path) -> None:

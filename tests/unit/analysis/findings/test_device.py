@@ -170,7 +170,10 @@ def test_copies_from_pageable_memory_are_found_and_pinned_ones_are_not(tmp_path:
 
 @pytest.mark.parametrize(
     ("copy_us", "saved_us", "severity", "first"),
-    [(1_500, 1_500, Severity.WARNING, "Copy beside"), (30_000, 15_000, Severity.CRITICAL, "Copy fewer bytes")],
+    [
+        (1_500, 1_500, Severity.WARNING, "Overlap copies with kernels"),
+        (30_000, 15_000, Severity.CRITICAL, "Copy fewer bytes"),
+    ],
 )
 def test_pinned_copies_that_kernels_wait_for_are_found(
     tmp_path: Path, copy_us: int, saved_us: int, severity: Severity, first: str
@@ -368,7 +371,7 @@ def test_one_long_gap_in_each_step_is_not_launch_bound(tmp_path: Path, seen: boo
         made.events = [event for event in made.events if event["cat"] in {"kernel", "cuda_runtime"}]
     finding = found(made.write(tmp_path / "long.pt.trace.json"))["gpu_idle"]
     assert finding.numbers["launch_bound"] is False
-    doing = "runs Python outside operators" if seen else "does what was not recorded"
+    doing = "runs Python outside operators" if seen else "does unrecorded work"
     assert f"mostly while the host {doing}, half of it in gaps of 8.0" in finding.sentence
     assert finding.next_steps[0].startswith("Record the Python stacks" if seen else "Record the host too")
 

@@ -47,7 +47,7 @@ def test_without_a_trace_the_next_step_is_to_record_one(tmp_path: Path) -> None:
 def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(steps=0, windows=()))))
     assert said.sentence == "No step was measured."
-    assert said.next == "Train for some steps; a Trainer that has reached max_epochs needs a larger one."
+    assert said.next == "Train for some steps; if the Trainer has reached max_epochs, increase max_epochs."
 
 
 def test_few_steps_are_too_few_to_judge(tmp_path: Path) -> None:
@@ -575,7 +575,7 @@ def test_on_a_machine_with_free_cores_a_cpu_limit_that_is_used_up_is_the_cause(
     else:
         # Others had the cores in steps that were not recorded.
         assert finding.sentence.startswith("The training thread waits 40%")
-        assert finding.next_steps[0].startswith("Find them with top")
+        assert finding.next_steps[0].startswith("Find the processes that use the cores (top)")
         assert finding.severity is Severity.INFO
 
 

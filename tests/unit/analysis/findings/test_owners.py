@@ -388,7 +388,7 @@ def test_freed_memory_that_fills_the_machine_before_the_training_ends_is_a_warni
     finding = finding_of(directory, "memory_growth")
     assert finding is not None
     assert finding.severity is severity
-    assert ("steps later, before the training ends." in finding.why) == (severity is Severity.WARNING)
+    assert ("more steps, before the training ends." in finding.why) == (severity is Severity.WARNING)
 
 
 def test_memory_that_no_python_object_refers_to_is_named(tmp_path: Path) -> None:

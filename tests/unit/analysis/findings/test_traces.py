@@ -368,7 +368,11 @@ def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None
 @pytest.mark.parametrize(
     ("half_ns", "sentence", "advice"),
     [
-        (MS, "80% of the computing time, in blocks.0.attention, beside half precision.", "Let autocast run it in half"),
+        (
+            MS,
+            "80% of the computing time, in blocks.0.attention, in a program that uses half precision elsewhere.",
+            "Let autocast run it in half",
+        ),
         (MS // 10, "98% of the computing time, in blocks.0.attention.", "Train in mixed precision"),
     ],
     ids=["in a mixed training", "beside a few casts"],
@@ -648,7 +652,7 @@ def test_operators_on_the_attention_matrix_are_those_that_run_as_often_and_as_lo
         "Unfused attention: softmax and other operators on the attention matrix take 20% of each step."
     )
     assert finding.numbers["operators"] == ["aten::div", "aten::_softmax", "aten::native_dropout"]
-    assert "the softmax runs 60 times, beside 120 batched products" in finding.why
+    assert "the softmax runs 60 times, with 120 batched products" in finding.why
     assert "scaled_dot_product_attention" in finding.next_steps[0]
     assert finding.recovers is not None
     assert finding.recovers.min == pytest.approx(10 * MS)
