@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from lightning_memprof.artifacts.rows import DAMAGE
 from lightning_memprof.artifacts.series import MAX_DIGITS, PULSE_COLUMNS, PulseRow
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Of the first version; later ones have more.
 _FIRST_COLUMNS: Final = PULSE_COLUMNS.index("device_other_ns") + 1

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from lightning_memprof.artifacts.rows import Int64, Row
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
 
 PHASES: Final = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
 # Actions of the pulse that Lightning does not have: time outside all actions, GC pauses, the collectors' work at marks.

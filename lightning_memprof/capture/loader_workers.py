@@ -16,29 +16,24 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from mmap import mmap
 from multiprocessing import process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from struct import pack, unpack_from
 from time import perf_counter_ns, process_time_ns, sleep
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lightning_memprof.capture import loader_calls, observe
 from lightning_memprof.capture.loader_calls import Calls, name_of, timed_calls
 from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.assignments import is_library
-from lightning_memprof.capture.threads import calls_of_thread, line_of
+from lightning_memprof.capture.threads import Call, calls_of_thread, line_of
 from lightning_memprof.capture.torch_internals import _IterableDatasetFetcher, _MapDatasetFetcher, _utils
 from lightning_memprof.units import KIB
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from multiprocessing.process import BaseProcess
-
-    from lightning_memprof.capture.threads import Call
 
 # Bound when no worker has started: in a forked one torch's module has ours.
 _TORCH_LOOP: Final[Any] = getattr(getattr(_utils, "worker", None), "_worker_loop", None)

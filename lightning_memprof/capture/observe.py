@@ -14,16 +14,12 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType, FunctionType
+from typing import Any, Final
 
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
-
 
 _LINK: Final = "_memprof_link"
 

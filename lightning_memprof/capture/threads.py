@@ -10,21 +10,19 @@ import os
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from itertools import accumulate, chain, compress, repeat, starmap, takewhile, tee
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from types import CodeType
+from typing import Any, Final, NamedTuple, TypeVar
 
 from lightning_memprof.artifacts.secrets import masking
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow, ProcessRow
 from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.sources.user_hooks import hook_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from types import CodeType
 
 # Of a core.
 _NOTABLE: Final = 0.05

@@ -8,10 +8,10 @@ import logging
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -30,13 +30,8 @@ from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.simulation import Variation, simulate
 from lightning_memprof.estimation.trainer import Fit
 from lightning_memprof.estimation.wanted import Wanted
+from lightning_memprof.report.document import Document
 from lightning_memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.report.document import Document
-
 
 # torch's message about a tensor of LargeOnMeta.
 _NO_DATA: Final = "Cannot copy out of meta tensor"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +19,6 @@ from lightning_memprof.capture.torch_internals import (
     _storage_Use_Count,
     tree_leaves,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
 
 _IMAGES: Final = 4
 # Sizes of attention's blocks, in rows and columns; 16 bytes of each tile are its lock.

@@ -12,9 +12,9 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -32,10 +32,10 @@ from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.estimation.changes import Change
 from lightning_memprof.estimation.construction import batch_tensors, with_tensors
 from lightning_memprof.estimation.program_lines import LOOPS, failure_line
-from lightning_memprof.estimation.ranks import ranks_of
-from lightning_memprof.estimation.requests import Demand, demand
+from lightning_memprof.estimation.ranks import Ranks, ranks_of
+from lightning_memprof.estimation.requests import Demand, StorageLog, demand
 from lightning_memprof.estimation.simulated_device import Target
-from lightning_memprof.estimation.storages import Values
+from lightning_memprof.estimation.storages import Assumed, StorageTracer, Values
 from lightning_memprof.estimation.trainer import (
     STEPS,
     Ended,
@@ -46,14 +46,6 @@ from lightning_memprof.estimation.trainer import (
     trainer_options,
 )
 from lightning_memprof.units import format_count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from lightning_memprof.estimation.ranks import Ranks
-    from lightning_memprof.estimation.requests import StorageLog
-    from lightning_memprof.estimation.storages import Assumed, StorageTracer
-
 
 _POINTS: Final = 300
 _PATIENCE_S: Final = 5.0

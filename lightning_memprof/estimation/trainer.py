@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -28,8 +28,10 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_memprof.capture.observe import wrapped
@@ -41,22 +43,11 @@ from lightning_memprof.estimation.construction import (
     with_tensors,
     without_data,
 )
-from lightning_memprof.estimation.ranks import offloaded
-from lightning_memprof.estimation.simulated_device import NAME
+from lightning_memprof.estimation.ranks import DDPBuckets, Ranks, offloaded
+from lightning_memprof.estimation.simulated_device import NAME, Target
 from lightning_memprof.estimation.storages import StorageTracer, Values
 from lightning_memprof.integration.callback import MemProfilerCallback
 from lightning_memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
-
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
-
-    from lightning_memprof.estimation.ranks import DDPBuckets, Ranks
-    from lightning_memprof.estimation.simulated_device import Target
-
 
 STEPS: Final = 3
 """The second step has the optimizer's state; the third has the allocator's cache of a whole one before it."""

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
+from typing import Any, Final, Literal, TextIO
 
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memprof.capture.base import Collector
+from lightning_memprof.capture.base import Collector, Position
 from lightning_memprof.capture.budget import Budget
 from lightning_memprof.capture.named_snapshots import NamedSnapshots, printable
 from lightning_memprof.capture.sources.growth import holders_of
 from lightning_memprof.capture.triggers.watch import Triggers, check_steps
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.integration.adapter import Adapter
+from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.loggers import send_report
 from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
 from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE, options_fault
@@ -35,13 +36,6 @@ from lightning_memprof.integration.settings import (
 )
 from lightning_memprof.report.summary import print_summary
 from lightning_memprof.schedule import Schedule, StageSchedules
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.capture.base import Position
-    from lightning_memprof.integration.attachment import Attachment
-
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,10 @@ import tempfile
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_memprof.artifacts.files import open_plain
@@ -23,9 +24,6 @@ from lightning_memprof.artifacts.remote import check_url, claim_url, is_url, url
 from lightning_memprof.artifacts.secrets import has_password
 from lightning_memprof.artifacts.sink import RunPlace, Sink, claim_run_place
 from lightning_memprof.errors import MemprofError
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
 

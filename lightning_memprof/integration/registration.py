@@ -13,11 +13,8 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from types import FrameType
-
+from types import FrameType
+from typing import Any, Final
 
 log = logging.getLogger(__name__)
 

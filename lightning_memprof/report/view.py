@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from lightning_memprof.analysis.findings import Facts, Finding, Verdict, conclude, examine
 from lightning_memprof.analysis.ledger.growth import left_by_windows
+from lightning_memprof.analysis.ledger.memory import ByteLedger
+from lightning_memprof.analysis.ledger.model import TimeLedger
+from lightning_memprof.analysis.ledger.peaks import Peaks
+from lightning_memprof.analysis.memory.model import WindowAllocations
 from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
 from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.analysis.ranks.hangs import first_exception
+from lightning_memprof.analysis.ranks.report import RankReport
 from lightning_memprof.analysis.run.locate import (
     find_run,
     is_run_directory,
@@ -21,7 +28,9 @@ from lightning_memprof.analysis.run.locate import (
     shown_place,
     trace_directory,
 )
-from lightning_memprof.analysis.run.problems import Note
+from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
+from lightning_memprof.analysis.run.problems import Note, Problem
+from lightning_memprof.analysis.snapshot.report import SnapshotReport
 from lightning_memprof.analysis.steps.events import StepEvents, rank_events
 from lightning_memprof.analysis.steps.pauses import Pauses, pauses
 from lightning_memprof.analysis.steps.statistics import (
@@ -33,6 +42,7 @@ from lightning_memprof.analysis.steps.statistics import (
 )
 from lightning_memprof.analysis.steps.system import RankSystem, systems
 from lightning_memprof.analysis.steps.throughput import RankThroughput, throughputs
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.analysis.trial import Trial, tried_words
 from lightning_memprof.artifacts.files import read_object
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, TRIED, parse_numbered
@@ -40,21 +50,6 @@ from lightning_memprof.artifacts.series import HangRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.document import Command
 from lightning_memprof.report.named import NamedMoment, named_moments
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from lightning_memprof.analysis.ledger.memory import ByteLedger
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.ledger.peaks import Peaks
-    from lightning_memprof.analysis.memory.model import WindowAllocations
-    from lightning_memprof.analysis.ranks.report import RankReport
-    from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
-    from lightning_memprof.analysis.run.problems import Problem
-    from lightning_memprof.analysis.snapshot.report import SnapshotReport
-    from lightning_memprof.analysis.trace.model import TraceReport
-
 
 ShownStatus = Literal["finished", "exception", "running or killed", "did not start"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -70,13 +70,9 @@ from lightning_memprof.analysis.findings.snapshot import (
     pending_frees,
     private_pools,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
-    from lightning_memprof.analysis.trace.model import TraceReport
+from lightning_memprof.analysis.run.model import Run
+from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
+from lightning_memprof.analysis.trace.model import TraceReport
 
 __all__ = [
     "NOTHING_FOUND",

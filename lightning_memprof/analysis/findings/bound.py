@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import shlex
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
@@ -45,22 +46,16 @@ from lightning_memprof.analysis.findings.traces import (
     times,
     total_ns,
 )
-from lightning_memprof.analysis.ledger.model import total
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
 from lightning_memprof.analysis.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.analysis.ledger.work import all_pairs
 from lightning_memprof.analysis.ranks.hangs import first_exception
 from lightning_memprof.analysis.run.locate import shown_path, shown_place
+from lightning_memprof.analysis.run.model import Rank, Run
+from lightning_memprof.analysis.snapshot.report import SnapshotReport
 from lightning_memprof.analysis.trace.intervals import length, union
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.units import format_count, format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart
-    from lightning_memprof.analysis.run.model import Rank, Run
-    from lightning_memprof.analysis.snapshot.report import SnapshotReport
-    from lightning_memprof.analysis.trace.model import TraceReport
-
 
 # In fewer steps the first ones, which are not typical, are most of the run.
 FEW_STEPS: Final = 5

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.analysis.findings.measures import ranks_on_host, torch_threads
 from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, SHORT_STEP_NS, Facts, Finding, Recovery
-from lightning_memprof.analysis.ledger.model import total
+from lightning_memprof.analysis.ledger.model import TimeLedger, total
+from lightning_memprof.analysis.run.model import Rank
+from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.units import MIB, format_bytes, format_count, format_ns, percent
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
-
 
 # Half as many numbers fit into a vector register and through memory: operators on float64 take about twice the time on
 # a CPU, and up to 64 times on GPUs without float64 units.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -16,26 +17,21 @@ from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, 
 from lightning_memprof.analysis.ledger.growth import (
     MIN_BYTES,
     SHORT_RUN_STEPS,
+    Growth,
     Holders,
     assigned_in,
     held_growth,
     steady_growth,
     who_holds,
 )
+from lightning_memprof.analysis.memory.model import Site, WindowAllocations
+from lightning_memprof.analysis.memory.report import RankMemory
+from lightning_memprof.analysis.run.model import ArtifactFile, Rank
+from lightning_memprof.analysis.snapshot.report import DeviceReport
 from lightning_memprof.analysis.steps.events import action_name
 from lightning_memprof.artifacts.naming import holders_name
 from lightning_memprof.artifacts.series import ActionMemoryRow, HolderRow, HookRow, ThroughputRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from lightning_memprof.analysis.ledger.growth import Growth
-    from lightning_memprof.analysis.memory.model import Site, WindowAllocations
-    from lightning_memprof.analysis.memory.report import RankMemory
-    from lightning_memprof.analysis.run.model import ArtifactFile, Rank
-    from lightning_memprof.analysis.snapshot.report import DeviceReport
-
 
 SEVERE_SHARE: Final = 0.5
 # Allocations of these phases live across steps in every training run.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -21,18 +22,11 @@ from lightning_memprof.analysis.findings.model import (
 )
 from lightning_memprof.analysis.findings.modules import operator_family
 from lightning_memprof.analysis.findings.program.python import ONCE, work_of
-from lightning_memprof.analysis.ledger.model import total
-from lightning_memprof.analysis.steps.pauses import pauses
+from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
+from lightning_memprof.analysis.run.model import Rank
+from lightning_memprof.analysis.steps.pauses import Pauses, pauses
 from lightning_memprof.artifacts.series import GC_PAUSE
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.steps.pauses import Pauses
-
 
 # Below this share of a step there is nothing to gain; an action needs some time, too: the Trainer's own hooks and its
 # progress bar take a millisecond per step, which is much of a short one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.analysis.findings.compute import FOREACH
 from lightning_memprof.analysis.findings.model import Finding, Recovery, Severity
@@ -23,11 +23,8 @@ from lightning_memprof.analysis.findings.traces import (
     total_ns,
 )
 from lightning_memprof.analysis.ledger.model import grouped
+from lightning_memprof.analysis.trace.model import HostOperators, Kernel, TraceReport
 from lightning_memprof.units import format_ns, percent
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.model import HostOperators, Kernel, TraceReport
-
 
 SHOWN: Final = 3
 

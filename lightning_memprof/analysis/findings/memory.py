@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
 from msgspec.structs import replace
 
 from lightning_memprof.analysis.findings.growth import dataset_name
 from lightning_memprof.analysis.findings.measures import sample_method
-from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity, recovered
+from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity, recovered
 from lightning_memprof.analysis.ledger.growth import copied_on_write, validation_growth, worker_growth
+from lightning_memprof.analysis.ledger.memory import ByteLedger
+from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup
+from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
 from lightning_memprof.analysis.oom.autopsy import autopsies
 from lightning_memprof.analysis.oom.causes import CAUSES
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import VALIDATION, action_name
 from lightning_memprof.artifacts.naming import processes_name
 from lightning_memprof.artifacts.series import UNTRACKED, ProcessRow
 from lightning_memprof.units import GIB, MIB, format_bytes, format_count, format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_memprof.analysis.findings.model import Recovery
-    from lightning_memprof.analysis.ledger.memory import ByteLedger
-    from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup
-    from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
-    from lightning_memprof.analysis.run.model import Rank
-
 
 # A smaller category fits everywhere.
 MIN_BYTES: Final = 64 * MIB

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Container, Iterable, Mapping
+from typing import Final
 
 import msgspec
 
@@ -13,17 +14,11 @@ from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, R
 from lightning_memprof.analysis.ledger.growth import steady_growth
 from lightning_memprof.analysis.ledger.host import MAX_FORWARDS
 from lightning_memprof.analysis.ledger.memory import UNATTRIBUTED
-from lightning_memprof.analysis.ledger.model import grouped, total
+from lightning_memprof.analysis.ledger.model import TimeLine, grouped, total
+from lightning_memprof.analysis.memory.model import DeviceAllocations
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
-
-    from lightning_memprof.analysis.ledger.model import TimeLine
-    from lightning_memprof.analysis.memory.model import DeviceAllocations
-    from lightning_memprof.analysis.run.model import Rank
-
 
 ROOT: Final = "the model"
 # A module with less of its parent's time does not explain it.

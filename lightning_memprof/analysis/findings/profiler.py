@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.analysis.findings.measures import own_ns
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import NOTABLE_SHARE, idle_ns, on_rank, remedies, remedy, seen_in, times
 from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.analysis.ranks.hangs import Difference, Place, call, difference, last_calls, places, usual_call
-from lightning_memprof.analysis.steps.workers import workers
+from lightning_memprof.analysis.run.model import Rank
+from lightning_memprof.analysis.steps.statistics import PulseStatistics
+from lightning_memprof.analysis.steps.workers import Worker, workers
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.artifacts.manifest import OverheadFacts
 from lightning_memprof.artifacts.naming import hang_stacks_name, hangs_name, processes_name
-from lightning_memprof.artifacts.series import PROFILERS, PYTHON_PROFILER, TORCH_PROFILER, CollectiveRow
+from lightning_memprof.artifacts.series import (
+    PROFILERS,
+    PYTHON_PROFILER,
+    TORCH_PROFILER,
+    CollectiveRow,
+    HangRow,
+    PulseRow,
+)
 from lightning_memprof.units import format_bytes, format_count, format_list, format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.steps.statistics import PulseStatistics
-    from lightning_memprof.analysis.steps.workers import Worker
-    from lightning_memprof.analysis.trace.model import TraceReport
-    from lightning_memprof.artifacts.series import HangRow, PulseRow
-
 
 # Why the operator trace is not available: the words of capture and integration.
 OTHER_PROFILER: Final = re.compile(r"its own torch profiler|owns torch\.profiler")

@@ -6,19 +6,22 @@ backward, it belongs to what these run. Operators of backward belong to the modu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, get_args
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
 from lightning_memprof.analysis.ledger.work import operator_work, shaped
 from lightning_memprof.analysis.steps.events import MODULES, action_name, is_profiler, meeting, part_of
-from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind
+from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind, Step, TraceColumns
 from lightning_memprof.analysis.trace.communication import common_name
 from lightning_memprof.analysis.trace.intervals import (
+    Column,
     Intervals,
     difference,
     intersection,
@@ -29,17 +32,7 @@ from lightning_memprof.analysis.trace.intervals import (
     stretches,
     union,
 )
-from lightning_memprof.analysis.trace.modules import HostThreads, Modules
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from lightning_memprof.analysis.trace.columns import Step, TraceColumns
-    from lightning_memprof.analysis.trace.intervals import Column
-    from lightning_memprof.analysis.trace.modules import Tree
-
+from lightning_memprof.analysis.trace.modules import HostThreads, Modules, Tree
 
 _PARTS: Final[tuple[HostPart, ...]] = get_args(HostPart)
 _NODE: Final = "autograd::engine::evaluate_function: "

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Iterable
+from typing import Final, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from lightning_memprof.analysis.memory.activations import patterns
 from lightning_memprof.units import format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 # Below this share of the step the wait for a core changes no figure that people read.
 NOTABLE_WAIT: Final = 0.05

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.ledger.model import TimeLine, total
-from lightning_memprof.analysis.trace.model import IdleCause, Steady
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from lightning_memprof.analysis.ledger.model import TimePart
-    from lightning_memprof.analysis.trace.model import Cause, TraceReport
+from lightning_memprof.analysis.ledger.model import TimeLine, TimePart, total
+from lightning_memprof.analysis.trace.model import Cause, IdleCause, Steady, TraceReport
 
 _BUSY: Final[tuple[TimePart, ...]] = ("compute", "collective", "copy")
 _NOT_OF_PASSES: Final[tuple[TimePart, ...]] = ("idle_data", "cold_start")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -21,15 +22,8 @@ from lightning_memprof.artifacts.naming import (
     pulse_name,
 )
 from lightning_memprof.artifacts.pulse import parse_pulse_row
-from lightning_memprof.artifacts.rows import decode_rows
-from lightning_memprof.artifacts.series import PHASES, HangRow
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from lightning_memprof.artifacts.rows import Row
-    from lightning_memprof.artifacts.series import PulseRow
-
+from lightning_memprof.artifacts.rows import Row, decode_rows
+from lightning_memprof.artifacts.series import PHASES, HangRow, PulseRow
 
 T = TypeVar("T")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import perf_counter_ns, thread_time_ns
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import psutil
 
@@ -24,7 +26,7 @@ from lightning_memprof.artifacts.series import (
     encode_rows,
 )
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnException, OnMark, OnStep
+from lightning_memprof.capture.base import Collector, OnException, OnMark, OnStep, RunContext, StepRecord
 from lightning_memprof.capture.loader_calls import Calls
 from lightning_memprof.capture.loader_workers import (
     WorkerMemory,
@@ -39,20 +41,11 @@ from lightning_memprof.capture.loader_workers import (
     worker_pids,
     worker_times,
 )
-from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.memory import HeapSize, ResidentSize, peak_rss_bytes
 from lightning_memprof.capture.threads import ThreadTimes
 from lightning_memprof.capture.torch_internals import _MultiProcessingDataLoaderIter, _utils
-from lightning_memprof.schedule import Point
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from multiprocessing.process import BaseProcess
-
-    from lightning_memprof.capture.base import RunContext, StepRecord
-    from lightning_memprof.capture.observe import Link
-    from lightning_memprof.schedule import Mark, Window
-
+from lightning_memprof.schedule import Mark, Point, Window
 
 _SIZES: Final = Path("/proc/self/smaps_rollup")
 _HEAP_NS: Final = 50_000

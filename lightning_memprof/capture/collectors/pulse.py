@@ -5,9 +5,13 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, ClassVar, Final
+from pathlib import Path
+from typing import ClassVar, Final
+
+import torch
 
 from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.naming import actions_name, pulse_name
@@ -24,22 +28,13 @@ from lightning_memprof.artifacts.series import (
     encode_rows,
 )
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, OnMark, OnStep
+from lightning_memprof.capture.base import Collector, DeviceTimer, OnMark, OnStep, RunContext, StepRecord
 from lightning_memprof.capture.clock import LoggedTimes, RecentMedian, StepClock, compilations, gc_pauses
 from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes, without_statistics
 from lightning_memprof.capture.threads import CoreWait
 from lightning_memprof.capture.torch_internals import _profiler_enabled, _profiler_type
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    import torch
-
-    from lightning_memprof.capture.base import DeviceTimer, RunContext, StepRecord
-    from lightning_memprof.schedule import Window
-
+from lightning_memprof.schedule import Window
 
 _CHUNK_ROWS: Final = 64
 # What a killed run loses; a write takes about 50 µs.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Finding, Severity
 from lightning_memprof.analysis.findings.snapshot import device_name, recovery_of, seen_in
+from lightning_memprof.analysis.snapshot.replay import Holder
+from lightning_memprof.analysis.snapshot.report import DeviceReport, HeldLine, SnapshotReport
 from lightning_memprof.analysis.stacks import parse_frame
 from lightning_memprof.units import GIB, format_bytes, format_count, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.snapshot.replay import Holder
-    from lightning_memprof.analysis.snapshot.report import DeviceReport, HeldLine, SnapshotReport
 
 # A line with half of the peak is the first to change.
 NOTABLE_HOLDER: Final = 0.5

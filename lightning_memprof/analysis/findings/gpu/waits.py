@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_memprof.analysis.findings.model import Finding, Severity
 from lightning_memprof.analysis.findings.traces import (
@@ -22,10 +22,8 @@ from lightning_memprof.analysis.findings.traces import (
     times,
 )
 from lightning_memprof.analysis.ledger.model import TimePart
+from lightning_memprof.analysis.trace.model import Copies, Synchronization, TraceReport
 from lightning_memprof.units import format_bytes, format_ns, percent
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.model import Copies, Synchronization, TraceReport
 
 KEEP: Final = "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if"
 READS: Final = (

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery
+from lightning_memprof.analysis.ledger.model import TimePart
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import FORWARD
-from lightning_memprof.analysis.steps.lines import MIN_LOOKS, lines, source_of, spots
+from lightning_memprof.analysis.steps.lines import MIN_LOOKS, Spot, lines, source_of, spots
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
 from lightning_memprof.units import format_ns, percent
-
-if TYPE_CHECKING:
-    from lightning_memprof.analysis.ledger.model import TimePart
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.steps.lines import Spot
 
 DECOMPOSE: Final = (
     "Decompose matrices less often, as in every 10th step, or approximate: a power iteration (spectral_norm) for the "

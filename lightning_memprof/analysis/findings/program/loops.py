@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 
@@ -14,19 +15,13 @@ from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery
 from lightning_memprof.analysis.findings.modules import MOSTLY, ROOT, in_compiled, is_wrapped
 from lightning_memprof.analysis.findings.program.lines import has, of_loop, of_spot
 from lightning_memprof.analysis.findings.program.passes import ALL_GRADIENTS
-from lightning_memprof.analysis.ledger.model import grouped, total
-from lightning_memprof.analysis.steps.events import rank_events
+from lightning_memprof.analysis.ledger.memory import ByteLedger
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, grouped, total
+from lightning_memprof.analysis.run.model import Rank
+from lightning_memprof.analysis.steps.events import Event, rank_events
+from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from lightning_memprof.analysis.ledger.memory import ByteLedger
-    from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.steps.events import Event
-    from lightning_memprof.analysis.trace.model import TraceReport
 
 # Batching the calls of a loop saves their dispatch, and lets an operator use all cores: of calls of PARALLEL_NS and
 # longer this part, of shorter ones, which are mostly dispatch, up to all.

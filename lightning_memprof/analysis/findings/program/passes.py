@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
 from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery, Severity
-from lightning_memprof.analysis.ledger.model import total
+from lightning_memprof.analysis.ledger.model import TimeLedger, total
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import rank_events
+from lightning_memprof.artifacts.manifest import OptimizerFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.units import format_bytes, format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.artifacts.manifest import OptimizerFacts
 
 ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
 # Of the gradients that all passes of a step could compute: parameters that a pass does not need are missing.

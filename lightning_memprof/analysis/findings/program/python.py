@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from lightning_memprof.analysis.findings.measures import MOST, OF_VALUES, READS, VIEWS
 from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, Facts, Finding, Recovery
 from lightning_memprof.analysis.findings.program.lines import COPY_LESS, has, of_action, of_spot
-from lightning_memprof.analysis.ledger.model import grouped, total
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, grouped, total
+from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import FORWARD
 from lightning_memprof.analysis.steps.lines import Spot, lines, spots
 from lightning_memprof.artifacts.series import MODULE_CALL, ProcessRow
 from lightning_memprof.units import format_bytes, format_ns, percent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine
-    from lightning_memprof.analysis.run.model import Rank
-
 
 # Calls of operators and modules take some Python everywhere.
 NOTABLE_PYTHON: Final = 0.10
