@@ -8,68 +8,22 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from lightning_memprof.analysis.findings import (
+    communication,
+    compute,
+    data,
+    growth,
+    host,
+    kernels,
+    memory,
+    modules,
+    profiler,
+    snapshot,
+)
 from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files
-from lightning_memprof.analysis.findings.communication import memory_imbalance, straggler, straggler_trace
-from lightning_memprof.analysis.findings.compute import (
-    anomaly_detection,
-    broadcast_loss,
-    dense_embedding,
-    double_precision,
-    idle_cores,
-    optimizer_bound,
-    thread_oversubscription,
-)
-from lightning_memprof.analysis.findings.data import (
-    input_bound,
-    input_bound_trace,
-    padding,
-    worker_start,
-    workers_restart,
-)
-from lightning_memprof.analysis.findings.gpu.allocator import allocator_thrash
-from lightning_memprof.analysis.findings.gpu.collectives import communication_exposed
-from lightning_memprof.analysis.findings.gpu.holders import peak_holder
-from lightning_memprof.analysis.findings.gpu.idle import gpu_idle
-from lightning_memprof.analysis.findings.gpu.waits import blocking_transfers, exposed_copies, synchronization
-from lightning_memprof.analysis.findings.growth import device_memory_growth, memory_growth
-from lightning_memprof.analysis.findings.host import actions_bound, between_steps, core_wait, gc_pauses, slow_steps
-from lightning_memprof.analysis.findings.kernels import (
-    many_small_kernels,
-    many_small_operators,
-    optimizer_loop,
-    tensor_cores_unused,
-    unfused_attention,
-)
-from lightning_memprof.analysis.findings.memory import (
-    activation_peak,
-    data_memory,
-    optimizer_state,
-    out_of_memory,
-    peak_elsewhere,
-    validation_memory,
-    worker_memory,
-)
+from lightning_memprof.analysis.findings.gpu import allocator, collectives, holders, idle, waits
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
-from lightning_memprof.analysis.findings.modules import buffer_broadcast, retained_graph
-from lightning_memprof.analysis.findings.profiler import (
-    hang,
-    other_profiler,
-    profiler_overhead,
-    recording_overhead,
-    worker_died,
-)
-from lightning_memprof.analysis.findings.program.lines import costly_line
-from lightning_memprof.analysis.findings.program.loops import python_loop, small_batch, synced_passes
-from lightning_memprof.analysis.findings.program.passes import double_backward, recomputation, unused_gradients
-from lightning_memprof.analysis.findings.program.python import busy_thread, python_time
-from lightning_memprof.analysis.findings.snapshot import (
-    allocator_churn,
-    allocator_retries,
-    failed_request,
-    fragmentation,
-    pending_frees,
-    private_pools,
-)
+from lightning_memprof.analysis.findings.program import lines, loops, passes, python
 from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.analysis.trace.model import TraceReport
@@ -90,75 +44,75 @@ __all__ = [
 ]
 
 RULES: Final[tuple[Rule, ...]] = (
-    hang,
-    worker_died,
-    out_of_memory,
-    other_profiler,
-    memory_growth,
-    device_memory_growth,
-    worker_memory,
-    validation_memory,
-    retained_graph,
-    allocator_retries,
-    straggler,
-    buffer_broadcast,
-    synced_passes,
-    input_bound,
-    workers_restart,
-    worker_start,
-    padding,
-    anomaly_detection,
-    double_precision,
-    python_loop,
-    costly_line,
-    python_time,
-    broadcast_loss,
-    busy_thread,
-    unused_gradients,
-    double_backward,
-    recomputation,
-    thread_oversubscription,
-    idle_cores,
-    dense_embedding,
-    optimizer_bound,
-    small_batch,
-    actions_bound,
-    core_wait,
-    between_steps,
-    slow_steps,
-    gc_pauses,
-    memory_imbalance,
-    peak_elsewhere,
-    activation_peak,
-    optimizer_state,
-    data_memory,
-    profiler_overhead,
+    profiler.hang,
+    profiler.worker_died,
+    memory.out_of_memory,
+    profiler.other_profiler,
+    growth.memory_growth,
+    growth.device_memory_growth,
+    memory.worker_memory,
+    memory.validation_memory,
+    modules.retained_graph,
+    snapshot.allocator_retries,
+    communication.straggler,
+    modules.buffer_broadcast,
+    loops.synced_passes,
+    data.input_bound,
+    data.workers_restart,
+    data.worker_start,
+    data.padding,
+    compute.anomaly_detection,
+    compute.double_precision,
+    loops.python_loop,
+    lines.costly_line,
+    python.python_time,
+    compute.broadcast_loss,
+    python.busy_thread,
+    passes.unused_gradients,
+    passes.double_backward,
+    passes.recomputation,
+    compute.thread_oversubscription,
+    compute.idle_cores,
+    compute.dense_embedding,
+    compute.optimizer_bound,
+    loops.small_batch,
+    host.actions_bound,
+    host.core_wait,
+    host.between_steps,
+    host.slow_steps,
+    host.gc_pauses,
+    communication.memory_imbalance,
+    memory.peak_elsewhere,
+    memory.activation_peak,
+    memory.optimizer_state,
+    memory.data_memory,
+    profiler.profiler_overhead,
 )
 TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (
-    input_bound_trace,
-    allocator_thrash,
-    communication_exposed,
-    gpu_idle,
-    synchronization,
-    blocking_transfers,
-    exposed_copies,
-    tensor_cores_unused,
-    unfused_attention,
-    optimizer_loop,
-    many_small_kernels,
-    many_small_operators,
-    recording_overhead,
+    data.input_bound_trace,
+    allocator.allocator_thrash,
+    collectives.communication_exposed,
+    idle.gpu_idle,
+    waits.synchronization,
+    waits.blocking_transfers,
+    waits.exposed_copies,
+    kernels.tensor_cores_unused,
+    kernels.unfused_attention,
+    kernels.optimizer_loop,
+    kernels.many_small_kernels,
+    kernels.many_small_operators,
+    profiler.recording_overhead,
 )
 RULES_OF_ALL_TRACES: Final[tuple[Callable[[Sequence[TraceReport]], Finding | list[Finding] | None], ...]] = (
-    straggler_trace,
+    communication.straggler_trace,
 )
 SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | None], ...]] = (
-    failed_request,
-    allocator_churn,
-    fragmentation,
-    pending_frees,
-    private_pools,
-    peak_holder,
+    snapshot.failed_request,
+    snapshot.allocator_churn,
+    snapshot.fragmentation,
+    snapshot.pending_frees,
+    snapshot.private_pools,
+    holders.peak_holder,
 )
 # A run's rule sees more steps than its trace or snapshot: the same fault is reported once.
 SAME_FAULT: Final[Mapping[str, str]] = {
@@ -203,10 +157,10 @@ def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotRep
     """
     of_snapshots = [
         finding
-        for snapshot in snapshots
+        for report in snapshots
         for rule in SNAPSHOT_RULES
-        for device in snapshot.devices
-        for finding in _guarded(rule, snapshot, device)
+        for device in report.devices
+        for finding in _guarded(rule, report, device)
     ]
     read = tuple(trace for trace in traces if not trace.is_sample)
     of_all = [finding for rule in RULES_OF_ALL_TRACES for finding in _guarded(rule, read)]
