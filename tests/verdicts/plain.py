@@ -6,7 +6,7 @@ A script calls :func:`main` with its trainings; ``python faults/data.py slow_dec
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -21,14 +21,15 @@ CLASSES = 10
 STEPS = 60
 
 
-def main(trainings: Mapping[str, Callable[[bool], None]]) -> None:
+def main(*trainings: Callable[[bool], None]) -> None:
     """Run the training that the command line names: with its fault, or healthy."""
+    by_name = {training.__name__: training for training in trainings}
     parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=trainings)
+    parser.add_argument("name", choices=by_name)
     parser.add_argument("--healthy", action="store_true")
     options = parser.parse_args()
     lightning.seed_everything(0, verbose=False)
-    trainings[options.name](not options.healthy)
+    by_name[options.name](not options.healthy)
 
 
 def trainer(steps: int, **options: Any) -> lightning.Trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ SETS: Final = ("faults", "holdout")
 ON_GPU: Final = "gpu"
 CAUSE_AIM: Final = 0.90
 NEXT_AIM: Final = 0.85
+TRAINING: Final = re.compile(r"^def (\w+)\(fault: bool\)", re.MULTILINE)
 FULL: Final = 2
 PARTIAL: Final = 1
 
@@ -25,10 +26,10 @@ class Expected:
 
     Attributes:
         name: the training in its script.
-        script: the script's file name; its stem is the domain.
         cause: patterns of which one must be in the first line: the cause, 2 points.
-        near: patterns that name only the cause's surroundings: 1 point.
         fix: patterns of which one must be in the first next step: 2 points.
+        script: the file name of the script that has a function of this name; its stem is the domain.
+        near: patterns that name only the cause's surroundings: 1 point.
         near_fix: patterns of a step that leads to the fix or removes part of the cost: 1 point.
         accuse: patterns that no finding of the healthy twin may match; default: ``cause`` and ``near``.
         is_note: whether the page names it among its findings, not in the first line: memory that fits costs nothing.
@@ -36,9 +37,9 @@ class Expected:
     """
 
     name: str
-    script: str
     cause: tuple[str, ...]
     fix: tuple[str, ...]
+    script: str = ""
     near: tuple[str, ...] = ()
     near_fix: tuple[str, ...] = ()
     accuse: tuple[str, ...] = ()
@@ -123,11 +124,15 @@ def squeezed(text: str) -> str:
 
 
 def expected_of(folder: str) -> Sequence[Expected]:
-    """Give the table of a folder, from its ``expected.py``."""
+    """Give the table of a folder, from its ``expected.py``, each training with its script."""
     spec = importlib.util.spec_from_file_location(f"expected_{folder}", HERE / folder / "expected.py")
     if spec is None or spec.loader is None:
         raise ImportError(folder)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: Sequence[Expected] = module.EXPECTED
-    return found
+    scripts = {
+        name: path.name
+        for path in (HERE / folder).glob("*.py")
+        for name in TRAINING.findall(path.read_text(encoding="utf-8"))
+    }
+    return [replace(expected, script=scripts[expected.name]) for expected in module.EXPECTED]

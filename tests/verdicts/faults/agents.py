@@ -294,14 +294,4 @@ def lander_policy(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "cart_policy": cart_policy,
-            "robot_steps": robot_steps,
-            "solubility": solubility,
-            "digit_diffusion": digit_diffusion,
-            "weather_maps": weather_maps,
-            "plant_dynamics": plant_dynamics,
-            "lander_policy": lander_policy,
-        }
-    )
+    main(cart_policy, robot_steps, solubility, digit_diffusion, weather_maps, plant_dynamics, lander_policy)

@@ -652,19 +652,17 @@ def translation(fault: bool) -> None:
 
 if __name__ == "__main__":
     main(
-        {
-            "nowcasting": nowcasting,
-            "film_reviews": film_reviews,
-            "land_cover": land_cover,
-            "value_learning": value_learning,
-            "clicks": clicks,
-            "music_tags": music_tags,
-            "energy_demand": energy_demand,
-            "defects": defects,
-            "recommend": recommend,
-            "latents": latents,
-            "mixer": mixer,
-            "speakers": speakers,
-            "translation": translation,
-        }
+        nowcasting,
+        film_reviews,
+        land_cover,
+        value_learning,
+        clicks,
+        music_tags,
+        energy_demand,
+        defects,
+        recommend,
+        latents,
+        mixer,
+        speakers,
+        translation,
     )

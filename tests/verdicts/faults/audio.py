@@ -162,4 +162,4 @@ def bird_calls(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main({"keyword_clips": keyword_clips, "utterances": utterances, "bird_calls": bird_calls})
+    main(keyword_clips, utterances, bird_calls)

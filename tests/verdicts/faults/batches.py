@@ -246,11 +246,4 @@ def reread_station(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "scanned_histories": scanned_histories,
-            "single_rows_of_table": single_rows_of_table,
-            "nested_targets": nested_targets,
-            "reread_station": reread_station,
-        }
-    )
+    main(scanned_histories, single_rows_of_table, nested_targets, reread_station)

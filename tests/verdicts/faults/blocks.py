@@ -273,13 +273,4 @@ def glaciers(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "heartbeats": heartbeats,
-            "star_spectra": star_spectra,
-            "chess_games": chess_games,
-            "traffic_flow": traffic_flow,
-            "recipes": recipes,
-            "glaciers": glaciers,
-        }
-    )
+    main(heartbeats, star_spectra, chess_games, traffic_flow, recipes, glaciers)

@@ -169,13 +169,4 @@ def memory_format(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "looped_attention": looped_attention,
-            "attached_generator": attached_generator,
-            "dominant_module": dominant_module,
-            "small_batch": small_batch,
-            "double_precision": double_precision,
-            "memory_format": memory_format,
-        }
-    )
+    main(looped_attention, attached_generator, dominant_module, small_batch, double_precision, memory_format)

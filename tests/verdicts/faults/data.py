@@ -149,14 +149,4 @@ def slow_shard(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "slow_decode": slow_decode,
-            "no_workers": no_workers,
-            "restarted_workers": restarted_workers,
-            "padding": padding,
-            "slow_collate": slow_collate,
-            "many_workers": many_workers,
-            "slow_shard": slow_shard,
-        }
-    )
+    main(slow_decode, no_workers, restarted_workers, padding, slow_collate, many_workers, slow_shard)

@@ -54,7 +54,6 @@ ONCE: Final = (
 EXPECTED: Final = (
     Expected(
         name="slow_decode",
-        script="data.py",
         cause=(
             r"(data|input|load|fetch).*(__getitem__|CompressedVectors|dataset|decod|decompress)",
             r"(__getitem__|CompressedVectors|dataset|decod|decompress).*(data|input|load|slow|takes)",
@@ -67,7 +66,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="no_workers",
-        script="data.py",
         cause=(
             r"num_workers ?= ?0|no (data ?loader )?workers?|without workers|zero workers|main process|worker process",
             r"(data|input|load|fetch).*(__getitem__|StoredVectors|training process|same process)",
@@ -78,7 +76,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="restarted_workers",
-        script="data.py",
         cause=(
             r"persistent_workers",
             r"workers?.*(start|spawn|fork|creat|restart).*(epoch|again|anew|new)?",
@@ -91,7 +88,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="padding",
-        script="data.py",
         cause=(r"padd(ed|ing)|pad tokens?|pad values?",),
         near=(r"(constant|same|identical|repeated) (value|token)s?|zeros? .*(batch|input|token)",),
         fix=(r"bucket|sort.*length|pad .*(longest|batch)|longest|dynamic|length|pack|nested|group",),
@@ -99,14 +95,12 @@ EXPECTED: Final = (
     ),
     Expected(
         name="anomaly_detection",
-        script="host.py",
         cause=(r"anomaly",),
         near=(r"debug",),
         fix=(r"detect_anomaly|anomaly",),
     ),
     Expected(
         name="live_objects",
-        script="host.py",
         cause=(r"garbage|\bGC\b|gc\.|collector pause|cyclic",),
         near=(r"Replay|on_train_batch_end|callback",),
         fix=(r"\bgc\b|freeze|threshold|array|tensor|numpy|fewer objects|Replay",),
@@ -114,7 +108,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="metric_each_step",
-        script="host.py",
         cause=(r"metric|auroc|\.compute\b|compute\(\)",),
         near=(r"Ranked\.training_step|outside.*module|training_step.*(itself|self)",),
         fix=(r"metric|auroc|every.*(step|n\b)|less often|epoch|on_epoch|\bcompute\(\)",),
@@ -122,7 +115,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="rewriting_logger",
-        script="host.py",
         cause=(r"logger|logging|log_metrics|JsonLogger|metrics\.json",),
         near=(r"\blog\b|file|write|disk|json|callback",),
         fix=(r"log_every_n_steps|append|less often|rewrit|log_metrics|logger",),
@@ -130,7 +122,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="slow_hook",
-        script="host.py",
         cause=(r"forward hook|histogram|module hook|\bhooks?\b.*(module|forward|block|Residual)",),
         near=(r"\bhooks?\b",),
         fix=(r"hook|histogram",),
@@ -138,7 +129,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="frequent_validation",
-        script="host.py",
         cause=(r"validation|validat|val_check",),
         near=(r"evaluation|\beval\b|on_train_batch_end",),
         fix=(r"val_check_interval|check_val_every_n|limit_val_batches|validate less|less often",),
@@ -146,7 +136,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="second_profiler",
-        script="host.py",
         cause=(
             r"(another|own|second|other|foreign|user'?s?|already).*profiler|torch\.profiler|profiler .*(active|on|run)",
         ),
@@ -157,7 +146,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="looping_optimizer",
-        script="host.py",
         cause=(
             r"optimi[sz]er.*(foreach|fused|loop|small|parameter|tensors|AdamW)",
             r"AdamW|foreach|fused",
@@ -169,7 +157,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="host_growth",
-        script="memory.py",
         cause=(
             rf"({GROWS}).*(host|RSS|resident|numpy|python|WeightHistory|callback|on_train_batch_end|process)",
             rf"(host|RSS|resident|numpy|python|WeightHistory|callback|on_train_batch_end).*({GROWS})",
@@ -185,7 +172,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="validation_outputs",
-        script="memory.py",
         cause=(
             r"validat.*(memory|peak|GiB|MiB|kept|output|tensor|grow)",
             r"(memory|peak|grow|kept).*validation",
@@ -197,7 +183,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="activations",
-        script="memory.py",
         cause=(r"activations?",),
         near=(r"peak memory|memory-bound|memory",),
         fix=(r"checkpoint",),
@@ -208,7 +193,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="caching_workers",
-        script="memory.py",
         cause=(r"workers?.*(grow|leak|accumulat|keep|rise)", r"(grow|leak|accumulat|memory).*workers?"),
         near=(r"memory.*(grow|leak)", r"(grow|leak).*memory"),
         fix=(r"__getitem__|cach|Remembering|data ?set|each worker",),
@@ -216,7 +200,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="shared_cores",
-        script="machine.py",
         cause=(
             r"(other|foreign) (process|program)|(waits?|waiting).*\bcores?\b",
             r"cores?.*(taken|shared|busy)|CPU contention",
@@ -229,7 +212,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="one_thread",
-        script="machine.py",
         cause=(
             r"\b(1|one|single) (\w+ )?thread|single-threaded|(one|1) of (the )?\d+ cores",
             r"cores? (are )?(idle|unused|free)",
@@ -241,7 +223,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="looped_attention",
-        script="compute.py",
         cause=(r"attention|softmax|masked_fill|python loop|(small|many|tiny) (op|kernel|operation)",),
         near=(r"layers?\b|compute-bound|forward",),
         fix=(r"scaled_dot_product_attention|SDPA|flash|fused|FlexAttention",),
@@ -250,7 +231,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="attached_generator",
-        script="compute.py",
         cause=(
             r"detach",
             r"gradients?.*(unused|discard|never used|not used|thrown|overwritten|zeroed|wasted)",
@@ -264,7 +244,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="dominant_module",
-        script="compute.py",
         cause=(r"\bmixer\b|Mixer",),
         near=(r"compute-bound|matri(x|ces)|matmul|addmm|mm\b|linear",),
         fix=(r"bf16|precision|mixer|torch\.compile|GPU|accelerator|smaller|width|tensor cores|TF32",),
@@ -273,7 +252,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="small_batch",
-        script="compute.py",
         cause=(
             r"(?<!profiler )overhead|batch size|small(er)? batch|batch of 2",
             r"(small|tiny|short|many) (op|kernel)|dispatch|launch",
@@ -285,21 +263,18 @@ EXPECTED: Final = (
     ),
     Expected(
         name="pre_hook",
-        script="styles.py",
         cause=(r"forward.?(pre.?)?hook|ConditionProbe\.check|svdvals|module hook",),
         near=(r"\bhooks?\b|ConditionProbe",),
         fix=(r"hook|ConditionProbe|svdvals",),
     ),
     Expected(
         name="gradient_hook",
-        script="styles.py",
         cause=(r"(backward|gradient|tensor|parameter|registered) hook|hook.*(gradient|backward)|histogram",),
         near=(r"\bhooks?\b",),
         fix=(r"hook|histogram",),
     ),
     Expected(
         name="slow_sampler",
-        script="styles.py",
         cause=(r"sampler|Weighted",),
         near=(r"input-bound|waits? for (data|batch)|data (wait|load)",),
         fix=(r"sampler|Weighted|multinomial|indices|draw",),
@@ -308,7 +283,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="padded_series",
-        script="styles.py",
         cause=(r"padd(ed|ing)|pad values?",),
         near=(r"zeros? .*(batch|input|position)",),
         fix=(r"bucket|sort.*length|length|longest|pack|nested|group",),
@@ -316,7 +290,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="graph_to_the_maker",
-        script="styles.py",
         cause=(
             r"detach",
             r"gradients?.*(unused|discard|never used|not used|thrown|overwritten|zeroed|wasted)",
@@ -329,7 +302,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="unfrozen_body",
-        script="styles.py",
         cause=(
             r"gradients?.*(unused|discard|never used|not used|no optimi[sz]er|in vain)",
             r"(unused|discarded|wasted|needless) gradients?",
@@ -342,7 +314,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="chatty_log",
-        script="styles.py",
         cause=(r"\blogging\b|self\.log|\.log\b|\blogs?\b",),
         near=(r"python|training_step",),
         fix=(r"\blog\b|self\.log|log_dict|log less|logging",),
@@ -351,7 +322,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="single_rows",
-        script="styles.py",
         cause=(r"(?<!profiler )overhead|batch size|small(er)? batch|batch of (1|one)",),
         near=(r"python|host-bound|framework|throughput|short|launch|dispatch",),
         fix=(r"(larger|bigger|increase|raise).{0,30}batch|batch.?size|accumulate",),
@@ -360,7 +330,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="clip_each",
-        script="styles.py",
         cause=(r"clip|on_before_optimizer_step|gradient norm",),
         near=(r"\bhook\b|(small|many|tiny) (op|kernel|operation)|python loop|optimi[sz]er",),
         fix=(r"clip|on_before_optimizer_step|gradient_clip_val|foreach",),
@@ -370,7 +339,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="double_backward",
-        script="styles.py",
         cause=(r"create_graph|double.?backward|second (derivative|order)|(gradient )?penalty|autograd\.grad",),
         near=(r"backward",),
         fix=(r"every \w+ (step|batch)|less often|penalty|create_graph",),
@@ -379,7 +347,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="slow_collate",
-        script="data.py",
         cause=(r"collat|\bassemble\b",),
         near=(WAITS,),
         fix=(r"collat|assemble|stack|vectori[sz]",),
@@ -387,7 +354,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="many_workers",
-        script="data.py",
         cause=(
             r"(too many|16|num_workers|more).*workers?.*(core|CPU|compet|contend|than)?",
             r"workers?.*(core|CPU|compet|contend|oversubscri)",
@@ -400,7 +366,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="slow_shard",
-        script="data.py",
         cause=(
             r"every \d+(st|nd|rd|th)? (step|batch)|each \d+(st|nd|rd|th)|period|\d+ steps apart",
             r"shard|open_shard",
@@ -411,7 +376,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="many_threads",
-        script="host.py",
         cause=(r"threads?.*(core|CPU|oversubscri|more|32)|oversubscri|set_num_threads|32 threads",),
         near=(r"threads?|context switch|contention",),
         fix=(r"OMP_NUM_THREADS|set_num_threads|num_threads",),
@@ -421,7 +385,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="forced_collection",
-        script="host.py",
         cause=(r"garbage|\bGC\b|gc\.collect",),
         near=(r"on_train_batch_end|Collecting",),
         fix=(r"gc\.collect|remove.*collect|\bgc\b|garbage",),
@@ -429,7 +392,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="scalar_loop",
-        script="host.py",
         cause=(r"\.item\(|_local_scalar_dense|scalar|element by element|is_invalid|isfinite|tolist",),
         near=(r"Checked|training_step|synchroni[sz]|python",),
         fix=(r"\.item|is_invalid|isfinite|vectori[sz]|tensor (op|comparison)|sum\(\)|_local_scalar|scalar",),
@@ -438,7 +400,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="log_volume",
-        script="host.py",
         cause=(r"self\.log|log_dict|logg|\.log\b|\blog (call|value|metric)",),
         near=(r"Verbose|training_step|python|many metrics|connector",),
         fix=(r"log_dict|fewer|log less|less often|on_epoch|self\.log|log_every|\.log\b|logg",),
@@ -447,7 +408,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="slow_callback",
-        script="host.py",
         cause=(r"Heartbeat",),
         near=(r"callback|on_train_batch_end",),
         fix=(r"Heartbeat",),
@@ -455,7 +415,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="copied_average",
-        script="host.py",
         cause=(r"deepcopy|AverageWeights",),
         near=(r"callback|on_train_batch_end",),
         fix=(r"deepcopy|AverageWeights|in.place|lerp",),
@@ -463,7 +422,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="frequent_checkpoints",
-        script="host.py",
         cause=(r"checkpoint",),
         near=(r"callback|on_train_batch_end|\bsav(e|ing)\b|writ",),
         fix=(r"every_n_train_steps|less often|every_n|ModelCheckpoint|async|train_time_interval|save_weights_only",),
@@ -472,7 +430,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="tiny_operators",
-        script="host.py",
         cause=(
             r"(tiny|small|short|many) (op|call|kernel)|(operators?|ops|kernels|calls) per step|dispatch|python loop",
             r"(?<!profiler )overhead|launch-bound|one_by_one|(thousands|\d{4,}|\d+[ .]?k) (of )?(operators|ops|calls)",
@@ -483,7 +440,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="dense_embedding",
-        script="host.py",
         cause=(
             r"optimi[sz]er.*(embedding|dense|adam|items|table)|(adam|items|embedding|table).*optimi[sz]er",
             r"embedding.*(dense|gradient)|sparse|\bAdam\b",
@@ -496,7 +452,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="tensor_leak",
-        script="memory.py",
         cause=(
             rf"({GROWS}).*(tensor|graph|results|logits|training_step|grad_fn|Recorded|live bytes|allocat)",
             rf"(tensor|graph|results|logits|training_step|grad_fn|Recorded|live bytes|allocat).*({GROWS})",
@@ -511,7 +466,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="worker_cache",
-        script="memory.py",
         cause=(rf"workers?.*({GROWS})", rf"({GROWS}).*worker", r"cach(e|ed|ing)\b.*(worker|dataset|grow)"),
         near=(GROWS, r"memory of .*process|child processes|worker"),
         fix=(r"cach|dataset|__getitem__|persistent_workers|limit",),
@@ -520,7 +474,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="optimizer_state",
-        script="memory.py",
         cause=(
             r"optimi[sz]er state|Adam.*(state|memory)|optimi[sz]er.*(memory|peak|GiB|MiB)|(memory|peak).*optimi[sz]er",
         ),
@@ -532,7 +485,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="retained_graph",
-        script="memory.py",
         cause=(
             r"retain_graph|retained|(previous|earlier|last|old)( step)?.*(graph|activation)",
             r"graph.*(kept|alive|retain|held)",
@@ -545,7 +497,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="double_precision",
-        script="compute.py",
         cause=(r"float64|double|64-bit",),
         near=(r"precision|dtype|compute-bound",),
         fix=(r"float32|\.float\(\)|32-true|float64|double",),
@@ -554,7 +505,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="memory_format",
-        script="compute.py",
         cause=(r"channels.last|memory.format|NCHW|conv\w*.*(layout|format)|convolution",),
         near=(r"compute-bound|layout|reorder|copy|conv",),
         fix=(r"channels.last",),
@@ -563,7 +513,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="raw_texts",
-        script="sources.py",
         cause=(r"collat|\btogether\b|tokeni[sz]|Vocabulary|\bencod(e|es|ing)\b",),
         near=(WAITS,),
         fix=(r"collat|\btogether\b|tokeni[sz]|Vocabulary|\bencod(e|es|ing)\b|preprocess|once|offline|in advance",),
@@ -571,7 +520,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="scattered_files",
-        script="sources.py",
         cause=(
             rf"{DATASET}|Recordings|np\.load|numpy\.load",
             r"\b(open|read)\w* .*files?|(small|many) files|decod|pars(e|ing)",
@@ -585,7 +533,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="locked_archive",
-        script="sources.py",
         cause=(
             r"\block(s|ed)?\b|acquire|serial|one at a time|take turns",
             rf"({DATASET}|Spectra|Archive).*(wait|block|sleep|idle|off the CPU|no CPU|slow|takes)",
@@ -600,7 +547,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="lone_worker",
-        script="sources.py",
         cause=(
             r"\b(one|1|single|only|too few|num_workers ?= ?1)\b.*workers?",
             r"workers? .*(too few|cannot keep up|not keep up|falls? behind|slower|wait|busy|saturated)",
@@ -612,7 +558,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="dumped_predictions",
-        script="surroundings.py",
         cause=(
             r"SegmentationArtifacts|ArtifactWriter|\bjson\b",
             r"callback.*(on_train_batch_end|writ|file|takes)|on_train_batch_end.*callback",
@@ -627,7 +572,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="quantile_clipping",
-        script="surroundings.py",
         cause=(r"configure_gradient_clipping|quantile|\bsort", r"(gradient )?clipping.*(takes|\d+%|costs|slow)"),
         near=(r"clip|optimi[sz]er|\bhooks?\b",),
         fix=(r"configure_gradient_clipping|quantile|\bsort|clip_grad_norm|gradient_clip_val|by norm|kthvalue",),
@@ -636,7 +580,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="short_epochs",
-        script="surroundings.py",
         cause=(r"validat",),
         near=(r"\bepochs?\b|\beval",),
         fix=(
@@ -648,7 +591,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="anomaly_region",
-        script="surroundings.py",
         cause=(r"anomaly",),
         near=(r"(?<!profiler )overhead|debug|traceback|format_stack|isnan|host-bound|python",),
         fix=(r"anomaly",),
@@ -657,7 +599,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="eager_messages",
-        script="surroundings.py",
         cause=(
             r"\bdescribe\b|_tensor_str|__format__|__repr__|format(s|ted|ting)? .*tensors?|tensors? .*(print|format)",
             r"(debug|logging|log) (message|call|record|statement)s?|logger\.debug|f-strings?|repr",
@@ -669,7 +610,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="unread_outputs",
-        script="keepers.py",
         cause=(
             rf"({KEEPS}).*({KEEPER})",
             rf"({KEEPER}).*({KEEPS})",
@@ -687,7 +627,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="attached_records",
-        script="keepers.py",
         cause=(
             rf"({KEEPS}).*({RECORDS})",
             rf"({RECORDS}).*({KEEPS})",
@@ -699,7 +638,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="memoized_tables",
-        script="keepers.py",
         cause=(
             rf"({KEEPS}).*({CACHE})",
             rf"({CACHE}).*({KEEPS})",
@@ -712,7 +650,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="stepwise_cell",
-        script="models.py",
         cause=(
             r"PlainLSTM|\brecurrent\b.*(small|many|short|tiny|loop|operators|ops|python|launch|step by step)",
             r"(small|tiny|many|short) (op|call|kernel)|(operators?|ops|kernels) per step|dispatch|python loop",
@@ -728,7 +665,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="cosine_frontend",
-        script="models.py",
         cause=(r"float64|double|64-bit",),
         near=(r"precision|dtype|\bspectrum\b|Spectrum",),
         fix=(r"float32|\.float\(\)|float64|double",),
@@ -737,7 +673,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="attached_teacher",
-        script="models.py",
         cause=(
             r"gradients?.*(unused|discard|never used|not used|no optimi[sz]er|thrown|wasted|needless)",
             r"(unused|discarded|wasted|needless) .*gradients?|teacher.*(gradient|backward|graph|frozen|not trained)",
@@ -754,7 +689,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="scanned_histories",
-        script="batches.py",
         cause=(
             r"__getitem__|NextPurchase|\bhistory\b|Purchases",
             r"linear (search|scan)|\bscan(s|ned|ning)?\b|boolean mask|compar\w+ .*(log|array|rows|users)",
@@ -773,7 +707,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="single_rows_of_table",
-        script="batches.py",
         cause=(
             r"(one by one|row by row|sample by sample|item by item|one at a time)",
             r"(single|individual|each|per|every|separate)[ -](row|sample|item|element|index)",
@@ -792,7 +725,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="nested_targets",
-        script="batches.py",
         cause=(
             r"batch_to_device|move_data_to_device|apply_to_collection|\bnested\b",
             r"(batch|data|input|target)s?'? .*(transfer|moved? to|to the device)|transfer .*(batch|data|device)",
@@ -814,7 +746,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="reread_station",
-        script="batches.py",
         cause=(
             r"train_dataloader|reload_dataloaders|Weather|station|\bpars(e|es|ed|ing)\b",
             r"data ?(loader|set|module)s?\b.*(again|anew|rebuil|reload|re-?creat|re-?mad|(each|every|per|new) epoch)",
@@ -830,7 +761,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="busy_watch",
-        script="threads.py",
         cause=(
             r"\bGIL\b|interpreter lock|memory-watch|smaps|\bmappings\b|\bWatch\b|Watch\.|\.watch\b",
             r"(background|another|daemon|python|watch\w*|second|user|own) threads?\b",
@@ -847,7 +777,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="views_one_by_one",
-        script="threads.py",
         cause=(
             r"on_after_batch_transfer|\baugment|RandomView|random_view|grid_sample|affine_grid|grid_sampler",
             r"image by image|one by one|(per|each|single|every)[ -](image|sample)|one (image|sample) at a time",
@@ -866,7 +795,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="group_per_parameter",
-        script="threads.py",
         cause=(
             r"param(eter)?[ _-]?groups?|optimi[sz]er.*\bgroups?\b|\bgroups?\b.*(optimi[sz]er|parameters?|tensors?)",
             r"\b240 (groups|calls|updates|fused)",
@@ -878,7 +806,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="compiled_per_length",
-        script="layers.py",
         cause=(
             r"re-?compil|dynamo",
             r"compil\w+ .*(again|anew|shape|length|each|every|steps|repeated|\d+ times|%)|(time|s) .*compiling",
@@ -894,7 +821,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="needless_checkpointing",
-        script="layers.py",
         cause=(
             r"re-?comput|(activation|gradient|torch\.utils)[ .]?checkpoint",
             r"checkpoint(ing|ed|s)? .*(layer|module|backward|forward)",
@@ -916,7 +842,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="weight_made_each_time",
-        script="layers.py",
         cause=(
             r"parametri[sz]|orthogonal(?!RNN)|\bcayley\b|linalg|_solve|\blu_|triangular|\bturn\b",
             r"weights? .*(made|computed|built|evaluated|derived) .*(again|each|every|times)",
@@ -934,7 +859,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="second_forward",
-        script="layers.py",
         cause=(
             r"RunningAccuracy|own_scores",
             r"forward.*(twice|again|second time|two times|2 times|once more|callback|on_train_batch_end)",
@@ -954,7 +878,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="cycled_loader",
-        script="tensors.py",
         cause=(
             rf"({KEEPS}).*({LOADER})",
             rf"({LOADER}).*({KEEPS})",
@@ -973,7 +896,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="mask_per_layer",
-        script="tensors.py",
         cause=(
             r"\bbuffers?\b|\bmasks?\b|MaskedAttention|attentions?\.\d\S*bias|register_buffer|tril",
             r"3072",
@@ -992,7 +914,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="broadcast_distances",
-        script="tensors.py",
         cause=(
             r"\bdistances\b|broadcast|pairwise|all pairs|\bdifferences\b|\bpow\b|pow_|PowBackward",
             r"(large|big|huge|temporary|intermediate|materiali[sz]ed) (\w+ )?(tensors?|results?|allocations?)",
@@ -1007,7 +928,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="synced_values",
-        script="ranks.py",
         cause=(
             r"sync_dist",
             rf"({COLLECTIVE}).*(\blog|metric|\bvalues?\b|scalar|small|tiny|many|single numbers)",
@@ -1028,7 +948,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="uneven_ranks",
-        script="ranks.py",
         cause=(
             r"straggl|imbalanc|uneven|unequal|unbalanced",
             r"slow(er|est)? (rank|process)|rank .*(slower|slowest|late\b|behind)",
@@ -1050,7 +969,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="permuting_replay",
-        script="pipelines.py",
         cause=(
             r"ReplayMemory",
             r"\bdraw\b",
@@ -1075,7 +993,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="blur_before_crop",
-        script="pipelines.py",
         cause=(
             r"\baugmented\b",
             r"GaussianBlur",
@@ -1120,7 +1037,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="fresh_iterator",
-        script="pipelines.py",
         cause=(
             r"iter\((the |self\.)?\w*loader",
             r"next\(iter\(",
@@ -1160,7 +1076,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="rebuilt_windows",
-        script="pipelines.py",
         cause=(
             r"train_dataloader",
             r"reload_dataloaders_every_n_epochs",
@@ -1192,7 +1107,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="piling_hooks",
-        script="pipelines.py",
         cause=(
             r"forward hooks?",
             r"hooks?\b.*(grow|pile|accumulat|never removed|not removed|more (and more|each|every))",
@@ -1229,7 +1143,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="histograms_each_step",
-        script="pipelines.py",
         cause=(
             r"histogram",
             r"Histograms",
@@ -1248,7 +1161,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="scored_unmasked",
-        script="products.py",
         cause=(
             r"logits",
             r"vocabulary",
@@ -1288,7 +1200,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="unread_weights",
-        script="products.py",
         cause=(
             r"need_weights",
             r"attention[ -]weights",
@@ -1310,7 +1221,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="one_hot_lookup",
-        script="products.py",
         cause=(
             r"one[_ -]?hot",
             r"Baskets\.lookup",
@@ -1335,7 +1245,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="exact_norms",
-        script="products.py",
         cause=(
             r"\bsvd",
             r"singular",
@@ -1362,7 +1271,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="summed_parts",
-        script="parts.py",
         cause=(
             r"(graphs?|activations?)\b.*(all|several|every|\d+) (of the )?(parts|chunks|forward|micro)",
             r"(several|\d+|many|all|repeated) (forward|calls)\w*\b.*(before|until|one|single)\b.*backward",
@@ -1395,7 +1303,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="every_stage",
-        script="parts.py",
         cause=(
             r"Hearts\.setup",
             r"\bsetup\b",
@@ -1422,7 +1329,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="copied_argument",
-        script="parts.py",
         cause=(
             r"save_hyperparameters",
             r"\bhparams\b|hparams_initial",
@@ -1444,7 +1350,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="broadcast_bank",
-        script="parts.py",
         cause=(
             r"broadcast",
             r"\bbuffers?\b.*(sync|sent|copied|rank|process|exchang)",
@@ -1474,7 +1379,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="copied_samples",
-        script="habits.py",
         cause=(
             r"deep-?cop(y|ies|ied|ying)",
             r"__getitem__",
@@ -1499,7 +1403,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="statistics_each_item",
-        script="habits.py",
         cause=(
             r"__getitem__",
             r"Load\.(statistics|__getitem__)",
@@ -1527,7 +1430,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="copied_windows",
-        script="habits.py",
         cause=(
             r"Strides\b",
             r"\bwindows\b.*(MiB|GiB|memory|cop|held|holds?|tensor|stack|overlap)",
@@ -1564,7 +1466,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="recall_in_turn",
-        script="habits.py",
         cause=(
             r"on_validation_epoch_end",
             r"ranks_in_turn",
@@ -1599,7 +1500,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="disabled_collector",
-        script="habits.py",
         cause=(
             r"gc\.disable",
             r"NoPauses",
@@ -1624,7 +1524,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="features_in_checkpoint",
-        script="habits.py",
         cause=(
             r"(checkpoint|state_dict|\bsav(e|es|ed|ing)\b|writ)\w*\b.*(\bfeatures\b|\bbuffers?\b)",
             r"(\bfeatures\b|\bbuffers?\b).*(checkpoint|state_dict|\bsav(e|es|ed|ing)\b|writ)",
@@ -1659,7 +1558,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="synced_each_part",
-        script="habits.py",
         cause=(
             r"no_sync|block_backward_sync",
             rf"{REDUCES}\b.*{PASSES}",
@@ -1701,7 +1599,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="batch_as_time",
-        script="shapes.py",
         cause=(
             r"batch_first",
             r"(LSTM|recurrent|\brnn)\w*\b.*(\b1,?024\b|time steps|sequence|sequential|batch (dim|axis)|step by step)",
@@ -1729,7 +1626,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="column_and_row",
-        script="shapes.py",
         cause=(
             r"broadcast",
             r"2048 ?[x\xd7*,] ?2048",
@@ -1760,7 +1656,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="diagonal_matrices",
-        script="shapes.py",
         cause=(
             r"Multivariate",
             r"cholesky",
@@ -1791,7 +1686,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="message_per_edge",
-        script="shapes.py",
         cause=(
             r"\bper[- ]edge|(each|every|all|of the|\d) edges?\b|\bedges\b",
             r"9,?000",
@@ -1825,7 +1719,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="enlarged_channels",
-        script="shapes.py",
         cause=(
             ENLARGE,
             r"(full|high|higher|original|output) (size|resolution)",
@@ -1852,7 +1745,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="decay_in_loss",
-        script="shapes.py",
         cause=(
             r"penalt",
             r"regulari[sz]",
@@ -1879,7 +1771,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="views_of_states",
-        script="shapes.py",
         cause=(
             r"\bviews? (of|that|into|in|on|keep|hold)|\b(as|are|is a|a|through) views?\b",
             r"\bslices? (of|that|into|keep|hold)",
@@ -1909,7 +1800,6 @@ EXPECTED: Final = (
     # --- feeding.py ---
     Expected(
         name="biopsies",
-        script="feeding.py",
         cause=(
             r"\b(decod|PNG|PIL\b|Pillow|ImageFile|Image\.(open|load|convert|resize))",
             r"\b(convert|resiz)\w* (the )?(image|pict)",
@@ -1928,7 +1818,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="playlists",
-        script="feeding.py",
         cause=(r"collat", r"batch_with_negatives", r"negatives?\b", r"randrange|randbelow"),
         near=WAITS_FOR_DATA,
         fix=(
@@ -1941,7 +1830,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="crops",
-        script="feeding.py",
         cause=(
             r"num_workers\s*(=|is|of|:)?\s*(0|zero)\b",
             r"\b(no|zero|0|without( any)?|lacks?|missing|too few) (\w+ )?workers?\b",
@@ -1955,7 +1843,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="gait",
-        script="feeding.py",
         cause=(
             r"\b(16|sixteen) (\w+ )?(workers?|loader|processes).*\b(core|cpu|processor|too many|more than|start)",
             r"(more|too many|far more|fewer) (\w+ )?(workers|processes)",
@@ -1985,7 +1872,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="reviews",
-        script="feeding.py",
         cause=(
             r"persistent_workers",
             r"workers?\b.*\b(re-?start|re-?creat|re-?spawn|re-?launch|new|anew|again|shut|start\w*|fork\w*)\b.*\bepoch",
@@ -2011,7 +1897,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="shapes",
-        script="feeding.py",
         cause=(
             r"\b(every|each|about every|one in|one of)\s+~?\d+(st|nd|rd|th)?\.?\s+(batch|step|sample|fetch|load)",
             r"(some|few|single|periodic|regular|recurr|occasional|rare)\w*.*\b(batch|step|sample|archive|shard|file)",
@@ -2030,7 +1915,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="sessions",
-        script="feeding.py",
         cause=(
             r"\bpad(s|ded|ding)?\b",
             r"(masked|ignored|empty|unused|zero|blank|filler)\b.*\b(position|token|element|item|value|click|entr)",
@@ -2053,7 +1937,6 @@ EXPECTED: Final = (
     # --- keeping.py ---
     Expected(
         name="inspection",
-        script="keeping.py",
         cause=(
             r"InspectionReport|\brecords\b",
             (
@@ -2081,7 +1964,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="pricing",
-        script="keeping.py",
         cause=(
             r"entropy_total",
             (
@@ -2100,7 +1982,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="scans",
-        script="keeping.py",
         cause=(
             r"workers?\b.*(grow|cach|leak|rise|accumul|keep|kept|hold|\+\s?\d|more .*(batch|step|sample))",
             r"(grow|cach|leak|rise|accumul|keep|kept|hold)\w*.*\bworkers?\b",
@@ -2126,7 +2007,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="speech",
-        script="keeping.py",
         cause=(
             r"activation",
             r"(saved|kept|stored|held|save|keep)\w*\b.*\b(backward|autograd)",
@@ -2150,7 +2030,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="genes",
-        script="keeping.py",
         cause=(
             r"optimi[sz]er.*(state|moment|averag|memory|MiB|GiB|MB|GB|keeps|holds)",
             r"(state|moment|memory|MiB|GiB|MB|GB)s?\b.*(optimi[sz]er|Adam)",
@@ -2176,7 +2055,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="palettes",
-        script="keeping.py",
         cause=(
             r"soft_histogram.*(MiB|GiB|MB|GB|alloc|memory|peak|temporar|intermediate|tensor|large)",
             r"(MiB|GiB|MB|GB|alloc|memory|peak|temporar|intermediate|tensor|large).*soft_histogram",
@@ -2202,7 +2080,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="restoration",
-        script="keeping.py",
         cause=(
             r"validation_outputs",
             r"validation\b.*(output|collect|keep|kept|accumul|append|hold|held|retain|gather|list|grow)",
@@ -2228,7 +2105,6 @@ EXPECTED: Final = (
     # --- several.py ---
     Expected(
         name="dictation",
-        script="several.py",
         cause=(
             r"rank.*(forward|comput|encoder|training_step|its model|more work|longer sequence|lengths?\b)",
             r"(forward|comput|encoder|training_step|more work|longer|lengths?|sizes?|shapes?)\w*.*\brank",
@@ -2252,7 +2128,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="weather",
-        script="several.py",
         cause=(
             r"rank.*\b(data|input|load\w*|read\w*|fetch\w*|StationYears|read_day|sleep\w*|worker\w*|next batch)\b",
             r"\b(data|input|load\w*|read\w*|fetch\w*|StationYears|read_day|sleep\w*|worker\w*)\b.*\brank",
@@ -2271,7 +2146,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="portraits",
-        script="several.py",
         cause=(
             r"rank.*(SavePreview|callback|on_train_batch_end|hook|PNG|Image\.save|rank.zero)",
             r"(SavePreview|callback|on_train_batch_end|hook|PNG|Image\.save).*(rank|other process|others wait)",
@@ -2287,7 +2161,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="products",
-        script="several.py",
         cause=(
             r"rank.*(garbage|\bgc\b|gc\.collect|KeepMemoryLow|collector|collections?\b)",
             r"(garbage|\bgc\b|gc\.collect|KeepMemoryLow|collector|collections?\b).*\brank",
@@ -2303,7 +2176,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="retrieval",
-        script="several.py",
         cause=(
             r"ranks?\b.*\b(more|uneven|unequal|differ\w*|imbalanc\w*|larger|higher|most|than|times|apart|only|gallery)\b.*",
             r"(uneven|unequal|differ\w*|imbalanc\w*|larger|more|most)\b.*\branks?\b",
@@ -2324,7 +2196,6 @@ EXPECTED: Final = (
     # --- around.py: threads, Python's memory, metrics, loggers, callbacks, hooks, validation ---
     Expected(
         name="nowcasting",
-        script="around.py",
         cause=(
             r"oversubscri",
             r"too many (\S+ ){0,3}threads",
@@ -2352,7 +2223,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="film_reviews",
-        script="around.py",
         cause=(r"anomaly", r"detect_anomaly"),
         near=(r"autograd.{0,40}(debug|check|trace)", r"(stack traces?|nan checks?).{0,40}(backward|operator|forward)"),
         fix=(r"anomaly",),
@@ -2360,7 +2230,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="land_cover",
-        script="around.py",
         cause=(
             r"gc\.collect",
             r"HostMemoryGuard",
@@ -2390,7 +2259,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="value_learning",
-        script="around.py",
         cause=(
             r"garbage[- ]collect",
             r"garbage collector",
@@ -2413,7 +2281,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="clicks",
-        script="around.py",
         cause=(
             r"(metric|auroc|\bauc\b|train_auc|torchmetrics).{0,120}(each|every|per) (training )?(step|batch)",
             r"(each|every|per) (training )?(step|batch).{0,120}(metric|auroc|\bauc\b|train_auc|torchmetrics)",
@@ -2442,7 +2309,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="music_tags",
-        script="around.py",
         cause=(
             r"self\.log\b",
             r"\blog(ging)? calls?",
@@ -2469,7 +2335,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="energy_demand",
-        script="around.py",
         cause=(
             r"JsonHistoryLogger",
             (
@@ -2498,7 +2363,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="defects",
-        script="around.py",
         cause=(r"ReconstructionGallery",),
         near=(r"callback", r"on_train_batch_end", r"zlib", r"compress"),
         fix=(
@@ -2518,7 +2382,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="recommend",
-        script="around.py",
         cause=(r"count_popularity", r"on_train_batch_start", r"\bCounter\b"),
         near=(r"\bhooks?\b", r"TwoTower", r"python code", r"popularity"),
         fix=(
@@ -2539,7 +2402,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="latents",
-        script="around.py",
         cause=(
             r"deep[- _]?cop(y|ies|ied|ying)",
             r"cop(y|ies|ied|ying)\b.{0,60}\b(model|weights|parameters|network|module|denoiser)",
@@ -2570,7 +2432,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="mixer",
-        script="around.py",
         cause=(
             r"validation.{0,100}(too )?(often|frequent|every|each|\b\d+ times|runs|per epoch|interval|takes|share|%)",
             r"(often|frequent|every|each|%|takes|spent).{0,100}validat",
@@ -2594,7 +2455,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="speakers",
-        script="around.py",
         cause=(
             r"checkpoint",
             r"ModelCheckpoint",
@@ -2616,7 +2476,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="translation",
-        script="around.py",
         cause=(
             r"(other|another|second|own|user'?s?|active|running|left on|also|its) (\S+ ){0,3}profil",
             (
@@ -2660,7 +2519,6 @@ EXPECTED: Final = (
     # --- inside.py: model and optimizer ---
     Expected(
         name="keywords",
-        script="inside.py",
         cause=(
             r"python loop",
             r"\bloops?\b.{0,100}(frame|time|step|element|tiny|small|operator|kernel|EnergyNormalization|smooth)",
@@ -2694,7 +2552,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="characters",
-        script="inside.py",
         cause=(
             r"MyLSTM",
             r"nn\.LSTM",
@@ -2726,7 +2583,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="molecules",
-        script="inside.py",
         cause=(
             (
                 r"AtomAttention.{0,120}(loop|many|tiny|small|operators|calls|one by one|by hand|unfused|heads|dispatch"
@@ -2764,7 +2620,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="credit",
-        script="inside.py",
         cause=(
             r"float64",
             r"double[- ]?precision",
@@ -2788,7 +2643,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="faces",
-        script="inside.py",
         cause=(
             r"detach",
             r"attached",
@@ -2824,7 +2678,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="clothes",
-        script="inside.py",
         cause=(
             r"retain_graph",
             r"retain(s|ed|ing)? (\S+ ){0,3}graph",
@@ -2857,7 +2710,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="articles",
-        script="inside.py",
         cause=(
             r"embedding.{0,160}(rows|dense|sparse|few|%|small (part|share)|optimizer|adam|update)",
             r"(rows|dense|sparse|few|optimizer|adam|update)\b.{0,160}embedding",
@@ -2884,7 +2736,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="turbines",
-        script="inside.py",
         cause=(
             r"on_before_optimizer_step",
             r"named_parameters",
@@ -2928,7 +2779,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="pumps",
-        script="inside.py",
         cause=(
             r"\bAdan\b",
             (
@@ -2959,7 +2809,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="species",
-        script="inside.py",
         cause=(
             (
                 r"optimizer.{0,120}(dominat|%|takes|most|share|more than|step|larger|longer|expensive|costs?|as long"
@@ -2987,7 +2836,6 @@ EXPECTED: Final = (
     # Pictures are decoded in the dataset, in the main process.
     Expected(
         name="leaf_photos",
-        script="vision.py",
         cause=(
             r"decod|jpe?g|to_pixels|\bPIL\b|pillow|Image\.(open|convert|resize)|convert\b.*image|resiz",
             r"LeafDataset.*__getitem__|__getitem__.*LeafDataset",
@@ -3008,7 +2856,6 @@ EXPECTED: Final = (
     # A callback saves a contact sheet after every step.
     Expected(
         name="tile_compression",
-        script="vision.py",
         cause=(
             r"ReconstructionSheet",
             r"callback.*on_train_batch_end|on_train_batch_end.*callback",
@@ -3033,7 +2880,6 @@ EXPECTED: Final = (
     # Forward hooks take statistics of each ReLU in each step.
     Expected(
         name="texture_network",
-        script="vision.py",
         cause=(
             r"(forward|module|registered|user)[ _-]?hooks?",
             r"\bhooks?\b.*(layer|module|ReLU|activation|record|forward)",
@@ -3052,7 +2898,6 @@ EXPECTED: Final = (
     # Targets are assigned in Python lists, box by box, in training_step.
     Expected(
         name="pedestrians",
-        script="vision.py",
         cause=(
             r"\bassign\b|\biou\b",
             r"python.*(loop|list|per[- ]sample|element|training_step|code|lines?)|(loop|list)s?.*python",
@@ -3080,7 +2925,6 @@ EXPECTED: Final = (
     # The collate function makes a tensor per token.
     Expected(
         name="masked_sentences",
-        script="texts.py",
         cause=(r"collat", r"MaskingCollator"),
         near=(
             (
@@ -3099,7 +2943,6 @@ EXPECTED: Final = (
     # Layer norm and GELU are written out as elementwise operators.
     Expected(
         name="novel_characters",
-        script="texts.py",
         cause=(
             r"NewGELU|\bLayerNorm\b|layer ?norm|gelu",
             r"element-?wise|point-?wise|un-?fused|hand-?written|written out|naive|many (small |separate )?operators",
@@ -3123,7 +2966,6 @@ EXPECTED: Final = (
     # The loss of each of 160 topics is logged in each step.
     Expected(
         name="news_topics",
-        script="texts.py",
         cause=(
             r"(self\.)?\blog(_dict)?\b.*(call|value|metric|\d{2,}|times|often|each|every|per step|name|key)",
             r"logg(ing|ed)|(\d{2,}|many|hundreds).*(logged|metrics|self\.log|log calls)|topic_",
@@ -3145,7 +2987,6 @@ EXPECTED: Final = (
     # One worker fetches clips from a file server, with moderate work.
     Expected(
         name="keyword_clips",
-        script="audio.py",
         cause=(
             r"(one|single|lone|1|only|too few|few|more|fewer|not enough|enough)\b.{0,30}workers?",
             (
@@ -3176,7 +3017,6 @@ EXPECTED: Final = (
     # Utterances are padded to the longest of the data set.
     Expected(
         name="utterances",
-        script="audio.py",
         cause=(
             r"\bpad",
             r"(unused|wasted|empty|masked|zero|useless) (frames|positions|elements|values|steps|part|time)",
@@ -3197,7 +3037,6 @@ EXPECTED: Final = (
     # An archive is opened and decompressed every ten batches.
     Expected(
         name="bird_calls",
-        script="audio.py",
         cause=(
             r"open_evening|BirdArchive|np\.load|numpy\.load|\bnpz\b|(de|un)compress|unzip|\bzip|zlib",
             r"(every|each|once (in|per|every)) (about |some |~)?(\d+|ten|ninth|tenth|few|N)\w*\b.*(batch|step|item)",
@@ -3230,7 +3069,6 @@ EXPECTED: Final = (
     # The loader's workers start again in each short epoch.
     Expected(
         name="shop_sales",
-        script="sales.py",
         cause=(
             r"(re-?start|re-?creat|start|spawn|fork|launch)\w*.*(worker|process)",
             r"workers?.*(re-?start|re-?creat|start|spawn|fork|launch|each epoch|every epoch|persist)",
@@ -3252,7 +3090,6 @@ EXPECTED: Final = (
     # The area under the curve of all payments so far is computed in each step.
     Expected(
         name="card_payments",
-        script="sales.py",
         cause=(
             r"auroc|\.compute\b|\bcompute\(|torchmetrics|roc\b",
             r"metrics?\b.*(comput|each step|every step|grow|per step|tak|cost|updat|slow)|(comput|updat)\w* .*metric",
@@ -3273,7 +3110,6 @@ EXPECTED: Final = (
     # The collector is called after each step, beside many live objects.
     Expected(
         name="shopping_baskets",
-        script="sales.py",
         cause=(r"gc\.collect|garbage|\bgc\b|collector|collections? (of|by)",),
         near=(r"on_train_batch_end|live (python )?objects|(many|\d+) .*objects|\bhook\b",),
         fix=(
@@ -3285,7 +3121,6 @@ EXPECTED: Final = (
     # A logger writes its whole history again at each record.
     Expected(
         name="turbine_output",
-        script="sales.py",
         cause=(
             r"JsonHistory|log_metrics|write_text|json",
             (
@@ -3312,7 +3147,6 @@ EXPECTED: Final = (
     # Data from numpy is of 64 bits, and so the model was made.
     Expected(
         name="power_load",
-        script="sales.py",
         cause=(r"float ?64|\bdoubles?\b(?! the)|64[- ]bits?|fp64|f64",),
         near=(r"precision|dtype|data type",),
         fix=(
@@ -3327,7 +3161,6 @@ EXPECTED: Final = (
     # Sixteen threads on two cores.
     Expected(
         name="cart_policy",
-        script="agents.py",
         cause=(
             (
                 r"(16|sixteen|too many|more|many) threads?|over-?subscri|"
@@ -3348,7 +3181,6 @@ EXPECTED: Final = (
     # detect_anomaly=True.
     Expected(
         name="robot_steps",
-        script="agents.py",
         cause=(r"anomaly",),
         near=(r"debug|\bnan\b|stack traces?|traceback",),
         fix=(r"anomaly",),
@@ -3357,7 +3189,6 @@ EXPECTED: Final = (
     # The readout takes the molecules of a batch one by one.
     Expected(
         name="solubility",
-        script="agents.py",
         cause=(
             r"\bpool\b|MoleculeNet\.pool",
             r"(many|\d{3,}|thousands|tiny|small|short|little).*(operator|op|kernel|call|operation)s?\b",
@@ -3391,7 +3222,6 @@ EXPECTED: Final = (
     # The average of the weights copies the network several times in each step.
     Expected(
         name="digit_diffusion",
-        script="agents.py",
         cause=(
             r"deep-?cop|\bcop(y|ies|ied|ying)\b.*(model|network|weight|parameter|state|denoiser|module|each|every)",
             r"state_dict|\bEMA\b|(moving |weight |exponential )average|averag\w* .*(weight|parameter|model)",
@@ -3414,7 +3244,6 @@ EXPECTED: Final = (
     # Fifteen batches of validation after every five of training.
     Expected(
         name="weather_maps",
-        script="agents.py",
         cause=(r"validat|val_check_interval|\bval(_loop)?\b|evaluat",),
         near=(r"between (the )?steps|outside (of )?(the )?(training )?steps?",),
         fix=(
@@ -3433,7 +3262,6 @@ EXPECTED: Final = (
     # A checkpoint every two steps.
     Expected(
         name="plant_dynamics",
-        script="agents.py",
         cause=(
             r"check-?point",
             r"every_n_train_steps|torch\.save|sav(es|ed|ing)\b.*(model|state|weight|every|each|disk)",
@@ -3455,7 +3283,6 @@ EXPECTED: Final = (
     # The script has torch's profiler on, with stacks and shapes.
     Expected(
         name="lander_policy",
-        script="agents.py",
         cause=(
             (
                 r"(torch|pytorch|autograd|kineto|another|other|second|own|user|"
@@ -3485,7 +3312,6 @@ EXPECTED: Final = (
     # The target network runs with gradients, and the loss goes back through it.
     Expected(
         name="arcade",
-        script="games.py",
         cause=(
             (
                 r"(target|teacher|second|other|frozen|following|bellman).{0,120}(no_grad|gradient|graph|backward"
@@ -3516,7 +3342,6 @@ EXPECTED: Final = (
     # Two backward passes over the same trunk, with retain_graph.
     Expected(
         name="road_scenes",
-        script="scenes.py",
         cause=(
             r"retain_graph|retain(s|ed|ing)? (the |its )?graph|graph.{0,30}(kept|retained)",
             r"\b(two|second|twice|several|multiple|double|more than one|another|repeated|extra)\b.{0,60}backward",
@@ -3545,7 +3370,6 @@ EXPECTED: Final = (
     # Adam touches all 60,000 rows, a batch reads about 5,000.
     Expected(
         name="catalogue",
-        script="tables.py",
         cause=(
             (
                 r"(embedding|table|items).{0,160}(few|dense|all (its |the )?rows|every row|unused|sparse|only"
@@ -3572,7 +3396,6 @@ EXPECTED: Final = (
     # An own optimizer that loops over some 360 small parameters.
     Expected(
         name="house_prices",
-        script="tables.py",
         cause=(
             (
                 r"(optimi[sz]er|adabelief|\bstep\b).{0,160}(loop|one by one|one at a time|each (parameter"
@@ -3607,7 +3430,6 @@ EXPECTED: Final = (
     # AdamW's default form on two matrices of 4.6 million numbers.
     Expected(
         name="cells",
-        script="tables.py",
         cause=(
             (
                 r"(optimi[sz]er|adamw?).{0,160}(fused|foreach|for-?loop|single.tensor|unfused|slow form|\bform\b"
@@ -3628,7 +3450,6 @@ EXPECTED: Final = (
     # The table of 8,192 positions is made in each forward.
     Expected(
         name="letters",
-        script="words.py",
         cause=(
             (
                 r"(sinusoid|positional|positions?\b|\bpe\b|\btable|\bconstant|same (value|result|tensor"
@@ -3655,7 +3476,6 @@ EXPECTED: Final = (
     # The feature maps of all steps stay in a deque of the module.
     Expected(
         name="shop_photos",
-        script="scenes.py",
         cause=(
             (
                 r"(grow|leak|accumulat|kept|keeps|retain|pile|more).{0,160}(\bseen\b|deque|list|append|Contrast"
@@ -3680,7 +3500,6 @@ EXPECTED: Final = (
     # The sum of a loss that no backward reaches holds the graphs of all steps.
     Expected(
         name="satellite_tiles",
-        script="scenes.py",
         cause=(
             (
                 r"(graph|autograd|grad_fn|saved (tensor|activation)|not detached|undetached|without detach)"
@@ -3709,7 +3528,6 @@ EXPECTED: Final = (
     # The dataset of each worker keeps what it decoded.
     Expected(
         name="wind_farms",
-        script="tables.py",
         cause=(
             r"worker.{0,200}(grow|leak|cache|unpacked|keep|kept|accumulat|more memory|ris)",
             r"(grow|leak|cache|unpacked|keep|kept|accumulat|ris).{0,200}worker",
@@ -3727,7 +3545,6 @@ EXPECTED: Final = (
     # 96 images at once where 4 x 24 would do.
     Expected(
         name="plankton",
-        script="scenes.py",
         cause=(
             r"activation",
             r"saved (for (the )?backward|tensors)",
@@ -3752,7 +3569,6 @@ EXPECTED: Final = (
     # AdamW keeps two more copies of 27 million weights.
     Expected(
         name="vocoder",
-        script="sounds.py",
         cause=(
             r"optimi[sz]er('s)?.{0,40}(state|memory|moment|buffer|average)",
             r"(\bstates?\b|moments?\b|exp_avg|averages).{0,60}(optimi[sz]er|adamw?)",
@@ -3775,7 +3591,6 @@ EXPECTED: Final = (
     # The bytes of all frames, made to floats at the start.
     Expected(
         name="gesture_video",
-        script="scenes.py",
         cause=(
             (
                 r"(dataset|data set|training data|frames|input data).{0,160}"
@@ -3810,7 +3625,6 @@ EXPECTED: Final = (
     # Rank 1 decompresses its records.
     Expected(
         name="reactions",
-        script="pairs.py",
         cause=(
             r"(rank|process).{0,160}(data|input|batch|dataset|decompress|bz2|Archive|__getitem__|load|read)",
             r"(data|input|dataset|decompress|bz2|Archive|__getitem__|loader).{0,160}(rank|process)",
@@ -3840,7 +3654,6 @@ EXPECTED: Final = (
     # Rank 1 gets the long half of the lines.
     Expected(
         name="server_logs",
-        script="pairs.py",
         cause=(
             (
                 r"rank.{0,200}(long|length|more (work|tokens|samples|data|comput)|larger|bigger|comput|forward"
@@ -3870,7 +3683,6 @@ EXPECTED: Final = (
     # Rank 0 draws in each step, rank 1 waits.
     Expected(
         name="routes",
-        script="pairs.py",
         cause=(
             r"RouteMaps|\bdraw\b|canvas",
             r"rank (0|zero).{0,160}(callback|hook|on_train_batch_end|python|own code|log|extra)",
@@ -3900,7 +3712,6 @@ EXPECTED: Final = (
     # Rank 0 holds the whole gallery, rank 1 nothing.
     Expected(
         name="identities",
-        script="pairs.py",
         cause=(
             r"rank.{0,200}(memory|peak|rss|pss|mib|gib|mb|gb)",
             r"(memory|peak|rss|pss).{0,200}rank",
@@ -3930,7 +3741,6 @@ EXPECTED: Final = (
     # Twelve worker processes on two cores.
     Expected(
         name="voices",
-        script="sounds.py",
         cause=(
             r"\b(12|twelve|too many|more|many|number of)\b.{0,40}worker",
             r"num_workers.{0,20}\b(12|cores?|cpus?|too)\b",
@@ -3961,7 +3771,6 @@ EXPECTED: Final = (
     # A text is written after every fourth step.
     Expected(
         name="stories",
-        script="words.py",
         cause=(
             r"\bwrite\b|Storyteller\.(write|on_)",
             r"on_train_batch_end",
@@ -3992,7 +3801,6 @@ EXPECTED: Final = (
     # The norm of each gradient is logged in each step.
     Expected(
         name="bird_songs",
-        script="sounds.py",
         cause=(
             r"on_before_optimizer_step",
             r"(norm|gradient norm|grad_norm).{0,120}(each|every|log|hook|parameter|item|%|ms)",
@@ -4024,7 +3832,6 @@ EXPECTED: Final = (
     # The network runs for the loss, and again for the accuracy.
     Expected(
         name="wake_words",
-        script="sounds.py",
         cause=(
             (
                 r"\b(second|two|twice|repeated|again|extra|another|double|duplicate|several|more than once"
@@ -4056,7 +3863,6 @@ EXPECTED: Final = (
     # One sentence at a time, sixteen for a step.
     Expected(
         name="parts_of_speech",
-        script="words.py",
         cause=(
             r"batch(es)?( size)?( is| of|es of)? ?(of |is |= ?)?(1|one)\b",
             r"(one|1|single) (sample|sequence|sentence|item|example|row)",
@@ -4085,7 +3891,6 @@ EXPECTED: Final = (
     # The penalty is a loop over all parameters.
     Expected(
         name="insurance",
-        script="tables.py",
         cause=(
             r"\bpenalty\b|Premium",
             (
@@ -4126,7 +3931,6 @@ EXPECTED: Final = (
     # keep the arrays (or let DataLoader workers decode).
     Expected(
         name="galaxies",
-        script="pictures.py",
         cause=(
             r"GalaxyPlates",
             r"decode_plate",
@@ -4142,7 +3946,6 @@ EXPECTED: Final = (
     # more workers (they only wait), or a local copy of the photos.
     Expected(
         name="coral_photos",
-        script="pictures.py",
         cause=(
             r"(one|1|single|few|too few|only)\W+(\w+\W+){0,3}workers?|num_workers\W*=?\W*1",
             r"workers? (can(no|')t|do(es)? not|don't) keep|not enough workers|keep\w* up",
@@ -4164,7 +3967,6 @@ EXPECTED: Final = (
     # torch.
     Expected(
         name="traffic_signs",
-        script="pictures.py",
         cause=(
             r"on_after_batch_transfer",
             r"equaliz",
@@ -4184,7 +3986,6 @@ EXPECTED: Final = (
     # average in place (lerp_, torch._foreach_lerp_, AveragedModel, EMA callback).
     Expected(
         name="lunar_craters",
-        script="pictures.py",
         cause=(
             r"deep ?cop|copy\.",
             r"state_dict|copies of the (weights|parameters|model)|cop(y|ies|ying) .*(weights|parameters|model)",
@@ -4200,7 +4001,6 @@ EXPECTED: Final = (
     # gc.collect() after each batch. A good engineer: delete the call (or do it each epoch).
     Expected(
         name="snowflakes",
-        script="pictures.py",
         cause=(r"gc\.collect", r"garbage.?collect", r"\bgc\b", r"full collection|forced? collect"),
         near=(r"on_train_batch_end|FlakeClassifier|\bhook\b|pictures\.py:\d+",),
         fix=(
@@ -4215,7 +4015,6 @@ EXPECTED: Final = (
     # good engineer: encode each position once, or use workers.
     Expected(
         name="chess_moves",
-        script="language.py",
         cause=(
             r"ChessPositions",
             r"encode_position",
@@ -4235,7 +4034,6 @@ EXPECTED: Final = (
     # in collate_fn).
     Expected(
         name="haiku",
-        script="language.py",
         cause=(r"\bpad", r"key_padding_mask"),
         near=(
             r"sequence length|longer than|masked|ignore_index|pad_to_context|context|collate|\b128\b|empty positions",
@@ -4250,7 +4048,6 @@ EXPECTED: Final = (
     # The recipes are tokenized with regular expressions each time they are read. A good engineer: tokenize once.
     Expected(
         name="cookbook",
-        script="language.py",
         cause=(r"tokeni[sz]", r"Recipes", r"__getitem__", r"language\.py:\d+.*(data|load|regex|sample)"),
         near=(
             (
@@ -4264,7 +4061,6 @@ EXPECTED: Final = (
     # Trainer(detect_anomaly=True) is left on. A good engineer: switch it off after the bug is found.
     Expected(
         name="support_tickets",
-        script="language.py",
         cause=(r"anomaly",),
         near=(r"\bnan\b|isnan|traceback|debug|autograd check|backward",),
         fix=(r"detect_anomaly|anomaly",),
@@ -4274,7 +4070,6 @@ EXPECTED: Final = (
     # longer epochs, or no workers for data in memory).
     Expected(
         name="piano_rolls",
-        script="language.py",
         cause=(
             r"(re)?start\w*\W+(\w+\W+){0,6}workers?|workers?\W+(\w+\W+){0,6}(re)?(start|creat|spawn|fork|launch)\w*",
             r"persistent_workers",
@@ -4299,7 +4094,6 @@ EXPECTED: Final = (
     # torchmetrics.
     Expected(
         name="mushrooms",
-        script="records.py",
         cause=(
             r"\.?\bitem\b",
             r"MushroomModel\.count|\bcount\b.*records\.py|confusion",
@@ -4323,7 +4117,6 @@ EXPECTED: Final = (
     # the end of the epoch (update only in the step).
     Expected(
         name="loan_defaults",
-        script="records.py",
         cause=(
             r"AUROC|auroc",
             r"\bmetrics?\b.*(each|every|step|all|comput|grow)",
@@ -4347,7 +4140,6 @@ EXPECTED: Final = (
     # each epoch.
     Expected(
         name="wine_ratings",
-        script="records.py",
         cause=(r"RankMonitor", r"svd", r"\bcallback", r"singular"),
         near=(r"on_train_batch_end|linalg|records\.py:\d+|\bhook\b",),
         fix=(
@@ -4362,7 +4154,6 @@ EXPECTED: Final = (
     # torch.set_num_threads(1) leaves one of the cores idle. A good engineer: remove it.
     Expected(
         name="ad_auctions",
-        script="records.py",
         cause=(
             r"(one|1|single|few|too few|only)\W+(\w+\W+){0,4}thread|thread\w*\W+(\w+\W+){0,4}(one|1)\b",
             r"set_num_threads|num_threads|OMP_NUM_THREADS",
@@ -4382,7 +4173,6 @@ EXPECTED: Final = (
     # stays, or the tensors once in the data set; or workers.
     Expected(
         name="icu_stays",
-        script="records.py",
         cause=(r"collate",),
         near=(
             (
@@ -4405,7 +4195,6 @@ EXPECTED: Final = (
     # or gc.freeze(), a higher threshold.
     Expected(
         name="taxi_trips",
-        script="records.py",
         cause=(
             r"garbage|\bgc\b",
             r"collector|(full|generation.?2|gen.?2) collection",
@@ -4431,7 +4220,6 @@ EXPECTED: Final = (
     # A good engineer: a worker that reads ahead, uncompressed or memory-mapped files, smaller files.
     Expected(
         name="seismic_traces",
-        script="signals.py",
         cause=(
             r"StationFiles|__getitem__|\bread\b.*signals\.py|signals\.py:\d+.*(data|load|read|decompress|shard)",
             r"bz2|decompress|shard|station|new file|(load|open|read)\w* (of )?(a|the|each|next|new|its) (file|shard)",
@@ -4457,7 +4245,6 @@ EXPECTED: Final = (
     # n steps, or the vector in one go.
     Expected(
         name="river_gauges",
-        script="signals.py",
         cause=(r"self\.log|\blog\(|\blogg(ing|ed)\b|\blog calls|\blog_dict|logged values|many (values|metrics)",),
         near=(
             (
@@ -4478,7 +4265,6 @@ EXPECTED: Final = (
     # each epoch.
     Expected(
         name="bee_hives",
-        script="signals.py",
         cause=(
             r"HiveReport",
             r"\bcallback",
@@ -4504,7 +4290,6 @@ EXPECTED: Final = (
     # steps, on a sample of the values, or remove the hooks.
     Expected(
         name="bridge_strain",
-        script="signals.py",
         cause=(r"forward.?hook|\bhooks?\b", r"percentile|StrainModel\.watch|\bwatch\b"),
         near=(r"partition|numpy|nn\.Linear|\bLinear\b|forward|signals\.py:\d+|quantile",),
         fix=(
@@ -4523,7 +4308,6 @@ EXPECTED: Final = (
     # fetch. A good engineer: no worker, or one or two.
     Expected(
         name="smart_meters",
-        script="signals.py",
         cause=(
             r"(too )?many workers|more workers|16\W+(\w+\W+){0,3}workers|workers\W+(\w+\W+){0,6}cores|num_workers",
             r"oversubscri|overcommit|compet\w+|fight|contend|contention",
@@ -4547,7 +4331,6 @@ EXPECTED: Final = (
     # Each item computes the same pseudo-inverse again. Compute it once, in __init__.
     Expected(
         name="milk_spectra",
-        script="signals.py",
         cause=(r"pinv", r"solver", r"MilkSpectra", r"__getitem__", r"(pseudo.?)?inverse", r"\bsvd\b"),
         near=(r"input.bound", r"wait\w* for (data|batch|the next)", r"data ?load", r"dataset"),
         fix=(
@@ -4561,7 +4344,6 @@ EXPECTED: Final = (
     # cores.
     Expected(
         name="radar_echoes",
-        script="signals.py",
         cause=(
             (
                 r"(too )?many threads|more threads|8\W+(\w+\W+){0,4}threads|threads\W+(\w+\W+){0,6}cores"
@@ -4582,7 +4364,6 @@ EXPECTED: Final = (
     # (limit_val_batches).
     Expected(
         name="tide_levels",
-        script="routine.py",
         cause=(r"validat", r"val_check_interval", r"evaluation loop"),
         near=(r"\beval",),
         fix=(
@@ -4598,7 +4379,6 @@ EXPECTED: Final = (
     # A checkpoint every 5 steps: save less often (every_n_train_steps, once an epoch) or weights only.
     Expected(
         name="seismograms",
-        script="routine.py",
         cause=(r"checkpoint", r"\bsav(es?|ing)\b"),
         near=(r"disk", r"writ(es|ing)"),
         fix=(
@@ -4613,7 +4393,6 @@ EXPECTED: Final = (
     # torch.profiler runs around the whole fit: remove it, or profile a few steps with a schedule.
     Expected(
         name="fish_counts",
-        script="routine.py",
         cause=(
             r"torch\.profiler",
             r"(second|another|other) profiler",
@@ -4634,7 +4413,6 @@ EXPECTED: Final = (
     # is.
     Expected(
         name="pendulums",
-        script="routine.py",
         cause=(r"float64", r"double"),
         near=(r"precision", r"dtype"),
         fix=(
@@ -4650,7 +4428,6 @@ EXPECTED: Final = (
     # Batches of 8 tiny rows: the step is overhead (Python, operator launches); use a batch of 64 or more.
     Expected(
         name="wine_quality",
-        script="routine.py",
         cause=(
             r"batch(_size| size|es)?[^.]*(small|tiny|few|only|of 8|8 samples)",
             r"(small|tiny) (mini-?)?batch",
@@ -4669,7 +4446,6 @@ EXPECTED: Final = (
     # one call.
     Expected(
         name="heartbeats",
-        script="blocks.py",
         cause=(
             r"python loop",
             r"loops? over",
@@ -4695,7 +4471,6 @@ EXPECTED: Final = (
     # The loss runs in a Python loop over the samples of the batch: compute it on the whole batch.
     Expected(
         name="star_spectra",
-        script="blocks.py",
         cause=(
             r"python loop",
             r"loops? over",
@@ -4720,7 +4495,6 @@ EXPECTED: Final = (
     # Attention by hand writes the length x length scores: use scaled_dot_product_attention(is_causal=True).
     Expected(
         name="chess_games",
-        script="blocks.py",
         cause=(r"attention", r"softmax"),
         near=(r"masked_fill", r"matmul", r"\bbmm\b", r"scores"),
         fix=(r"scaled_dot_product_attention", r"\bsdpa\b", r"flash", r"MultiheadAttention", r"fused attention"),
@@ -4736,7 +4510,6 @@ EXPECTED: Final = (
     # Layer normalization from mean, std and arithmetic: use nn.LayerNorm.
     Expected(
         name="traffic_flow",
-        script="blocks.py",
         cause=(r"layer ?norm", r"layer_norm", r"normali[sz]ation"),
         near=(r"\bstd\b", r"\bmean\b", r"element-?wise", r"unfused", r"pointwise", r"memory-bound"),
         fix=(
@@ -4756,7 +4529,6 @@ EXPECTED: Final = (
     # Dense gradients and updates for 140,000 embedding rows of which 512 are used: nn.Embedding(sparse=True).
     Expected(
         name="recipes",
-        script="blocks.py",
         cause=(r"embedding", r"dense grad", r"sparse"),
         near=(r"optimi[sz]er", r"adagrad", r"\bupdate", r"zero_?grad", r"gradient"),
         fix=(
@@ -4772,7 +4544,6 @@ EXPECTED: Final = (
     # A hand-written Adam loops over 98 parameters with a dozen operators each: torch.optim.Adam(fused=True).
     Expected(
         name="glaciers",
-        script="blocks.py",
         cause=(r"MyAdam", r"optimi[sz]er", r"blocks\.py:2[1-4]\d\b"),
         near=(r"(tiny|small|short|many)[^.]*(operator|ops?\b|kernel)", r"parameter update"),
         fix=(r"fused", r"foreach", r"torch\.optim", r"_foreach_", r"built-?in (adam|optimi[sz]er)"),
@@ -4782,7 +4553,6 @@ EXPECTED: Final = (
     # The discriminator's loss goes back through the generator: detach the fakes (or draw them under no_grad).
     Expected(
         name="roman_coins",
-        script="graphs.py",
         cause=(
             r"detach",
             r"generator[^.]*(discriminator|unused|never|thrown|discard|wast|need|not)",
@@ -4801,7 +4571,6 @@ EXPECTED: Final = (
     # The same, with the discriminator frozen while the generator trains.
     Expected(
         name="greek_coins",
-        script="graphs.py",
         cause=(
             r"detach",
             r"generator[^.]*(discriminator|unused|never|thrown|discard|wast|need|not)",
@@ -4821,7 +4590,6 @@ EXPECTED: Final = (
     # requires_grad_(False).
     Expected(
         name="handwriting",
-        script="graphs.py",
         cause=(
             r"teacher",
             r"gradients?[^.]*(unused|never used|thrown away|discarded|nobody|no optimi[sz]er|not optimi[sz]ed|wast)",
@@ -4840,7 +4608,6 @@ EXPECTED: Final = (
     # Two backward passes through one trunk with retain_graph=True: add the losses and go back once.
     Expected(
         name="street_trees",
-        script="graphs.py",
         cause=(
             r"retain(ed|_graph|s)?",
             r"(two|twice|second|2|double|several|more than one|each loss|per loss)[^.]*backward",
@@ -4859,7 +4626,6 @@ EXPECTED: Final = (
     # Logits and losses with their graph stay in self.outputs: keep numbers (detach, item) or clear the list.
     Expected(
         name="flood_maps",
-        script="graphs.py",
         cause=(
             r"leak",
             r"memory[^.]*(grow|grew|rise|rose|increas|climb)",
@@ -4884,7 +4650,6 @@ EXPECTED: Final = (
     # checkpoint.
     Expected(
         name="mosaics",
-        script="graphs.py",
         cause=(
             r"activation",
             r"rows_loss",
@@ -4911,7 +4676,6 @@ EXPECTED: Final = (
     # A callback holds a deep copy of the whole model as the best one (two while it replaces it): save it to disk.
     Expected(
         name="customs_forms",
-        script="graphs.py",
         cause=(r"cop(y|ies)", r"deepcopy", r"KeepBest", r"best_model", r"twice|two models|second model"),
         near=(r"parameter", r"weights", r"model (size|memory)", r"callback"),
         fix=(
@@ -4929,7 +4693,6 @@ EXPECTED: Final = (
     # write to disk.
     Expected(
         name="vineyards",
-        script="processes.py",
         cause=(
             r"leak",
             r"memory[^.]*(grow|grew|rise|rose|increas|climb)",
@@ -4954,7 +4717,6 @@ EXPECTED: Final = (
     # it.
     Expected(
         name="fossils",
-        script="processes.py",
         cause=(
             r"worker[^.]*(grow|grew|leak|memory|cache|rise|rose)",
             r"(grow|grew|leak|memory|cache)[^.]*worker",
@@ -4975,7 +4737,6 @@ EXPECTED: Final = (
     # evenly, use workers.
     Expected(
         name="auroras",
-        script="processes.py",
         cause=(
             r"rank[^.]*(data|load|fetch|batch|Magnetograms|__getitem__|lzma|decompress|input)",
             r"(data|load|fetch|Magnetograms|__getitem__|lzma|decompress|input)[^.]*rank",
@@ -5011,7 +4772,6 @@ EXPECTED: Final = (
     # it.
     Expected(
         name="comets",
-        script="processes.py",
         cause=(
             r"ReferenceComets",
             r"rank[^.]*(callback|on_train_batch_end|hook|extra)",
@@ -5038,7 +4798,6 @@ EXPECTED: Final = (
     # Rank 0 alone holds 500 MB of charts: memory-map them, or load the few that the picture needs at the end.
     Expected(
         name="sea_ice",
-        script="processes.py",
         cause=(
             r"rank[^.]*(memory|MB|MiB|GB|GiB|RSS)",
             r"(memory|MB|MiB|GB|GiB|RSS)[^.]*rank",
@@ -5065,7 +4824,6 @@ EXPECTED: Final = (
     # accumulate_grad_batches.
     Expected(
         name="tram_delays",
-        script="processes.py",
         cause=(
             r"all-?_?reduc",
             r"(sync|exchang|communicat)\w*[^.]*(each|every|per|4|four|several|micro)",

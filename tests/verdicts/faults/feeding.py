@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -21,6 +21,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 
 def train(model: lightning.LightningModule, loader: DataLoader, **options: Any) -> None:
@@ -420,20 +424,5 @@ def sessions(fault: bool) -> None:
     train(NextClick(), DataLoader(clicks, batch_size=32, shuffle=True, num_workers=1, collate_fn=collate))
 
 
-TRAININGS: dict[str, Callable[[bool], None]] = {
-    "biopsies": biopsies,
-    "playlists": playlists,
-    "crops": crops,
-    "gait": gait,
-    "reviews": reviews,
-    "shapes": shapes,
-    "sessions": sessions,
-}
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=TRAININGS)
-    parser.add_argument("--healthy", action="store_true")
-    options = parser.parse_args()
-    lightning.seed_everything(0, verbose=False)
-    TRAININGS[options.name](not options.healthy)
+    main(biopsies, playlists, crops, gait, reviews, shapes, sessions)

@@ -89,4 +89,4 @@ def arcade(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main({"arcade": arcade})
+    main(arcade)

@@ -295,14 +295,4 @@ def customs_forms(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "roman_coins": roman_coins,
-            "greek_coins": greek_coins,
-            "handwriting": handwriting,
-            "street_trees": street_trees,
-            "flood_maps": flood_maps,
-            "mosaics": mosaics,
-            "customs_forms": customs_forms,
-        }
-    )
+    main(roman_coins, greek_coins, handwriting, street_trees, flood_maps, mosaics, customs_forms)

@@ -402,13 +402,11 @@ def synced_each_part(fault: bool) -> None:
 
 if __name__ == "__main__":
     main(
-        {
-            "copied_samples": copied_samples,
-            "statistics_each_item": statistics_each_item,
-            "copied_windows": copied_windows,
-            "recall_in_turn": recall_in_turn,
-            "disabled_collector": disabled_collector,
-            "features_in_checkpoint": features_in_checkpoint,
-            "synced_each_part": synced_each_part,
-        }
+        copied_samples,
+        statistics_each_item,
+        copied_windows,
+        recall_in_turn,
+        disabled_collector,
+        features_in_checkpoint,
+        synced_each_part,
     )

@@ -525,17 +525,4 @@ def species(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "keywords": keywords,
-            "characters": characters,
-            "molecules": molecules,
-            "credit": credit,
-            "faces": faces,
-            "clothes": clothes,
-            "articles": articles,
-            "turbines": turbines,
-            "pumps": pumps,
-            "species": species,
-        }
-    )
+    main(keywords, characters, molecules, credit, faces, clothes, articles, turbines, pumps, species)

@@ -160,10 +160,4 @@ def memoized_tables(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "unread_outputs": unread_outputs,
-            "attached_records": attached_records,
-            "memoized_tables": memoized_tables,
-        }
-    )
+    main(unread_outputs, attached_records, memoized_tables)

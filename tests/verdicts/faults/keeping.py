@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 
 def fit(model: pl.LightningModule, *loaders: DataLoader, **options: Any) -> None:
@@ -399,20 +402,5 @@ def restoration(fault: bool) -> None:
     fit(Restorer(collect=fault), training, validation, max_epochs=2, num_sanity_val_steps=0)
 
 
-TRAININGS: dict[str, Callable[[bool], None]] = {
-    "inspection": inspection,
-    "pricing": pricing,
-    "scans": scans,
-    "speech": speech,
-    "genes": genes,
-    "palettes": palettes,
-    "restoration": restoration,
-}
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=TRAININGS)
-    parser.add_argument("--healthy", action="store_true")
-    options = parser.parse_args()
-    pl.seed_everything(0, verbose=False)
-    TRAININGS[options.name](not options.healthy)
+    main(inspection, pricing, scans, speech, genes, palettes, restoration)

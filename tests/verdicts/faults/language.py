@@ -326,12 +326,4 @@ def piano_rolls(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "chess_moves": chess_moves,
-            "haiku": haiku,
-            "cookbook": cookbook,
-            "support_tickets": support_tickets,
-            "piano_rolls": piano_rolls,
-        }
-    )
+    main(chess_moves, haiku, cookbook, support_tickets, piano_rolls)

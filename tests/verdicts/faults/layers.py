@@ -192,11 +192,4 @@ def second_forward(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "compiled_per_length": compiled_per_length,
-            "needless_checkpointing": needless_checkpointing,
-            "weight_made_each_time": weight_made_each_time,
-            "second_forward": second_forward,
-        }
-    )
+    main(compiled_per_length, needless_checkpointing, weight_made_each_time, second_forward)

@@ -46,4 +46,4 @@ def one_thread(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main({"shared_cores": shared_cores, "one_thread": one_thread})
+    main(shared_cores, one_thread)

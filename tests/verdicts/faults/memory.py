@@ -197,14 +197,12 @@ def retained_graph(fault: bool) -> None:
 
 if __name__ == "__main__":
     main(
-        {
-            "host_growth": host_growth,
-            "validation_outputs": validation_outputs,
-            "activations": activations,
-            "caching_workers": caching_workers,
-            "tensor_leak": tensor_leak,
-            "worker_cache": worker_cache,
-            "optimizer_state": optimizer_state,
-            "retained_graph": retained_graph,
-        }
+        host_growth,
+        validation_outputs,
+        activations,
+        caching_workers,
+        tensor_leak,
+        worker_cache,
+        optimizer_state,
+        retained_graph,
     )

@@ -150,10 +150,4 @@ def attached_teacher(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "stepwise_cell": stepwise_cell,
-            "cosine_frontend": cosine_frontend,
-            "attached_teacher": attached_teacher,
-        }
-    )
+    main(stepwise_cell, cosine_frontend, attached_teacher)

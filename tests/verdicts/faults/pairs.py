@@ -216,4 +216,4 @@ def identities(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main({"reactions": reactions, "server_logs": server_logs, "routes": routes, "identities": identities})
+    main(reactions, server_logs, routes, identities)

@@ -254,11 +254,4 @@ def broadcast_bank(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "summed_parts": summed_parts,
-            "every_stage": every_stage,
-            "copied_argument": copied_argument,
-            "broadcast_bank": broadcast_bank,
-        }
-    )
+    main(summed_parts, every_stage, copied_argument, broadcast_bank)

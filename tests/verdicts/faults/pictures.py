@@ -227,12 +227,4 @@ def snowflakes(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "galaxies": galaxies,
-            "coral_photos": coral_photos,
-            "traffic_signs": traffic_signs,
-            "lunar_craters": lunar_craters,
-            "snowflakes": snowflakes,
-        }
-    )
+    main(galaxies, coral_photos, traffic_signs, lunar_craters, snowflakes)

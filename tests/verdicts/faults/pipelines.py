@@ -426,13 +426,4 @@ def histograms_each_step(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "permuting_replay": permuting_replay,
-            "blur_before_crop": blur_before_crop,
-            "fresh_iterator": fresh_iterator,
-            "rebuilt_windows": rebuilt_windows,
-            "piling_hooks": piling_hooks,
-            "histograms_each_step": histograms_each_step,
-        }
-    )
+    main(permuting_replay, blur_before_crop, fresh_iterator, rebuilt_windows, piling_hooks, histograms_each_step)

@@ -300,13 +300,4 @@ def tram_delays(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "vineyards": vineyards,
-            "fossils": fossils,
-            "auroras": auroras,
-            "comets": comets,
-            "sea_ice": sea_ice,
-            "tram_delays": tram_delays,
-        }
-    )
+    main(vineyards, fossils, auroras, comets, sea_ice, tram_delays)

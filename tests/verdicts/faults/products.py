@@ -187,11 +187,4 @@ def exact_norms(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "scored_unmasked": scored_unmasked,
-            "unread_weights": unread_weights,
-            "one_hot_lookup": one_hot_lookup,
-            "exact_norms": exact_norms,
-        }
-    )
+    main(scored_unmasked, unread_weights, one_hot_lookup, exact_norms)

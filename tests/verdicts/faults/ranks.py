@@ -86,4 +86,4 @@ def uneven_ranks(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main({"synced_values": synced_values, "uneven_ranks": uneven_ranks})
+    main(synced_values, uneven_ranks)

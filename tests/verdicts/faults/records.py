@@ -344,13 +344,4 @@ def taxi_trips(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "mushrooms": mushrooms,
-            "loan_defaults": loan_defaults,
-            "wine_ratings": wine_ratings,
-            "ad_auctions": ad_auctions,
-            "icu_stays": icu_stays,
-            "taxi_trips": taxi_trips,
-        }
-    )
+    main(mushrooms, loan_defaults, wine_ratings, ad_auctions, icu_stays, taxi_trips)

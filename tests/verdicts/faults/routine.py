@@ -209,12 +209,4 @@ def wine_quality(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "tide_levels": tide_levels,
-            "seismograms": seismograms,
-            "fish_counts": fish_counts,
-            "pendulums": pendulums,
-            "wine_quality": wine_quality,
-        }
-    )
+    main(tide_levels, seismograms, fish_counts, pendulums, wine_quality)

@@ -221,12 +221,4 @@ def power_load(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "shop_sales": shop_sales,
-            "card_payments": card_payments,
-            "shopping_baskets": shopping_baskets,
-            "turbine_output": turbine_output,
-            "power_load": power_load,
-        }
-    )
+    main(shop_sales, card_payments, shopping_baskets, turbine_output, power_load)

@@ -213,12 +213,4 @@ def gesture_video(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "road_scenes": road_scenes,
-            "shop_photos": shop_photos,
-            "satellite_tiles": satellite_tiles,
-            "plankton": plankton,
-            "gesture_video": gesture_video,
-        }
-    )
+    main(road_scenes, shop_photos, satellite_tiles, plankton, gesture_video)

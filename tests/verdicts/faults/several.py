@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 STEPS = 50
 
@@ -344,18 +348,5 @@ def retrieval(fault: bool) -> None:
     fit(PictureRetrieval(divided=not fault))
 
 
-TRAININGS: dict[str, Callable[[bool], None]] = {
-    "dictation": dictation,
-    "weather": weather,
-    "portraits": portraits,
-    "products": products,
-    "retrieval": retrieval,
-}
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=TRAININGS)
-    parser.add_argument("--healthy", action="store_true")
-    options = parser.parse_args()
-    pl.seed_everything(0, verbose=False)
-    TRAININGS[options.name](not options.healthy)
+    main(dictation, weather, portraits, products, retrieval)

@@ -291,13 +291,11 @@ def views_of_states(fault: bool) -> None:
 
 if __name__ == "__main__":
     main(
-        {
-            "batch_as_time": batch_as_time,
-            "column_and_row": column_and_row,
-            "diagonal_matrices": diagonal_matrices,
-            "message_per_edge": message_per_edge,
-            "enlarged_channels": enlarged_channels,
-            "decay_in_loss": decay_in_loss,
-            "views_of_states": views_of_states,
-        }
+        batch_as_time,
+        column_and_row,
+        diagonal_matrices,
+        message_per_edge,
+        enlarged_channels,
+        decay_in_loss,
+        views_of_states,
     )

@@ -273,14 +273,4 @@ def milk_spectra(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "seismic_traces": seismic_traces,
-            "river_gauges": river_gauges,
-            "bee_hives": bee_hives,
-            "bridge_strain": bridge_strain,
-            "smart_meters": smart_meters,
-            "radar_echoes": radar_echoes,
-            "milk_spectra": milk_spectra,
-        }
-    )
+    main(seismic_traces, river_gauges, bee_hives, bridge_strain, smart_meters, radar_echoes, milk_spectra)

@@ -185,11 +185,4 @@ def vocoder(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "bird_songs": bird_songs,
-            "wake_words": wake_words,
-            "voices": voices,
-            "vocoder": vocoder,
-        }
-    )
+    main(bird_songs, wake_words, voices, vocoder)

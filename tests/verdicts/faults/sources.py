@@ -255,11 +255,4 @@ def lone_worker(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "raw_texts": raw_texts,
-            "scattered_files": scattered_files,
-            "locked_archive": locked_archive,
-            "lone_worker": lone_worker,
-        }
-    )
+    main(raw_texts, scattered_files, locked_archive, lone_worker)

@@ -240,16 +240,14 @@ def double_backward(fault: bool) -> None:
 
 if __name__ == "__main__":
     main(
-        {
-            "pre_hook": pre_hook,
-            "gradient_hook": gradient_hook,
-            "slow_sampler": slow_sampler,
-            "padded_series": padded_series,
-            "graph_to_the_maker": graph_to_the_maker,
-            "unfrozen_body": unfrozen_body,
-            "chatty_log": chatty_log,
-            "single_rows": single_rows,
-            "clip_each": clip_each,
-            "double_backward": double_backward,
-        }
+        pre_hook,
+        gradient_hook,
+        slow_sampler,
+        padded_series,
+        graph_to_the_maker,
+        unfrozen_body,
+        chatty_log,
+        single_rows,
+        clip_each,
+        double_backward,
     )

@@ -251,12 +251,4 @@ def eager_messages(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "dumped_predictions": dumped_predictions,
-            "quantile_clipping": quantile_clipping,
-            "short_epochs": short_epochs,
-            "anomaly_region": anomaly_region,
-            "eager_messages": eager_messages,
-        }
-    )
+    main(dumped_predictions, quantile_clipping, short_epochs, anomaly_region, eager_messages)

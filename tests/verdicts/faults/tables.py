@@ -298,12 +298,4 @@ def wind_farms(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "catalogue": catalogue,
-            "house_prices": house_prices,
-            "insurance": insurance,
-            "cells": cells,
-            "wind_farms": wind_farms,
-        }
-    )
+    main(catalogue, house_prices, insurance, cells, wind_farms)

@@ -157,4 +157,4 @@ def broadcast_distances(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main({"cycled_loader": cycled_loader, "mask_per_layer": mask_per_layer, "broadcast_distances": broadcast_distances})
+    main(cycled_loader, mask_per_layer, broadcast_distances)

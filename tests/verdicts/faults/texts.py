@@ -203,10 +203,4 @@ def news_topics(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "masked_sentences": masked_sentences,
-            "novel_characters": novel_characters,
-            "news_topics": news_topics,
-        }
-    )
+    main(masked_sentences, novel_characters, news_topics)

@@ -226,10 +226,4 @@ def group_per_parameter(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "busy_watch": busy_watch,
-            "views_one_by_one": views_one_by_one,
-            "group_per_parameter": group_per_parameter,
-        }
-    )
+    main(busy_watch, views_one_by_one, group_per_parameter)

@@ -245,11 +245,4 @@ def pedestrians(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "leaf_photos": leaf_photos,
-            "tile_compression": tile_compression,
-            "texture_network": texture_network,
-            "pedestrians": pedestrians,
-        }
-    )
+    main(leaf_photos, tile_compression, texture_network, pedestrians)

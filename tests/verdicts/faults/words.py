@@ -157,4 +157,4 @@ def parts_of_speech(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main({"letters": letters, "stories": stories, "parts_of_speech": parts_of_speech})
+    main(letters, stories, parts_of_speech)

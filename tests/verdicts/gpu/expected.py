@@ -23,7 +23,6 @@ SIZE: Final = r"(MiB|GiB|MB|GB|%|memory|peak)"
 EXPECTED: Final = (
     Expected(
         name="late_stage_finetune",
-        script="layers.py",
         cause=(
             r"(not|never|n't|without being) (really )?(frozen|freez)",
             r"gradients?\b.{0,80}(no|not|never|without|outside|n't)\b.{0,40}(optimi[sz]|updat|used|train|step|appl)",
@@ -39,7 +38,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="stable_attention",
-        script="layers.py",
         cause=(
             r"(float ?32|fp32|32-bit|single precision|full precision)",
             r"autocast\b.{0,60}(off|disabled|left|outside|exclud|enabled=false)",
@@ -64,7 +62,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="many_fields",
-        script="layers.py",
         cause=(
             *SMALL_KERNELS,
             r"(many|separate|single|individual|200|\d{3})\b.{0,30}(embedding|table|lookup)",
@@ -85,7 +82,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="rollout_advantages",
-        script="layers.py",
         cause=(
             *SMALL_KERNELS,
             r"\bloop\b.{0,60}(time|step|advantage|python|element|tensor|iteration)",
@@ -108,7 +104,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="spoken_features",
-        script="transfers.py",
         cause=(
             r"on_before_batch_transfer",
             r"(stft|spectr|log_?mel|feature|transform\b|preprocess|prepar)\w*\b.{0,80}(cpu|host|main (process|thread))",
@@ -139,7 +134,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="guarded_gradients",
-        script="transfers.py",
         cause=(
             r"synchroni[sz]",
             r"\bsyncs?\b",
@@ -163,7 +157,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="absent_teacher",
-        script="transfers.py",
         cause=(
             r"teacher\b.{0,80}(mov|cop(y|ie)|transfer|shuttl|offload|travel|sent|back)",
             r"(mov|cop(y|ie)|transfer|shuttl|offload|sen[dt])\w*\b.{0,80}(teacher|weight|parameter|module|submodule)",
@@ -193,7 +186,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="multiscale_detector",
-        script="transfers.py",
         cause=(
             r"benchmark",
             r"auto-?tun|re-?tun|tuning",
@@ -221,7 +213,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="preview_images",
-        script="peaks.py",
         cause=(
             r"(no|without|not under|outside|missing|n't)\b.{0,20}(torch\.)?(no_grad|inference_mode)",
             r"gradients?\b.{0,30}(turned on|switched on|are on|enabled|recorded|tracked)",
@@ -252,7 +243,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="summed_microbatches",
-        script="peaks.py",
         cause=(
             r"micro-?batch",
             r"(several|multiple|\b4|four|many)\b(?!\.).{0,30}(graphs|forward|pass(es)?\b|losses)",
@@ -279,7 +269,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="holdout_windows",
-        script="peaks.py",
         cause=(
             r"validation\w*\b.{0,80}(peak|memory|gib|batch|allocat|larger|more than)",
             r"(peak|memory|gib|allocat\w*)\b.{0,80}(validation|validating|\bval\b|val_)",
@@ -300,7 +289,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="citation_graph",
-        script="peaks.py",
         cause=(
             r"adjacency",
             r"(dense|square|quadratic|sparse|mostly zeros?|zeros)\b.{0,40}(matri|tensor|graph|buffer|adjacency|zero)",
@@ -325,7 +313,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="intents",
-        script="on_device.py",
         cause=(
             r"\bsync",
             r"synchroni[sz]",
@@ -351,7 +338,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="expression",
-        script="on_device.py",
         cause=(
             r"launch",
             r"(small|tiny|short|many|thousand)\b.*\b(kernel|operat|op|call|module)",
@@ -376,7 +362,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="climate",
-        script="on_device.py",
         cause=(
             r"pageable|unpinned|\bpin(ned|ning|_memory)?\b|page-locked",
             r"\b(cop(y|ies|ied|ying)|transfer\w*|HtoD|H2D|upload\w*|mov(es?|ing))\b.*\b(host|CPU|device|GPU|batch|input)",
@@ -393,7 +378,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="calls",
-        script="on_device.py",
         cause=(
             r"(input|data|loader|batch|wait)\w*.*\b(worker|stft|fft|spectr|Calls\b|__getitem__|sample|numpy|decode)",
             r"(worker|stft|fft|spectr|__getitem__|sample)\w*.*\b(input|data|loader|batch|wait)",
@@ -412,7 +396,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="stories",
-        script="on_device.py",
         cause=(
             r"empty_cache|TidyUp",
             r"cudaMalloc|cudaFree|cuMem",
@@ -434,7 +417,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="ocean",
-        script="on_device.py",
         cause=(
             r"\bdouble\b|double-precision|float64|fp64|64-?bit|f64|dgemm",
             r"OceanCurrents\.readout.*(precision|type|dtype)",
@@ -449,7 +431,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="surfaces",
-        script="on_device.py",
         cause=(
             r"foreach|single-?tensor|for-?loop|fused|multi-?tensor",
             r"optimi[sz]er.*(one by one|(each|per|every) parameter|loop|launch|kernel|many|small|parameters)",
@@ -470,7 +451,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="essays",
-        script="on_device.py",
         cause=(
             r"activation",
             r"(saved|kept|stored|held|save|keep)\w*\b.*\b(backward|autograd)",
@@ -493,7 +473,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="proteins",
-        script="on_device.py",
         cause=(
             r"fragment",
             rf"reserved\b.*(unused|not used|free|idle|more than|allocated|{SIZE}).*",
@@ -515,7 +494,6 @@ EXPECTED: Final = (
     ),
     Expected(
         name="novels",
-        script="on_device.py",
         cause=(
             r"attention\b.*(softmax|matmul|score|weight|quadrat|length|pairs|by hand|fused|flash|scaled_dot|materiali)",
             r"(softmax|score|quadrat|matmul|masked_fill|materiali)\w*.*\b(attention)",

@@ -264,11 +264,4 @@ def rollout_advantages(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "late_stage_finetune": late_stage_finetune,
-            "stable_attention": stable_attention,
-            "many_fields": many_fields,
-            "rollout_advantages": rollout_advantages,
-        }
-    )
+    main(late_stage_finetune, stable_attention, many_fields, rollout_advantages)

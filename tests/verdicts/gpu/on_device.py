@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from plain import main
 
 GPU = torch.cuda.is_available()
 STEPS = 60 if GPU else 4
@@ -401,23 +406,5 @@ def proteins(fault: bool) -> None:
     fit(model, DataLoader(chains, batch_size=batch, pin_memory=GPU))
 
 
-TRAININGS: dict[str, Callable[[bool], None]] = {
-    "intents": intents,
-    "expression": expression,
-    "climate": climate,
-    "calls": calls,
-    "stories": stories,
-    "novels": novels,
-    "essays": essays,
-    "ocean": ocean,
-    "surfaces": surfaces,
-    "proteins": proteins,
-}
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=TRAININGS)
-    parser.add_argument("--healthy", action="store_true")
-    options = parser.parse_args()
-    lightning.seed_everything(0, verbose=False)
-    TRAININGS[options.name](not options.healthy)
+    main(intents, expression, climate, calls, stories, novels, essays, ocean, surfaces, proteins)

@@ -321,11 +321,4 @@ def citation_graph(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "preview_images": preview_images,
-            "summed_microbatches": summed_microbatches,
-            "holdout_windows": holdout_windows,
-            "citation_graph": citation_graph,
-        }
-    )
+    main(preview_images, summed_microbatches, holdout_windows, citation_graph)

@@ -273,11 +273,4 @@ def multiscale_detector(fault: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        {
-            "spoken_features": spoken_features,
-            "guarded_gradients": guarded_gradients,
-            "absent_teacher": absent_teacher,
-            "multiscale_detector": multiscale_detector,
-        }
-    )
+    main(spoken_features, guarded_gradients, absent_teacher, multiscale_detector)
