@@ -80,10 +80,10 @@ docs: $(VENV)/dev.deps
 	@echo build/docs/index.html
 
 bench: $(VENV)/wheel.stamp $(VENV)/bench.deps $(VENV)/peers.stamp
-	$(BIN)/python tests/benchmarks/run.py $(ARGS)
+	$(BIN)/python tests/benchmarks/all_parts.py $(ARGS)
 
 torture: $(VENV)/wheel.stamp $(VENV)/test.deps
-	$(BIN)/python tests/torture/run.py $(ARGS)
+	$(BIN)/python tests/torture/matrix.py $(ARGS)
 
 power-cut: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/torture/power_cut.py $(ARGS)
@@ -95,7 +95,7 @@ verdicts: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/verdicts/run.py $(ARGS)
 
 compatibility: $(VENV)/wheel.stamp $(VENV)/test.deps
-	$(BIN)/python tests/compatibility/run.py $(ARGS)
+	$(BIN)/python tests/compatibility/every_row.py $(ARGS)
 
 test-gpu: $(VENV)/wheel.stamp $(VENV)/test.deps
 	$(BIN)/python tests/compatibility/gpu.py $(ARGS)

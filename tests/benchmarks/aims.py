@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from tests.benchmarks.figures import BARE, Row, is_lost, noise, spread
-    from tests.benchmarks.part import Target
-else:
-    from figures import BARE, Row, is_lost, noise, spread
-    from part import Target
+from figures import BARE, Row, is_lost, noise, spread
+from part import Target
 
 # CPU time of a bare step on the machine that the targets were set on.
 REFERENCE_STEP: Final = 0.018

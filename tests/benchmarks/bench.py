@@ -26,34 +26,21 @@ from typing import TYPE_CHECKING, Any
 # The installed package is measured: the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+from collections.abc import Mapping
+
+import aims
+import composed
+import configurations
+import figures
+import measuring
+import misses
+import networks
+import part
+import schedule
+import told
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rich.progress import Progress
-
-    from tests.benchmarks import (
-        aims,
-        composed,
-        configurations,
-        figures,
-        measuring,
-        misses,
-        networks,
-        part,
-        schedule,
-        told,
-    )
-else:
-    import aims
-    import composed
-    import configurations
-    import figures
-    import measuring
-    import misses
-    import networks
-    import part
-    import schedule
-    import told
 
 PEERS = Path(".venv") / "peers" / "bin" / "python"
 DISTRIBUTIONS = ("finetuning-scheduler", "mosaicml")

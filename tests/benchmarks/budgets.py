@@ -13,15 +13,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from measured import table
-    from tests.benchmarks.part import Target, judged, progress, publish, targets
-else:
-    from part import Target, judged, progress, publish, targets
+from part import Target, judged, progress, publish, targets
 
-    from measured import table
+from measured import table
 
 # With 1% more features activations grow by 1%, parameters by 2%.
 WIDTHS: Final = (1000, 1010)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
+import absent
+import networks
+import schedule
 import torch
+import workload
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.benchmarks import absent, networks, schedule, workload
-else:
-    import absent
-    import networks
-    import schedule
-    import workload
 
 WORKLOAD: Final = "composer"
 

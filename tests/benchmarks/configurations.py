@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from tests.benchmarks import composed, peers
-else:
-    import composed
-    import peers
+import composed
+import peers
 
 EVERYWHERE = ("network", "gpt", "cnn", "ddp")
 
@@ -134,10 +130,8 @@ def _of_others() -> dict[str, Configuration]:
 
 def _ours() -> Any:
     # A process that records nothing, or with a peer, should not hold this package's modules.
-    if TYPE_CHECKING:
-        from tests.benchmarks import ours
-    else:
-        import ours
+    import ours
+
     return ours
 
 

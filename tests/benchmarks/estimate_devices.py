@@ -10,21 +10,15 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from part import Target, judged, publish, targets
 
 from lightning_memprof.units import GIB, MIB
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from measured import table
-    from tests.benchmarks.part import Target, judged, publish, targets
-else:
-    from part import Target, judged, publish, targets
-
-    from measured import table
+from measured import table
 
 __all__ = ["publish_devices"]
 

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import torch
+from estimate_devices import publish_devices
+from part import Target, judged, progress, publish, targets
 from torch import nn
 
 from lightning_memprof.analysis.estimate import device_of
@@ -34,19 +37,10 @@ from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.simulation import simulate
 from lightning_memprof.estimation.trainer import Fit
 from lightning_memprof.units import MIB
+from measured import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from lightning_memprof.analysis.estimate import Estimate
-    from measured import table
-    from tests.benchmarks.estimate_devices import publish_devices
-    from tests.benchmarks.part import Target, judged, progress, publish, targets
-else:
-    from estimate_devices import publish_devices
-    from part import Target, judged, progress, publish, targets
-
-    from measured import table
 
 VARIABLE: Final = "MEMPROF_ESTIMATE_RUNS"
 IMAGE: Final = (3, 86, 86)

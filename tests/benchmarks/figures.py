@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tests.benchmarks.workload import Fit, Times
+    from workload import Fit, Times
 
 BARE: Final = "bare"
 # The first steps allocate.

@@ -17,22 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from many_ranks import make_many_ranks
-    from measured import table
-    from tests.benchmarks import child, curve, made_trace, part, plots
-else:
-    # This script's directory is on the path and the repository's root is not: the installed package is measured.
-    import child
-    import curve
-    import made_trace
-    import part
-    import plots
+import child
+import curve
+import made_trace
+import part
+import plots
 
-    from many_ranks import make_many_ranks
-    from measured import table
+from many_ranks import make_many_ranks
+from measured import table
 
 HERE: Final = Path(__file__).resolve().parent
 MIB: Final = 1 << 20

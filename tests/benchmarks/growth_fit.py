@@ -15,8 +15,10 @@ import time
 import warnings
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import child
+import networks
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
@@ -24,12 +26,6 @@ from torch.utils.data import DataLoader
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.collectors import ModuleMemory
-
-if TYPE_CHECKING:
-    from tests.benchmarks import child, networks
-else:
-    import child
-    import networks
 
 WAIT: Final = 4
 ACTIVE: Final = 2

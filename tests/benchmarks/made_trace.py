@@ -10,14 +10,10 @@ import re
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import merge
 import numpy as np
-
-if TYPE_CHECKING:
-    from tests.benchmarks import merge
-else:
-    import merge
 
 EVENTS: Final = 14_000
 # Microseconds and numbers of launches by which a stretch is later than the one before it.

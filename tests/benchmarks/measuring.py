@@ -11,21 +11,16 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
+import figures
+import misses
+import peaks
+from aims import Apart
+from configurations import Configuration
+from pair import Pair
+from workload import Fit, Job
+
 if TYPE_CHECKING:
     from rich.progress import Progress
-
-    from tests.benchmarks import figures, misses, peaks
-    from tests.benchmarks.aims import Apart
-    from tests.benchmarks.configurations import Configuration
-    from tests.benchmarks.pair import Pair
-    from tests.benchmarks.workload import Fit, Job
-else:
-    import figures
-    import misses
-    import peaks
-    from aims import Apart
-    from pair import Pair
-    from workload import Job
 
 SMALL_STEPS = 500
 SMALL_TURN = 20

@@ -15,20 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import part
 import psutil
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from measured import table
-    from tests.benchmarks import part
-else:
-    import part
-
-    from measured import table
+from measured import table
 
 PEER = """
 import json, sys

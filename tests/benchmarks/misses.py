@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from measured import table
-    from tests.benchmarks.aims import Aim
-    from tests.benchmarks.figures import Stretches
-    from tests.benchmarks.profiles import Spent
-    from tests.benchmarks.workload import Fit
-else:
-    from figures import Stretches
-    from profiles import Spent
+from aims import Aim
+from figures import Stretches
+from profiles import Spent
+from workload import Fit
 
-    from measured import table
+from measured import table
 
 LINES = 14
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import schedule
 
 import lightning_memprof as memprof
 from lightning_memprof import collectors, triggers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.benchmarks import schedule
-else:
-    import schedule
 
 ONE_WINDOW = memprof.Schedule(wait=schedule.WAIT, warmup=schedule.WARMUP, active=schedule.ACTIVE, repeat=1)
 NEVER = memprof.Schedule(wait=1_000_000)

@@ -12,24 +12,19 @@ import traceback
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import composed
+import configurations
+import recorded
 import torch
+import workload
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from multiprocessing.context import SpawnProcess
-
     from typing_extensions import Self
-
-    from tests.benchmarks import composed, configurations, recorded, workload
-else:
-    import composed
-    import configurations
-    import recorded
-    import workload
 
 LONGEST_S = 300
 PAGE_S = 60

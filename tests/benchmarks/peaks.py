@@ -13,14 +13,9 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import child
 import psutil
-
-if TYPE_CHECKING:
-    from tests.benchmarks import child
-else:
-    import child
 
 STEPS = 32
 LONGEST_S = 300
@@ -76,11 +71,8 @@ def measure(name: str) -> tuple[int, int]:
 
 
 def main(name: str) -> None:
-    if TYPE_CHECKING:
-        from tests.benchmarks import configurations, workload
-    else:
-        import configurations
-        import workload
+    import configurations
+    import workload
 
     job = workload.Job(name, "network", STEPS)
     with tempfile.TemporaryDirectory(prefix="memprof-bench-") as directory:

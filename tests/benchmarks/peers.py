@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import absent
+import schedule
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import DeviceStatsMonitor
@@ -11,15 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from lightning.pytorch import LightningModule
-
-    from tests.benchmarks import absent, schedule
-else:
-    import absent
-    import schedule
 
 
 class ByHand(Callback):

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.benchmarks import curve
+    import curve
 
 IMAGES: Final = Path(__file__).resolve().parents[2] / "docs" / "images"
 TIMES: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6}

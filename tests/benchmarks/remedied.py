@@ -23,25 +23,19 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "verdicts"))
+
+from collections.abc import Sequence
 
 import msgspec
 from bare import SKIPPED
 from page_commands import ENVIRONMENT, command
+from part import Target, judged, progress, publish, targets
 
 from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from measured import table
-    from tests.benchmarks.part import Target, judged, progress, publish, targets
-else:
-    from part import Target, judged, progress, publish, targets
-
-    from measured import table
+from measured import table
 
 SLICE_S: Final = 0.5
 VERDICTS: Final = Path(__file__).resolve().parents[1] / "verdicts"

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from measured import table
-    from tests.benchmarks.aims import Aim, Apart
-    from tests.benchmarks.configurations import Configuration
-    from tests.benchmarks.figures import Row, is_lost, noise
-    from tests.benchmarks.part import spread, targets
-else:
-    from figures import is_lost, noise
-    from part import spread, targets
+from aims import Aim, Apart
+from configurations import Configuration
+from figures import Row, is_lost, noise
+from part import spread, targets
 
-    from measured import table
+from measured import table
 
 MIB = 2**20
 SHOWN = "default"

@@ -20,23 +20,16 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+import merge
+import part
+from analyses import PROGRAMS, RESIDENT
 
-    from measured import table
-    from tests.benchmarks import merge, part
-    from tests.benchmarks.analyses import PROGRAMS, RESIDENT
-else:
-    # This script's directory is on the path and the repository's root is not: the installed package is measured.
-    import merge
-    import part
-    from analyses import PROGRAMS, RESIDENT
-
-    from measured import table
+from measured import table
 
 PEERS: Final = {"hta": "HolisticTraceAnalysis", "tensorboard": "torch-tb-profiler"}
 SAYS: Final = {"decode": "decoding to columns", "ours": "the whole analysis", **PEERS}

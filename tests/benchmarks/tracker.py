@@ -11,23 +11,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import networks
+import part
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from lightning_memprof.capture.tracker.tracker import ModuleTracker
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from measured import table
-    from tests.benchmarks import networks, part
-else:
-    import networks
-    import part
-
-    from measured import table
+from measured import table
 
 OURS_LIMIT = 15
 CPU = torch.device("cpu")

@@ -17,10 +17,11 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import lightning.pytorch as pl
 import torch
+from part import Target, judged, progress, publish, targets
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,14 +30,7 @@ from lightning_memprof.analysis.trial import Equality, Measured, Outcome, outcom
 from lightning_memprof.trial.meter import Meter
 from lightning_memprof.trial.process import run_in_turns, started
 from lightning_memprof.trial.task import Task
-
-if TYPE_CHECKING:
-    from measured import table
-    from tests.benchmarks.part import Target, judged, progress, publish, targets
-else:
-    from part import Target, judged, progress, publish, targets
-
-    from measured import table
+from measured import table
 
 TRAINING: Final = "training"
 SLOWER: Final = 0.05

@@ -10,17 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-
-if TYPE_CHECKING:
-    from tests.benchmarks.networks import BLOCKS, ROWS, WIDTH, Batches, Network, Regression, workloads
-    from tests.benchmarks.profiles import Spent, spent
-else:
-    from networks import BLOCKS, ROWS, WIDTH, Batches, Network, Regression, workloads
-    from profiles import Spent, spent
+from networks import BLOCKS, ROWS, WIDTH, Batches, Network, Regression, workloads
+from profiles import Spent, spent
 
 __all__ = ["BLOCKS", "ROWS", "WIDTH", "Batches", "Clock", "Fit", "Job", "Network", "Regression", "Times", "fit"]
 

@@ -8,14 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from tests.compatibility.environments import clean, differing, fetch
-    from tests.compatibility.row import HERE, Row, Verdict
-else:
-    from environments import clean, differing, fetch
-    from row import HERE, Row, Verdict
+from environments import clean, differing, fetch
+from row import HERE, Row, Verdict
 
 __all__ = ["VERSIONS", "distributions", "feature", "of_version"]
 

@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.tuner import Tuner
+from recorders import RECORDERS
 from torch import nn
 
 from models import (
@@ -34,11 +35,6 @@ from models import (
     fit,
 )
 from training import Perceptron, loader, manifest, trainer
-
-if TYPE_CHECKING:
-    from tests.compatibility.recorders import RECORDERS
-else:
-    from recorders import RECORDERS
 
 __all__ = ["FEATURES", "main"]
 

@@ -14,14 +14,10 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
-
-if TYPE_CHECKING:
-    from tests.compatibility.row import ROOT
-else:
-    from row import ROOT
+from row import ROOT
 
 import measured
 

@@ -13,14 +13,10 @@ import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from tests.compatibility.environments import clean
-    from tests.compatibility.row import HERE, Row, Verdict
-else:
-    from environments import clean
-    from row import HERE, Row, Verdict
+from environments import clean
+from row import HERE, Row, Verdict
 
 __all__ = ["compare", "reasons"]
 

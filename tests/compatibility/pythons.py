@@ -12,14 +12,10 @@ import subprocess
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from tests.compatibility.environments import clean, environment
-    from tests.compatibility.row import ROOT, Row, Verdict
-else:
-    from environments import clean, environment
-    from row import ROOT, Row, Verdict
+from environments import clean, environment
+from row import ROOT, Row, Verdict
 
 __all__ = ["OTHERS", "on_path", "other_python"]
 

@@ -8,17 +8,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from distributions import judged
+from row import HERE, Row, Verdict
 
 from ranks import launch
 from training import only_run, rows_of
-
-if TYPE_CHECKING:
-    from tests.compatibility.distributions import judged
-    from tests.compatibility.row import HERE, Row, Verdict
-else:
-    from distributions import judged
-    from row import HERE, Row, Verdict
 
 __all__ = ["STRATEGIES", "strategy"]
 

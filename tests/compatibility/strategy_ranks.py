@@ -12,23 +12,18 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from recorders import RECORDERS
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from training import Noise, trainer
-
-if TYPE_CHECKING:
-    from tests.compatibility.recorders import RECORDERS
-else:
-    from recorders import RECORDERS
-
-import lightning.pytorch as pl
-from torch.utils.data import DataLoader
 
 
 class Blocks(pl.LightningModule):

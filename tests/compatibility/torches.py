@@ -16,21 +16,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from distributions import feature
+from environments import clean, differing, environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-if TYPE_CHECKING:
-    from tests.compatibility.distributions import feature
-    from tests.compatibility.environments import clean, differing, environment
-    from tests.compatibility.pythons import OTHERS, on_path
-    from tests.compatibility.row import ROOT, Row, Verdict
-else:
-    from distributions import feature
-    from environments import clean, differing, environment
-    from pythons import OTHERS, on_path
-    from row import ROOT, Row, Verdict
+from pythons import OTHERS, on_path
+from row import ROOT, Row, Verdict
 
 __all__ = ["TORCHES", "of_torch"]
 

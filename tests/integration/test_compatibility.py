@@ -16,7 +16,7 @@ from training import Perceptron, loader, rows_of, trainer
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
-PROGRAM = Path(__file__).resolve().parents[1] / "compatibility" / "run.py"
+PROGRAM = Path(__file__).resolve().parents[1] / "compatibility" / "every_row.py"
 # Stands for Lightning's module: a test that both classes pass, one that differs for a reason that is known, one that
 # differs in part, two that fail with both, one that differs without a reason, one of another profiler.
 TESTS = """

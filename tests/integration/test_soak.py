@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,10 +12,7 @@ from soak_judge import Soaked, soaked
 # The soak is a script: its directory is on the path while it runs.
 sys.path.append(str(Path(__file__).parents[1] / "torture"))
 
-if TYPE_CHECKING:
-    from tests.torture import soak
-else:
-    import soak
+import soak
 
 
 @pytest.mark.slow

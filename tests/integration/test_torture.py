@@ -28,7 +28,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 def results(tmp_path_factory: pytest.TempPathFactory, module_environment: dict[str, str]) -> list[dict[str, Any]]:
     told = tmp_path_factory.mktemp("torture") / "results.jsonl"
     done = subprocess.run(
-        [sys.executable, str(TORTURE / "run.py"), "--quick", "--results", str(told)],
+        [sys.executable, str(TORTURE / "matrix.py"), "--quick", "--results", str(told)],
         env=module_environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,7 +61,7 @@ def test_a_dozen_faults_change_no_training_and_lose_no_window(results: list[dict
 def test_what_cannot_be_run_is_refused_in_one_line(
     arguments: list[str], said: str, tmp_path: Path, module_environment: dict[str, str]
 ) -> None:
-    command = [sys.executable, str(TORTURE / "run.py"), "--quick", *arguments]
+    command = [sys.executable, str(TORTURE / "matrix.py"), "--quick", *arguments]
     done = subprocess.run(command, env=module_environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith(said)

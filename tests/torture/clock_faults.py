@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from tests.torture import fault, storage
-else:
-    import fault
-    import storage
+import fault
+import storage
 
 __all__ = ["FAULTS"]
 

@@ -6,11 +6,15 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import data
+import fault
 import lightning.pytorch as pl
+import moments
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -35,15 +39,8 @@ from lightning_memprof.collectors import (
 from training import Perceptron
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lightning_memprof import Mark, RunContext
     from lightning_memprof.collectors import Window
-    from tests.torture import data, fault, moments
-else:
-    import data
-    import fault
-    import moments
 
 __all__ = ["digest", "fit", "next_fit"]
 

@@ -12,19 +12,15 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import fault
+import judge
+import life
+import moments
 import psutil
+import registry
 import torch._inductor.config  # noqa: F401 the profiler imports it late, once for each child
-
-if TYPE_CHECKING:
-    from tests.torture import fault, judge, life, moments, registry
-else:
-    import fault
-    import judge
-    import life
-    import moments
-    import registry
 
 __all__ = ["serve"]
 

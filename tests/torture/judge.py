@@ -15,8 +15,10 @@ from lightning_memprof.cli.main import main as command
 from recorded_rows import read_events, read_series
 
 if TYPE_CHECKING:
+    import fault
+    import moments
+
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
-    from tests.torture import fault, moments
 
 __all__ = ["Healthy", "Lived", "Verdict", "judge"]
 

@@ -13,16 +13,13 @@ import traceback
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import fault
+import fit
 
 import leaks
 from lightning_memprof.artifacts.naming import TraceName, temporary_name
-
-if TYPE_CHECKING:
-    from tests.torture import fault, fit
-else:
-    import fault
-    import fit
 
 __all__ = ["Outcome", "live", "outcome"]
 

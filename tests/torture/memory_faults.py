@@ -7,15 +7,11 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+import fault
 import psutil
 import torch
-
-if TYPE_CHECKING:
-    from tests.torture import fault
-else:
-    import fault
 
 __all__ = ["FAULTS"]
 

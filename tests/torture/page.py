@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import fault
+import moments
 
 import measured
 from lightning_memprof.units import format_count
-
-if TYPE_CHECKING:
-    from tests.torture import fault, moments
-else:
-    import moments
 
 __all__ = ["body"]
 

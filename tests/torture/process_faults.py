@@ -6,12 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from tests.torture import fault
-else:
-    import fault
+import fault
 
 __all__ = ["FAULTS"]
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import fault
+
 from lightning_memprof import Budget, Collector
 
 if TYPE_CHECKING:
     from lightning_memprof import Mark, RunContext
     from lightning_memprof.collectors import Window
-    from tests.torture import fault
-else:
-    import fault
 
 __all__ = ["FAULTS"]
 

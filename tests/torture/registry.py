@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tests.torture import (
-        clock_faults,
-        fault,
-        memory_faults,
-        process_faults,
-        recorder_faults,
-        storage_faults,
-        user_faults,
-        writer_faults,
-    )
-else:
-    import clock_faults
-    import memory_faults
-    import process_faults
-    import recorder_faults
-    import storage_faults
-    import user_faults
-    import writer_faults
+import clock_faults
+import fault
+import memory_faults
+import process_faults
+import recorder_faults
+import storage_faults
+import user_faults
+import writer_faults
 
 __all__ = ["faults"]
 

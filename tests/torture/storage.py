@@ -15,12 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from tests.torture import fault
-else:
-    import fault
+import fault
 
 __all__ = ["fill", "forbid", "give_back", "no_room_for_more", "ordinary_user", "put_back", "small_disk", "why_no_disk"]
 

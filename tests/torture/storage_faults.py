@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from tests.torture import fault, moments, storage
-else:
-    import fault
-    import moments
-    import storage
+import fault
+import moments
+import storage
 
 __all__ = ["FAULTS"]
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from tests.torture import data, fault
-else:
-    import data
-    import fault
+import data
+import fault
 
 __all__ = ["FAULTS"]
 

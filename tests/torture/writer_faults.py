@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
+
+import fault
+import storage
 
 from lightning_memprof.artifacts.sink import Sink
 from lightning_memprof.capture.collectors import operator_trace
-
-if TYPE_CHECKING:
-    from tests.torture import fault, storage
-else:
-    import fault
-    import storage
 
 __all__ = ["FAULTS"]
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     # Not above: a spawned worker of a data loader loads this file again, and need not load Lightning for it.
-    if TYPE_CHECKING:
-        from tests.torture import forks
-    else:
-        import forks
+    import forks
+
     forks.serve(Path(sys.argv[1]))

@@ -6,27 +6,22 @@ import cProfile
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # The benchmarks are scripts: their directory is on the path while one of them runs.
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-if TYPE_CHECKING:
-    from tests.benchmarks import aims, bench, configurations, figures, measuring, misses, pair, profiles, told, workload
-else:
-    import aims
-    import bench
-    import configurations
-    import figures
-    import measuring
-    import misses
-    import pair
-    import profiles
-    import told
-    import workload
+import aims
+import bench
+import configurations
+import figures
+import measuring
+import misses
+import pair
+import profiles
+import told
+import workload
 
 STRETCHES = figures.Stretches(20, 1, 3)
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # The benchmarks are scripts: their directory is on the path while one of them runs.
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-if TYPE_CHECKING:
-    from tests.benchmarks.remedied import CASES, VERDICTS, Case
-else:
-    from remedied import CASES, VERDICTS, Case
+from remedied import CASES, VERDICTS, Case
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.training}-{case.remedy}")

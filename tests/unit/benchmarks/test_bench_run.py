@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def driver() -> dict[str, Any]:
-    return runpy.run_path(str(BENCHMARKS / "run.py"))
+    return runpy.run_path(str(BENCHMARKS / "all_parts.py"))
 
 
 def test_a_part_that_fails_keeps_no_other_from_running_and_the_exit_code_says_so(
@@ -45,7 +45,7 @@ def test_every_part_is_a_program(driver: dict[str, Any]) -> None:
 
 def test_a_part_that_does_not_exist_is_a_question_of_usage() -> None:
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "run.py"), "--only", "fit"], capture_output=True, text=True, check=False
+        [sys.executable, str(BENCHMARKS / "all_parts.py"), "--only", "fit"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert "invalid choice: 'fit'" in done.stderr

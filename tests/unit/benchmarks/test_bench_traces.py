@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # The benchmarks are scripts: their directory is on the path while one of them runs.
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-if TYPE_CHECKING:
-    from tests.benchmarks import part, traces
-else:
-    import part
-    import traces
+import part
+import traces
 
 SIZE = 50 * part.MB
 

@@ -6,22 +6,20 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # The benchmarks are scripts: their directory is on the path while one of them runs.
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-if TYPE_CHECKING:
-    from tests.benchmarks import merge, networks, part, traces, tracker
-else:
-    import merge
-    import networks
-    import part
-    import traces
-    import tracker
+import merge
+import networks
+import part
+import traces
+import tracker
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -70,10 +68,7 @@ def test_a_trial_of_growth_draws_no_picture_either(
     plots = ModuleType("plots")
     vars(plots)["draw"] = lambda name, *_: (images / f"growth_{name}.png").touch()
     monkeypatch.setitem(sys.modules, "plots", plots)
-    if TYPE_CHECKING:
-        from tests.benchmarks import growth
-    else:
-        import growth
+    import growth
 
     def squares(sizes: Any, repeats: int, tick: Any) -> growth.Costs:
         costs = growth.Costs("steps")

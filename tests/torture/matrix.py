@@ -1,4 +1,4 @@
-"""The matrix of faults: ``python tests/torture/run.py [--only TEXT ...] [--jobs N] [--quick]``.
+"""The matrix of faults: ``python tests/torture/matrix.py [--only TEXT ...] [--jobs N] [--quick]``.
 
 Every cell is a fit in which one fault strikes at one moment, in one process or in two, with this package and without
 it. The exit code is 1 where a cell is red.
@@ -13,20 +13,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
+import workers
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import measured
-
-if TYPE_CHECKING:
-    from tests.torture import workers
-else:
-    import workers
 
 # One cell of each kind: the short form, which the tests run.
 QUICK: Final = (
@@ -87,21 +83,17 @@ def watch(asked: list[workers.Asked], directory: Path, jobs: int) -> dict[tuple[
 
 def write_page(found: dict[tuple[str, str, int], dict[str, Any]], seconds: float) -> Path:
     # Not above: these load torch, and the short form needs neither.
-    if TYPE_CHECKING:
-        from tests.torture import page, registry
-    else:
-        import page
-        import registry
+    import page
+    import registry
+
     return measured.write_fragment("faults", "make torture", page.body(registry.faults(), found, seconds))
 
 
 def cells(options: argparse.Namespace) -> list[workers.Asked]:
     """Give the cells that are asked for: two ranks last, they take longest."""
-    if TYPE_CHECKING:
-        from tests.torture import moments, registry
-    else:
-        import moments
-        import registry
+    import moments
+    import registry
+
     rows = registry.faults()
     every = [
         (row.name, moment.name, world)

@@ -1,11 +1,11 @@
 """``make compatibility``: what was tried with this package, and what became of it.
 
-    python tests/compatibility/run.py                                     everything; minutes
-    python tests/compatibility/run.py --quick                             a few rows; nothing is installed
-    python tests/compatibility/run.py --only features/bf16 lightning      rows whose name begins so
-    python tests/compatibility/run.py --only torch/newest                 the newest PyTorch that pip finds
-    python tests/compatibility/run.py --lightning-tests test_profiler.py  Lightning's own tests too, from its repository
-                                      --only lightning-tests              they alone
+    python tests/compatibility/every_row.py                                 everything; minutes
+    python tests/compatibility/every_row.py --quick                         a few rows; nothing is installed
+    python tests/compatibility/every_row.py --only features/bf16 lightning  rows whose name begins so
+    python tests/compatibility/every_row.py --only torch/newest             the newest PyTorch that pip finds
+    python tests/compatibility/every_row.py --lightning-tests FILE          Lightning's tests, too: from its repository
+                                            --only lightning-tests          they alone
 
 Writes ``docs/measured/compatibility.md``, with all rows but those of other versions of PyTorch, which are in
 ``docs/measured/torch_versions.md``, and ``docs/measured/lightning_tests.md``; a part of a table is only printed. The
@@ -21,24 +21,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
-if TYPE_CHECKING:
-    from tests.compatibility.distributions import VERSIONS, distributions, feature, of_version
-    from tests.compatibility.features import FEATURES
-    from tests.compatibility.lightning_tests import compare, reasons
-    from tests.compatibility.pythons import OTHERS, on_path, other_python
-    from tests.compatibility.row import Row, Verdict
-    from tests.compatibility.strategies import STRATEGIES, strategy
-    from tests.compatibility.torches import TORCHES, of_torch
-else:
-    from row import Row, Verdict  # noqa: I001 it puts tests/support on the path
-    from distributions import VERSIONS, distributions, feature, of_version
-    from features import FEATURES
-    from lightning_tests import compare, reasons
-    from pythons import OTHERS, on_path, other_python
-    from strategies import STRATEGIES, strategy
-    from torches import TORCHES, of_torch
+from distributions import VERSIONS, distributions, feature, of_version
+from features import FEATURES
+from lightning_tests import compare, reasons
+from pythons import OTHERS, on_path, other_python
+from row import Row, Verdict
+from strategies import STRATEGIES, strategy
+from torches import TORCHES, of_torch
 
 from measured import table, write_fragment
 

@@ -1,8 +1,8 @@
 """All benchmarks, one after the other: what `make bench` runs.
 
-    python tests/benchmarks/run.py                       everything, about an hour on a quiet machine
-    python tests/benchmarks/run.py --quick               small and once, some minutes; a trial: nothing is written
-    python tests/benchmarks/run.py --only fits growth
+    python tests/benchmarks/all_parts.py                       everything, about an hour on a quiet machine
+    python tests/benchmarks/all_parts.py --quick               small and once, some minutes; a trial: nothing is written
+    python tests/benchmarks/all_parts.py --only fits growth
 
 Each part writes its figures below ``docs/measured``. A part that fails does not keep the others from running; its name
 and the exit code say so. A missed target is a figure and no failure.
