@@ -55,6 +55,13 @@ def format_ns(ns: float) -> str:
     return f"{ns:.0f} ns"
 
 
+def format_steps(steps: Sequence[int]) -> str:
+    """Write consecutive steps: ``"step 2"``, ``"steps 2–5"``, ``"no steps"``."""
+    if not steps:
+        return "no steps"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
+
+
 def percent(share: float) -> str:
     """Write a share of 1 as a percentage: ``"47%"``, and ``"<1%"`` for what would round to 0."""
     return "<1%" if 0 < share < 0.005 else f"{share * 100:.0f}%"

@@ -20,6 +20,7 @@ from lightning_memprof.capture.planner import RequestSource, Turn, WindowPlanner
 from lightning_memprof.capture.watchdog import Watchdog
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Mark, Point, Window
+from lightning_memprof.units import format_steps
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +243,9 @@ class Session:
     def _open_window(self, window: Window, turn: Turn, position: Position) -> None:
         manifest = self._run.sink.manifest
         if turn.request is not None:
-            message = f"window {window.index} was requested and records {_span(window.active)}: {turn.request.cause}"
+            message = (
+                f"window {window.index} was requested and records {format_steps(window.active)}: {turn.request.cause}"
+            )
             log.info("%s", message)
             manifest.append("note", collector="triggers", message=message)
             self._progress.holders_asked = turn.request.leaks
@@ -252,8 +255,8 @@ class Session:
                 manifest.append("note", collector="triggers", message=note)
         elif window.active:
             if turn.action is Action.WARMUP:
-                log.info("window %d warms up in %s", window.index, _span(window.warmup))
-            log.info("window %d records %s", window.index, _span(window.active))
+                log.info("window %d warms up in %s", window.index, format_steps(window.warmup))
+            log.info("window %d records %s", window.index, format_steps(window.active))
         else:
             log.info("window %d opens at step %d", window.index, position.step)
         manifest.append(
@@ -292,12 +295,6 @@ class Session:
             self._run.sink.manifest.append(
                 "note", collector="triggers", message=f"the run ended before a window could open: {request.cause}"
             )
-
-
-def _span(steps: tuple[int, ...]) -> str:
-    if not steps:
-        return "no steps"
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}\N{EN DASH}{steps[-1]}"
 
 
 class _Followers:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["PROGRAMS", "RESIDENT", "Analysis"]
-
 # Prints seconds of CPU without imports, and how many events it saw.
 TIMED: Final = """
 import os, sys, time

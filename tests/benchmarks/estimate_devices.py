@@ -20,8 +20,6 @@ from part import Target, judged, publish, targets
 from lightning_memprof.units import GIB, MIB
 from measured import table
 
-__all__ = ["publish_devices"]
-
 LLAMA: Final = Path(__file__).with_name("llama.py")
 # Source: benchmarks/llama3_h100_202412_torchtitan.md of pytorch/torchtitan, tables 1 and 3, eager; GiB reserved.
 TITAN: Final = {8: 82.4, 128: 67.0}

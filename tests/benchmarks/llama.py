@@ -20,8 +20,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-__all__ = ["SIZES", "Llama", "Size", "loader"]
-
 HEAD: Final = 128
 SAVED: Final = frozenset(
     {

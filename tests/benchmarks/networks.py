@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["BLOCKS", "ROWS", "WIDTH", "Batches", "Network", "Regression", "Workload", "workloads"]
 
 WIDTH = 64
 # 75 blocks of four modules, their container and the network itself: 302 modules, a step of about 18 ms on one core.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import cProfile
 
-__all__ = ["Spent", "spent"]
 
 ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 

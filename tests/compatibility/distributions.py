@@ -13,8 +13,6 @@ from typing import Any, Final
 from environments import clean, differing, fetch
 from row import HERE, Row, Verdict
 
-__all__ = ["VERSIONS", "distributions", "feature", "of_version"]
-
 VERSIONS: Final = ("2.5.0.post0", "2.5.6", "newest")
 # Of another version not everything again: what depends on Lightning's loops and hooks.
 TRIED: Final = ("plain", "accumulate", "manual", "stages")

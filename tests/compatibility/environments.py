@@ -8,8 +8,6 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-__all__ = ["clean", "differing", "environment", "fetch", "python_of"]
-
 # They would change what a helper process imports, records, or may install.
 _OURS = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")
 

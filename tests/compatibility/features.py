@@ -36,8 +36,6 @@ from models import (
 )
 from training import Perceptron, loader, manifest, trainer
 
-__all__ = ["FEATURES", "main"]
-
 
 class WholeCompiled(Mlp):
     """The model is compiled as one graph before the fit."""

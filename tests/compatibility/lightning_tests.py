@@ -18,8 +18,6 @@ from typing import Any, Final
 from environments import clean
 from row import HERE, Row, Verdict
 
-__all__ = ["compare", "reasons"]
-
 # Why a test may differ, and why that is right: numbered below the table, as several tests share one.
 WHY: Final[Mapping[str, str]] = MappingProxyType(
     {

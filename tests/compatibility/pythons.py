@@ -17,8 +17,6 @@ from typing import Final
 from environments import clean, environment
 from row import ROOT, Row, Verdict
 
-__all__ = ["OTHERS", "on_path", "other_python"]
-
 OTHERS: Final = ("3.10", "3.12", "3.13")
 # What reading and its tests need; torch and all that depends on it are left out.
 NEEDED: Final = (

@@ -21,8 +21,6 @@ from lightning_memprof.collectors import (
     Throughput,
 )
 
-__all__ = ["RECORDERS", "WINDOWS"]
-
 # Of the shortest fit here, six steps: steps 2 and 5.
 WINDOWS: Final = Schedule(wait=1, warmup=1, active=1, repeat=2)
 

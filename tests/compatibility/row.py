@@ -9,7 +9,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
-__all__ = ["HERE", "ROOT", "Row", "Verdict"]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

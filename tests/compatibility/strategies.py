@@ -16,8 +16,6 @@ from row import HERE, Row, Verdict
 from ranks import launch
 from training import only_run, rows_of
 
-__all__ = ["STRATEGIES", "strategy"]
-
 WORLD: Final = 2
 STRATEGIES: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -25,8 +25,6 @@ from packaging.utils import canonicalize_name
 from pythons import OTHERS, on_path
 from row import ROOT, Row, Verdict
 
-__all__ = ["TORCHES", "of_torch"]
-
 NEWEST_PYTHON: Final = max(OTHERS, key=lambda name: int(name.partition(".")[2]))
 # What is installed, and the Python it is tried on; None is this one.
 TORCHES: Final = {

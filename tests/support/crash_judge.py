@@ -20,8 +20,6 @@ from lightning_memprof.report.printers.terminal import print_document
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import View
 
-__all__ = ["Verdict", "judge", "shown"]
-
 _UNFINISHED: Final = (".partial", ".partial.tmp")
 # Appended to while the run goes on, so that a crash tears the last line.
 _APPENDED: Final = ("manifest.", "pulse.", "system.", "snapshots.")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["MODELS", "MODES", "OPTIMIZERS", "PRECISIONS", "Case", "Example", "estimated", "tracked"]
 
 OPTIMIZERS: Final = MappingProxyType({"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW})
 PRECISIONS: Final = ("32-true", "bf16-mixed")

@@ -33,8 +33,6 @@ from lightning_memprof.demo.train import Block, GPTConfig
 from recorded_rows import read_series
 from training import trainer
 
-__all__ = ["CASES", "estimated"]
-
 WORLD: Final = 2
 _HALF: Final = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -14,8 +14,6 @@ from lightning_memprof.units import GIB, KIB, MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["FakeCuda", "FakeTimer"]
-
 
 @dataclass(eq=False)
 class _Moment:

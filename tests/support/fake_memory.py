@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from lightning_memprof.artifacts.sink import Sink
     from lightning_memprof.schedule import Window
 
-__all__ = ["FakeMemory", "allocation_events", "write_memory"]
 
 START_NS: Final = 1_700_000_000_000_000_000
 BLOCKS: Final = 4

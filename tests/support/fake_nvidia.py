@@ -14,8 +14,6 @@ from lightning_memprof.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["FakeNvml"]
-
 
 class _NVMLError(Exception):
     """The library's own exception."""

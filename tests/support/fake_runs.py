@@ -21,7 +21,6 @@ from lightning_memprof.units import MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["FakeRun", "add_series", "make_run", "set_epochs"]
 
 Phases = Mapping[str, int]
 

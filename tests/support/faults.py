@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.findings import Finding
     from lightning_memprof.capture.base import Collector
 
-__all__ = ["Samples", "Steady", "Training", "findings_of", "findings_of_run"]
 
 STEP_SECONDS = 0.015
 

@@ -16,8 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Operation", "Photograph", "Recorder", "State", "crashes", "lost_data"]
-
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _EVENTS: Final = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 # Torch's own code writes a trace under this name, and then renames it.

@@ -14,8 +14,6 @@ from fuzz_targets import BETWEEN
 from lightning_memprof.analysis.snapshot.restricted_pickle import Limits, read_pickle
 from mutations import changed, damaged
 
-__all__ = ["mutated"]
-
 _MOST: Final = 1 << 20
 
 

@@ -25,8 +25,6 @@ from lightning_memprof.errors import MemprofError
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 
-__all__ = ["BETWEEN", "LONGEST_LINE", "SEEDS", "TARGETS", "Target", "manifest_parts", "outcome", "target"]
-
 SEEDS: Final = Path(__file__).parents[1] / "fuzz" / "seeds"
 LONGEST_LINE: Final = 2_000
 # What stands between a manifest, a pulse and a series in one input.

@@ -18,8 +18,6 @@ from torchmetrics import CatMetric
 
 from training import Perceptron
 
-__all__ = ["LEAKS", "Leaking", "release"]
-
 # 1 MiB of float32.
 SIZE = (512, 512)
 SEEN: dict[int, torch.Tensor] = {}  # global

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.findings import Finding
     from lightning_memprof.analysis.ledger.memory import ByteLedger
 
-__all__ = ["LINES", "held", "out_of_bounds"]
 
 PASSES: Final = ("forward", "backward")
 WORK: Final = (*PASSES, "optimizer")

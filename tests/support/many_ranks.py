@@ -12,8 +12,6 @@ from lightning_memprof.analysis.ranks.summary import Arrivals, Figures, RankSumm
 from lightning_memprof.artifacts.naming import manifest_name, pulse_name, summary_path
 from lightning_memprof.units import GIB, MIB
 
-__all__ = ["make_many_ranks"]
-
 MS = 1_000_000
 PER_NODE = 8
 START_NS = 1_800_000_000_000_000_000

@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from training import loader, trainer
 
-__all__ = ["MODELS", "Outcome", "TracedModel", "fit"]
-
 STEPS = 6
 
 Outcome = list[torch.Tensor]

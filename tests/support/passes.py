@@ -12,8 +12,6 @@ from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
 
-__all__ = ["BUSY", "calls", "event", "found"]
-
 FORWARD = "[pl][profile][Strategy]SingleDeviceStrategy.training_step"
 BACKWARD = "[pl][profile][Strategy]SingleDeviceStrategy.backward"
 BUSY = 90.0

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.trace.model import TraceStep
 
-__all__ = ["CORPUS", "GPU_TRACES", "Tab", "fetches_us", "fit", "made_runs", "profiler_tab"]
 
 CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus") / "traces"
 # Recorded on GPUs of three kinds, by torch of three years.

@@ -12,9 +12,6 @@ from subprocess import DEVNULL, TimeoutExpired
 
 from warm_python import Popen, shared
 
-__all__ = ["launch"]
-
-
 # What could change what a rank imports or records.
 _OURS = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER")
 

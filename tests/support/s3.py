@@ -10,8 +10,6 @@ from urllib.request import Request, urlopen
 
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-__all__ = ["BUCKET", "S3Server", "s3_server"]
-
 BUCKET = "runs"
 Fault = Callable[[str, str], "str | None"]
 

@@ -24,8 +24,6 @@ from lightning_memprof.report.summary import print_autopsy
 from lightning_memprof.units import GIB
 from many_ranks import make_many_ranks
 
-__all__ = ["OUTPUTS", "block_of", "produced"]
-
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 MS: Final = 1_000_000
 

@@ -19,8 +19,6 @@ from lightning_memprof.capture.faults import Faults, OnError
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point
 
-__all__ = ["POINTS", "Feed", "Tensors", "Times", "context", "drive", "positions", "session"]
-
 POINTS = (
     Point.BATCH_START,
     Point.AFTER_FORWARD,

@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-__all__ = ["Soaked", "command", "environment", "soaked"]
-
 WARM_WINDOWS: Final = 10
 MOST_BYTES: Final = 1000
 MOST_TIMES: Final = 1.5

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["validate"]
-
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 UNITS = {"none", "nanoseconds", "microseconds", "milliseconds", "seconds", "bytes"}
 FILE = {"$schema": str, "shared": dict, "profiles": list}

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["tensorboard"]
-
 _SECONDS_TO_START = 90
 _SERVING = re.compile(r"(http://[^/\s]+:\d+)/")
 

@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Noise", "Perceptron", "loader", "manifest", "only_run", "rows_of", "trainer"]
-
 
 class Noise(Dataset[torch.Tensor]):
     """Reproducible batches of noise."""

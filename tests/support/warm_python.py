@@ -20,8 +20,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Popen", "WarmPython", "share", "shared"]
-
 # Read when torch is loaded: whoever comes later is too late.
 EARLY = {"OMP_NUM_THREADS": "1"}
 WARM = (

@@ -8,8 +8,6 @@ from typing import Final
 import fault
 import storage
 
-__all__ = ["FAULTS"]
-
 HOUR_S: Final = 3600
 
 

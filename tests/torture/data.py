@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-__all__ = ["Batches", "StrikeError"]
-
 
 class StrikeError(RuntimeError):
     """The program's own exception."""

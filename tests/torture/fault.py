@@ -11,8 +11,6 @@ from typing import Any, Final, Literal
 
 import moments
 
-__all__ = ["ANYWHERE", "Cell", "Fault", "Place"]
-
 Place = Literal[
     "training_step", "backward", "optimizer", "validation", "callback", "loader", "teardown", "collector", "anywhere"
 ]

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from lightning_memprof import Mark, RunContext
     from lightning_memprof.collectors import Window
 
-__all__ = ["digest", "fit", "next_fit"]
 
 SLOW_SECONDS = 0.3
 

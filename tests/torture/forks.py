@@ -22,8 +22,6 @@ import psutil
 import registry
 import torch._inductor.config  # noqa: F401 the profiler imports it late, once for each child
 
-__all__ = ["serve"]
-
 CELL_SECONDS = 150.0
 ORPHAN_SECONDS = 8.0
 # prctl(2): what a cell leaves running becomes a child of this process, and is found; a rank dies with this process.

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
 
-__all__ = ["Healthy", "Lived", "Verdict", "judge"]
 
 KILLED = -9
 PIDS = re.compile(r"\d+")

@@ -21,8 +21,6 @@ import fit
 import leaks
 from lightning_memprof.artifacts.naming import TraceName, temporary_name
 
-__all__ = ["Outcome", "live", "outcome"]
-
 NUMBERS = re.compile(r"\d+")
 SERIES = re.compile(r"rank(\d{5})\.")
 GONE = re.compile(r"(?i)connection (closed|reset) by peer|peer .*(closed|reset)|gloo/transport|broken pipe")

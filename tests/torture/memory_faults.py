@@ -13,8 +13,6 @@ import fault
 import psutil
 import torch
 
-__all__ = ["FAULTS"]
-
 # What the process may still take while it saves what there is.
 SPARE_BYTES: Final = 96 << 20
 WANTED_BYTES: Final = 1 << 30

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["MOMENTS", "STEPS", "Moment", "moment"]
-
 STEPS: Final = 15
 WAIT: Final = 2
 WARMUP: Final = 1

@@ -11,8 +11,6 @@ import moments
 import measured
 from lightning_memprof.units import format_count
 
-__all__ = ["body"]
-
 Results = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 

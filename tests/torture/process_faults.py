@@ -10,8 +10,6 @@ from typing import Final
 
 import fault
 
-__all__ = ["FAULTS"]
-
 
 def _everyone(world: int) -> Sequence[int]:
     return range(world)

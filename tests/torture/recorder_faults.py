@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lightning_memprof import Mark, RunContext
     from lightning_memprof.collectors import Window
 
-__all__ = ["FAULTS"]
 
 SECONDS: Final = 1.0
 

@@ -11,8 +11,6 @@ import storage_faults
 import user_faults
 import writer_faults
 
-__all__ = ["faults"]
-
 
 def faults() -> tuple[fault.Fault, ...]:
     """Give the rows of the matrix."""

@@ -19,8 +19,6 @@ from typing import Any, Final
 
 import fault
 
-__all__ = ["fill", "forbid", "give_back", "no_room_for_more", "ordinary_user", "put_back", "small_disk", "why_no_disk"]
-
 DISK_BYTES: Final = 6 << 20
 FILLER: Final = "filler"
 SECONDS: Final = 30.0

@@ -10,8 +10,6 @@ import fault
 import moments
 import storage
 
-__all__ = ["FAULTS"]
-
 
 def _delete(cell: fault.Cell) -> None:
     shutil.rmtree(cell.log_dir, ignore_errors=True)

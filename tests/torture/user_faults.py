@@ -7,8 +7,6 @@ from typing import Final
 import data
 import fault
 
-__all__ = ["FAULTS"]
-
 OVER: Final = {"teardown": "no step runs when the fit is torn down"}
 
 

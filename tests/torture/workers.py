@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Asked", "results"]
-
 HERE: Final = Path(__file__).resolve().parent
 # What could change what a cell imports or records.
 OURS: Final = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER", "LIGHTNING_MEMPROF_REPORT")

@@ -12,8 +12,6 @@ import storage
 from lightning_memprof.artifacts.sink import Sink
 from lightning_memprof.capture.collectors import operator_trace
 
-__all__ = ["FAULTS"]
-
 
 def _compressing_fails(cell: fault.Cell) -> None:
     def write_trace(*_: object) -> None:

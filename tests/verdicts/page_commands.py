@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["bare", "command", "recorded"]
-
 HERE: Final = Path(__file__).resolve().parent
 COMMAND: Final = Path(sys.executable).parent / "lightning-memprof"
 LIMIT_S: Final = 600

@@ -146,13 +146,6 @@ def bars(parts: Mapping[str, int | None], whole: int, unit: str) -> list[Bar]:
     ]
 
 
-def span(steps: tuple[int, ...]) -> str:
-    """Write steps: ``step 2``, ``steps 2–5``, ``no steps``."""
-    if not steps:
-        return "no steps"
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
-
-
 def place(path: Path, run: Run) -> str:
     """Return a path that means the same wherever the page is read: absolute, or its URL."""
     return shown_place(path, run.root, run.url) if run.url is not None else str(path.absolute())

@@ -31,9 +31,10 @@ from lightning_memprof.report.document import (
     share,
     size,
 )
-from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
+from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called
 from lightning_memprof.report.sections.overview import step_stack
 from lightning_memprof.report.sections.tables import Field, filled, ratio
+from lightning_memprof.units import format_steps
 
 MAX_RANKS: Final = 8
 MAX_WINDOWS: Final = 4
@@ -231,7 +232,7 @@ def _windows(lead: RankProgress) -> Iterator[Line]:
     if windows:
         recorded = sum(window.closed for window in windows)
         named = [
-            f"{window.index}: {span(tuple(window.steps))}{'' if window.closed else ', open'}"
+            f"{window.index}: {format_steps(tuple(window.steps))}{'' if window.closed else ', open'}"
             for window in windows[-MAX_WINDOWS:]
         ]
         yield Line("windows", " · ".join([f"{recorded} recorded", *named]))

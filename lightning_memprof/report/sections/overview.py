@@ -32,12 +32,12 @@ from lightning_memprof.report.document import (
     share,
     size,
 )
-from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called, span
+from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called
 from lightning_memprof.report.sections.memory import peak_stack
 from lightning_memprof.report.sections.steps import lead_throughput, main_rate
 from lightning_memprof.report.sections.tables import ratio
 from lightning_memprof.report.view import Overhead, View
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, format_steps
 
 # The section of a rule, by the beginning of its name.
 SECTIONS: Final = (
@@ -143,7 +143,7 @@ def _evidence(finding: Finding, file_ids: Mapping[str, str], known: Sequence[str
         if found.window is not None:
             words += f", window {found.window}"
         if found.steps is not None:
-            words += f", {span(found.steps if found.steps[0] != found.steps[1] else found.steps[:1])}"
+            words += f", {format_steps(found.steps if found.steps[0] != found.steps[1] else found.steps[:1])}"
         words = words.replace("{}", "")
         if found.start_ns is not None and found.end_ns is not None and found.steps is None:
             words += ", {}"

@@ -31,10 +31,10 @@ from lightning_memprof.report.document import (
     size,
     text,
 )
-from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, compiled_note, span
+from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, compiled_note
 from lightning_memprof.report.sections.tables import Field, filled, grid, rest
 from lightning_memprof.report.view import View, WindowView
-from lightning_memprof.units import format_count
+from lightning_memprof.units import format_count, format_steps
 
 # More recorded steps than these are shown as means, one for each window.
 MAX_STEPS: Final = 5
@@ -188,7 +188,7 @@ def _of_window(window: WindowView) -> StepColumn:
             memory[name] = found if before is None or (found is not None and found > before) else before
     return StepColumn(
         title=f"window {window.index}",
-        subtitle=span(tuple(step.step for step in window.steps)) + (", truncated" if window.truncated else ""),
+        subtitle=format_steps(tuple(step.step for step in window.steps)) + (", truncated" if window.truncated else ""),
         duration_ns=sum(ns or 0 for ns in breakdown.values()) if breakdown else None,
         breakdown_ns=breakdown,
         memory=memory,

@@ -3,8 +3,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import cast
 
@@ -120,26 +118,6 @@ def test_a_table_that_cannot_be_made_is_a_problem_and_not_the_end(
 def test_a_run_without_traces_gets_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, FakeRun(trace=False))
     assert not [one for one in shown(capsys, tmp_path)["artifacts"] if one["type"] == "table"]
-
-
-@pytest.mark.slow
-def test_show_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    program = (
-        "import sys\n"
-        "for name in ('torch', 'lightning', 'pytorch_lightning'): sys.modules[name] = None\n"
-        "from lightning_memprof.cli.show import show\n"
-        "sys.exit(show(sys.argv[1]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=dict(os.environ),
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("verdict ")
 
 
 def test_show_has_what_the_program_named_on_the_page_and_in_json(

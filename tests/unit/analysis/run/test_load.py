@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -300,20 +296,3 @@ def test_a_budget_leaves_out_ranks_but_never_the_first(tmp_path: Path) -> None:
     run = load_run(directory, max_pulse_bytes=1)
     assert [rank.rank for rank in run.ranks] == [0]
     assert "2 more ranks" in run.notes[-1].message
-
-
-@pytest.mark.slow
-def test_reading_needs_neither_torch_nor_lightning(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    program = (
-        "import sys, json\n"
-        "for name in ('torch', 'lightning', 'pytorch_lightning'): sys.modules[name] = None\n"
-        "from lightning_memprof.analysis.run.load import load_run\n"
-        "from lightning_memprof.report.view import run_view\n"
-        "from lightning_memprof.report.printers.json import to_json\n"
-        "print(json.dumps(to_json(run_view(load_run(sys.argv[1])))))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True, env=dict(os.environ)
-    )
-    assert json.loads(done.stdout)["pulse"]["steps"] == 30
