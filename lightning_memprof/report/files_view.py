@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from lightning_memprof.analysis.findings import Finding, Verdict, conclude, examine_files
+from lightning_memprof.analysis.findings import Finding, examine_files
 from lightning_memprof.analysis.findings.bound import nothing_in_files
 from lightning_memprof.analysis.run.locate import shown_path
 from lightning_memprof.analysis.run.problems import Problem
@@ -42,11 +42,15 @@ class FilesView(msgspec.Struct, frozen=True):
     traces: tuple[TraceReport, ...]
     snapshots: tuple[SnapshotReport, ...]
     findings: tuple[Finding, ...]
-    verdict: Verdict
     sizes: Mapping[Path, int]
     problems: tuple[Problem, ...] = ()
     commands: tuple[Command, ...] = ()
     left_out: int = 0
+
+    @property
+    def verdict(self) -> Finding:
+        """The first finding."""
+        return self.findings[0]
 
 
 def read_files(
@@ -112,7 +116,6 @@ def files_view(
         traces=traces,
         snapshots=reports.snapshots,
         findings=findings,
-        verdict=conclude(findings),
         sizes={file: file.stat().st_size for file in files},
         problems=reports.problems,
         commands=_commands(targets, traces),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.findings import Facts, Finding, Verdict, conclude, examine
+from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.ledger.growth import left_by_windows
 from lightning_memprof.analysis.ledger.memory import ByteLedger
 from lightning_memprof.analysis.ledger.model import TimeLedger
@@ -116,7 +116,6 @@ class View(msgspec.Struct, frozen=True):
     exception: str | None
     facts: Mapping[str, Any]
     training: Mapping[str, Any] | None
-    verdict: Verdict
     findings: tuple[Finding, ...]
     lead: RankView
     ranks: tuple[RankView, ...]
@@ -139,6 +138,11 @@ class View(msgspec.Struct, frozen=True):
     traces: tuple[TraceReport, ...] = ()
     snapshots: tuple[SnapshotReport, ...] = ()
     trial: Trial | None = None
+
+    @property
+    def verdict(self) -> Finding:
+        """The first finding."""
+        return self.findings[0]
 
 
 def run_view(
@@ -170,7 +174,6 @@ def run_view(
         exception=first_exception(run.ranks),
         facts=run.lead.facts.fields,
         training=run.lead.training.fields if run.lead.training else None,
-        verdict=conclude(findings),
         findings=findings,
         lead=next(rank for rank in ranks if rank.rank == run.lead.rank),
         ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),

@@ -22,7 +22,7 @@ from lightning_memprof.analysis.findings import (
 )
 from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files
 from lightning_memprof.analysis.findings.gpu import allocator, collectives, holders, idle, waits
-from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity, Verdict
+from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity
 from lightning_memprof.analysis.findings.program import lines, loops, passes, python
 from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
@@ -35,8 +35,6 @@ __all__ = [
     "Facts",
     "Finding",
     "Severity",
-    "Verdict",
-    "conclude",
     "examine",
     "examine_files",
     "nothing_in_files",
@@ -216,18 +214,6 @@ def _by_severity(found: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: (finding.severity, finding.weight), reverse=True))
 
 
-def conclude(findings: tuple[Finding, ...]) -> Verdict:
-    """Return the first finding as the verdict."""
-    first = findings[0]
-    return Verdict(
-        sentence=first.sentence,
-        why=first.why,
-        next=first.next_steps[0],
-        rule=first.rule,
-        severity=first.severity,
-    )
-
-
-def verdict(run: Run) -> Verdict:
-    """Return the main problem of a run, its evidence, and the next step."""
-    return conclude(examine(Facts.of(run)))
+def verdict(run: Run) -> Finding:
+    """Return the first finding of a run: its main problem, the evidence, and the next step."""
+    return examine(Facts.of(run))[0]

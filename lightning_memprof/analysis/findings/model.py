@@ -128,18 +128,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
     recovers: Recovery | None = None
 
+    @property
+    def next(self) -> str:
+        """The first next step."""
+        return self.next_steps[0]
+
     def __repr__(self) -> str:
         return f"Finding({self.rule}, {self.severity.name.lower()}: {self.sentence!r})"
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Three lines: the problem, its evidence, and the next step."""
-
-    sentence: str
-    why: str
-    next: str
-    rule: str
-    severity: Severity
 
 
 class Facts(msgspec.Struct, frozen=True, dict=True):

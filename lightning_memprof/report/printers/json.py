@@ -54,6 +54,7 @@ TRAINING_FACTS: Final = (
     "model", "parameters", "parameter_bytes", "precision", "num_batches", "max_steps", "max_epochs",
     "accumulate_grad_batches", "optimizers", "dataloaders",
 )  # fmt: skip
+VERDICT: Final = ("sentence", "why", "next", "rule", "severity")
 SNAPSHOT_SIZES: Final = ("reserved_bytes", "allocated_bytes", "requested_bytes", "inactive_bytes", "pending_bytes")
 FRAGMENTATION: Final = (
     "reserved_bytes", "allocated_bytes", "pending_bytes", "inactive_split_bytes", "free_segment_bytes",
@@ -177,7 +178,7 @@ def _without(value: Any, *names: str) -> dict[str, Any]:
 def _files(view: FilesView) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
-        "verdict": view.verdict,
+        "verdict": _fields(view.verdict, *VERDICT),
         "findings": [_without(finding, "weight") for finding in view.findings],
         "traces": [_trace(trace) for trace in view.traces],
         "snapshots": [_snapshot(snapshot) for snapshot in view.snapshots],
@@ -194,7 +195,7 @@ def _run(view: View) -> dict[str, Any]:
     return {
         "schema_version": view.run.lead.facts.schema_version or SCHEMA_VERSION,
         "run": _facts(view),
-        "verdict": view.verdict,
+        "verdict": _fields(view.verdict, *VERDICT),
         "findings": [_without(finding, "weight") for finding in view.findings],
         "pulse": _pulse(view.lead),
         "ledger": _ledgers(view),
