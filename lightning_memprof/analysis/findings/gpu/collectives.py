@@ -27,6 +27,9 @@ SMALL_BYTES: Final = MIB
 MANY_SMALL: Final = 20
 # The same data takes the same time: a collective that takes this many times as long waits for a late rank.
 LATE_FACTOR: Final = 3
+# Of the smaller of two sizes, the part of its time that does not grow with the bytes; and how much larger the other is.
+FIXED_SHARE: Final = 0.5
+LARGER: Final = 2
 SHOWN: Final = 3
 UNKNOWN_COLLECTIVE: Final = "an unnamed collective"
 BF16_HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
@@ -173,6 +176,32 @@ def _late(collectives: list[CollectiveTotals]) -> CollectiveTotals | None:
     return found if found is not None and found.max_ns >= least else None
 
 
+def _fixed(
+    trace: TraceReport, collectives: Sequence[CollectiveTotals]
+) -> tuple[CollectiveTotals, CollectiveTotals] | None:
+    """Return two sizes of a collective, the smaller one first, if most of the smaller one's time is waiting.
+
+    A transfer takes a time in proportion to its bytes, from some size on. What the line through both medians has left
+    at no bytes is waiting.
+    """
+    sizes: dict[tuple[str, str], list[CollectiveTotals]] = {}
+    for each in collectives:
+        if (each.bytes_each or 0) >= SMALL_BYTES:
+            sizes.setdefault((each.name, each.group), []).append(each)
+    found = []
+    for alike in sizes.values():
+        small, large = (pick(alike, key=lambda each: each.bytes_each or 0) for pick in (min, max))
+        fewer, more = small.bytes_each or 0, large.bytes_each or 0
+        if more < LARGER * fewer:
+            continue
+        fixed_ns = small.median_ns - fewer * max(large.median_ns - small.median_ns, 0) / (more - fewer)
+        waited_ns = fixed_ns * sum(each.count for each in alike)
+        is_notable = trace.gpu_window is not None and waited_ns > NOTABLE_SHARE * trace.gpu_window.window_ns
+        if is_notable and fixed_ns >= FIXED_SHARE * small.median_ns:
+            found.append((waited_ns, small, large))
+    return max(found, key=lambda pair: pair[0])[1:] if found else None
+
+
 def _plain(name: str) -> str:
     return UNKNOWN_COLLECTIVE if name == "unknown" else shorter_name(name).removeprefix("nccl:").removeprefix("gloo:")
 
@@ -203,6 +232,12 @@ def _next_steps(
         steps.append(
             f"Find the late rank: the same {_plain(late.name)} takes {format_ns(late.median_ns)} or "
             f"{format_ns(late.max_ns)}. Record all ranks and compare them."
+        )
+    elif (sizes := _fixed(trace, collectives)) is not None:
+        fewer, more = (f"{format_ns(size.median_ns)} for {format_bytes(size.bytes_each or 0)}" for size in sizes)
+        steps.append(
+            f"Find the late rank: {_plain(sizes[0].name)} takes {fewer} and {more}, so most of that is waiting. Record "
+            "all ranks and compare them."
         )
     small = sum(
         collective.count

@@ -291,6 +291,30 @@ def test_a_collective_that_sometimes_waits_for_a_rank_says_so_first() -> None:
     assert finding.next_steps[0].startswith("Find the late rank: the same all_reduce takes 10.0 ms or 90.0 ms.")
 
 
+@pytest.mark.parametrize(
+    ("small", "large", "is_waiting"),
+    [
+        pytest.param((4 << 20, 8 * MS), (16 << 20, 10 * MS), True, id="four times the bytes, hardly longer"),
+        pytest.param((4 << 20, 8 * MS), (16 << 20, 7 * MS), True, id="even shorter"),
+        pytest.param((4 << 20, 2 * MS), (16 << 20, 8 * MS), False, id="in proportion to the bytes"),
+        pytest.param((4 << 20, 3 * MS), (16 << 20, 9 * MS), False, id="a third does not grow with the bytes"),
+        pytest.param((12 << 20, 8 * MS), (16 << 20, 8 * MS), False, id="of nearly one size"),
+        pytest.param((4096, 8 * MS), (16 << 20, 8 * MS), False, id="too small to be a transfer"),
+        pytest.param((4 << 20, MS), (16 << 20, MS), False, id="too short to matter"),
+    ],
+)
+def test_collectives_that_take_as_long_for_fewer_bytes_wait_for_a_rank(
+    small: tuple[int, int], large: tuple[int, int], is_waiting: bool
+) -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
+    sizes = tuple(
+        collective(bytes_each=size, median_ns=ns, max_ns=ns, total_ns=10 * ns, exposed_ns=5 * ns)
+        for size, ns in (small, large)
+    )
+    step = found(trace(gpu_window=times, collectives=sizes))["communication_exposed"].next_steps[0]
+    assert step.startswith("Find the late rank: all_reduce takes 8") is is_waiting
+
+
 def test_many_small_collectives_are_better_sent_together() -> None:
     times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
     small = collective(bytes_each=4096, count=500)
