@@ -35,7 +35,7 @@ LEAST_SHARE: Final = 0.05
 OFTEN: Final = 10
 MIN_NS: Final = 1_000_000
 MIN_SHORT_NS: Final = 2_000_000
-# An action that ran less often in the whole run is a start or an end of it.
+# An action that ran less often in the whole run is a start or an end of it: it has to take twice the share.
 MIN_CALLS: Final = 2.5
 # It misses a step or two of the run: the first one, or one that ends an epoch.
 ALWAYS: Final = 0.95
@@ -184,7 +184,8 @@ def _of_actions(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy) -
     return [
         _of_action(facts, rank, ledger, remedy, group)
         for group in groups[:MAX_ACTIONS]
-        if _matters(ledger, group, remedy.least) and (not remedy.repeats or _repeats(ledger, group))
+        if _matters(ledger, group, remedy.least * (1 + _is_once(ledger, group)))
+        and (not remedy.repeats or _repeats(ledger, group))
     ]
 
 
@@ -206,9 +207,16 @@ def _repeats(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
     return total(lines) * ledger.steps >= MIN_REPEATED * longest
 
 
+def _count(lines: Sequence[TimeLine]) -> float:
+    return sum(line.count for line in lines if line.name == lines[0].name and not line.operator)
+
+
+def _is_once(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
+    return 0 < _count(lines) * ledger.steps < MIN_CALLS
+
+
 def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, lines: Sequence[TimeLine]) -> Finding:
-    ns, first = total(lines), lines[0].name
-    count = sum(line.count for line in lines if line.name == first and not line.operator)
+    ns, first, count = total(lines), lines[0].name, _count(lines)
     kind = lines[0].part.replace("_", " ")
     name = first or f"these {kind}s"
     sentence = remedy.sentence if first else remedy.sentence.replace(", mostly {name}", "")
@@ -220,11 +228,10 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
         sentence, often = sentence.replace("mostly {name}", f"mostly {count:,.0f} calls of {{name}} per step"), ""
     least, most = (0.9, 1.0) if first.rpartition(".")[2] in ONCE else remedy.saves
     worth = Recovery(unit="ns", min=ns * least, max=ns * most, whole=ledger.running_ns)
-    once = 0 < count * ledger.steps < MIN_CALLS
     steps = (*first_steps, *(step.format(name=name, owner=name.rpartition(".")[0]) for step in remedy.next_steps))
     return Finding(
         rule=remedy.rule,
-        severity=Severity.INFO if once else worth.severity,
+        severity=Severity.INFO if _is_once(ledger, lines) else worth.severity,
         sentence=sentence.removesuffix(".").format(
             name=name,
             kind=kind,

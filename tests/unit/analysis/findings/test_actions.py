@@ -125,12 +125,12 @@ def test_what_runs_every_tenth_step_counts_with_its_share_of_all_steps(
     assert fix in finding.next_steps[0]
 
 
-@pytest.mark.parametrize(("ms", "is_found"), [(1.5, False), (3, True)])
-def test_a_validation_that_takes_less_than_a_tenth_of_the_time_is_no_finding(
-    tmp_path: Path, ms: float, is_found: bool
+@pytest.mark.parametrize(("ms", "count", "is_found"), [(1.5, 3, False), (3, 3, True), (3, 1, False), (7, 1, True)])
+def test_a_validation_that_takes_less_than_a_tenth_of_the_time_or_a_fifth_once_is_no_finding(
+    tmp_path: Path, ms: float, count: int, is_found: bool
 ) -> None:
     ns = round(ms * 1e6)
-    rules = found(tmp_path, FakeRun(phases=phases(other=500_000 + ns)), action("run_validation", ns, count=3))
+    rules = found(tmp_path, FakeRun(phases=phases(other=500_000 + ns)), action("run_validation", ns, count=count))
     assert ("validation_bound" in rules) == is_found
 
 
