@@ -45,6 +45,8 @@ _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
     "backward": ("backward_hook",),
 }
 # The parts in which ranks meet.
+# One call with this part of the time of all recorded calls of a module, of two or more, is a stall.
+_STALLED: Final = 0.75
 _MEETING: Final = (*_STEADY, "untracked", "rank_wait")
 _CLIPPING: Final = ".configure_gradient_clipping"
 _SCHEDULER: Final = ".lr_scheduler_step"
@@ -114,7 +116,8 @@ def run_ledger(
         whole = _divided(ns, owners, TimeLine(part=part, ns=0))
         lines += whole[:-1]
         parts = {part, *_INSIDE.get(part, ())} - logged
-        lines += _with_detail(whole[-1], inside.of(*parts) if inside and part in _STEADY else (), kernels)
+        recorded = without_stalls(inside.of(*parts), inside.steps) if inside and part in _STEADY else ()
+        lines += _with_detail(whole[-1], recorded, kernels)
     return TimeLedger(
         step_ns=total(lines),
         median_ns=median,
@@ -160,6 +163,33 @@ def _with_detail(rest: TimeLine, recorded: Sequence[TimeLine], kernels: Sequence
         return detail
     launched = [line for line in kernels if line.part == rest.part]
     return _divided(rest.ns, launched, replace(rest, name=IDLE) if launched else rest)
+
+
+def without_stalls(lines: Sequence[TimeLine], steps: int) -> list[TimeLine]:
+    """Return the lines of a recorded phase without a call that took most of the time of all calls of its module.
+
+    The few steps of a window show a pause of the process as the usual time of the module in which it fell. The part of
+    that call beyond the others is left out of the module's own time, and not looked for again in the modules around it.
+    """
+    removed: dict[TimeLine, float] = {}
+    ranges = [line for line in lines if line.module is not None and not line.operator and line.longest_ns is not None]
+    for line in sorted(ranges, key=_depth, reverse=True):
+        calls, gone = round(line.count * steps), sum(ns for each, ns in removed.items() if _is_within(each, line))
+        whole = total(each for each in lines if _is_within(each, line)) * steps - gone
+        longest, own = (line.longest_ns or 0) - gone, line.ns * steps
+        excess = longest - (whole - longest) / max(calls - 1, 1)
+        # Else it is in an operator, in another module, or in work of other parts.
+        if calls > 1 and longest >= _STALLED * whole and own >= _STALLED * excess:
+            removed[line] = min(excess, own)
+    return [replace(line, ns=line.ns - removed[line] / steps) if line in removed else line for line in lines]
+
+
+def _depth(line: TimeLine) -> int:
+    return len(line.module.split(".")) if line.module else 0
+
+
+def _is_within(inner: TimeLine, line: TimeLine) -> bool:
+    return inner.module is not None and (not line.module or f"{inner.module}.".startswith(f"{line.module}."))
 
 
 def _mean(steps: Sequence[_Step]) -> dict[str, float]:

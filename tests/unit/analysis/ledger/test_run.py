@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, grouped, total
-from lightning_memprof.analysis.ledger.run import run_ledger
+from lightning_memprof.analysis.ledger.run import run_ledger, without_stalls
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.run.model import Rank
 
@@ -120,6 +120,52 @@ def test_on_a_devices_clock_the_passes_have_their_kernels_and_the_wait_of_the_de
     ahead = run_ledger(rank, device=msgspec.structs.replace(device, step_ns=before.median_ns / 1.25))
     assert ahead is not None
     assert next(line.ns for line in ahead.of("forward") if line.module == "net") == pytest.approx(5e6)
+
+
+def forward(
+    module: str, ms: float, longest_ms: float | None = None, *, count: float = 1, operator: str = ""
+) -> TimeLine:
+    longest_ns = None if longest_ms is None else round(longest_ms * 1e6)
+    return TimeLine(
+        part="forward", module=module, operator=operator, ns=ms * 1e6, count=count, longest_ns=longest_ns
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pause_ms", "count", "left_ms"),
+    [
+        pytest.param(180, 1, 1, id="a pause in one of two calls"),
+        pytest.param(180, 0.5, 91, id="the only call"),
+        pytest.param(5, 1, 3.5, id="less than three quarters of both calls"),
+    ],
+)
+def test_a_pause_in_one_recorded_call_is_not_the_usual_time_of_its_module(
+    pause_ms: float, count: float, left_ms: float
+) -> None:
+    # Two steps: 1 ms of Python in each call of the layer, 4 ms of products, and 10 ms outside of it.
+    lines = [
+        forward("", 10, 16 + pause_ms),
+        forward("net.layer", 1 + pause_ms / 2, 5 + pause_ms, count=count),
+        forward("net.layer", 4, 5, operator="aten::mm"),
+        forward("net", 1, 6 + pause_ms),
+    ]
+    layer_ms = {line.module: line.ns / 1e6 for line in without_stalls(lines, 2) if not line.operator}
+    assert layer_ms == pytest.approx({"": 10, "net.layer": left_ms, "net": 1})
+
+
+def test_a_call_that_other_parts_made_long_is_no_stall() -> None:
+    # A garbage collection of 180 ms in one of the calls has a line of its own.
+    lines = [forward("net", 1, 186), forward("net", 4, 5, operator="aten::mm")]
+    assert without_stalls(lines, 2) == lines
+
+
+def test_a_pause_in_a_window_is_in_no_modules_share_of_the_run(tmp_path: Path) -> None:
+    rank = lead(tmp_path, FakeRun())
+    lines = (forward("first", 91, 181), forward("second", 4, 4), forward("second", 4, 4, operator="aten::mm"))
+    found = run_ledger(rank, TimeLedger(step_ns=99e6, median_ns=99e6, steps=2, basis="", lines=lines))
+    assert found is not None
+    first, second = (sum(line.ns for line in found.lines if line.module == name) for name in ("first", "second"))
+    assert first < second / 4
 
 
 def test_repeated_blocks_are_one_line_and_the_sum_stays() -> None:
