@@ -170,6 +170,7 @@ def without_stalls(lines: Sequence[TimeLine], steps: int) -> list[TimeLine]:
 
     The few steps of a window show a pause of the process as the usual time of the module in which it fell. The part of
     that call beyond the others is left out of the module's own time, and not looked for again in the modules around it.
+    A single step does not tell: its one long call may be that of every step.
     """
     removed: dict[TimeLine, float] = {}
     ranges = [line for line in lines if line.module is not None and not line.operator and line.longest_ns is not None]
@@ -179,7 +180,7 @@ def without_stalls(lines: Sequence[TimeLine], steps: int) -> list[TimeLine]:
         longest, own = (line.longest_ns or 0) - gone, line.ns * steps
         excess = longest - (whole - longest) / max(calls - 1, 1)
         # Else it is in an operator, in another module, or in work of other parts.
-        if calls > 1 and longest >= _STALLED * whole and own >= _STALLED * excess:
+        if steps > 1 and calls > 1 and longest >= _STALLED * whole and own >= _STALLED * excess:
             removed[line] = min(excess, own)
     return [replace(line, ns=line.ns - removed[line] / steps) if line in removed else line for line in lines]
 

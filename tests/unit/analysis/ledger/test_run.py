@@ -159,6 +159,12 @@ def test_a_call_that_other_parts_made_long_is_no_stall() -> None:
     assert without_stalls(lines, 2) == lines
 
 
+def test_a_single_recorded_step_does_not_tell_a_pause_from_the_usual_time() -> None:
+    # 49 ranges in the step, of which one is training_step.
+    lines = [forward("", 180, 185, count=49), forward("net", 4, 5, operator="aten::mm")]
+    assert without_stalls(lines, 1) == lines
+
+
 def test_a_pause_in_a_window_is_in_no_modules_share_of_the_run(tmp_path: Path) -> None:
     rank = lead(tmp_path, FakeRun())
     lines = (forward("first", 91, 181), forward("second", 4, 4), forward("second", 4, 4, operator="aten::mm"))
