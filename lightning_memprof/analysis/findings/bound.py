@@ -103,7 +103,7 @@ def nothing_found(facts: Facts) -> Finding:
             why=f"{early}The run has no pulse: it ended before its first step did, or the pulse is disabled.",
             next_steps=(f"{again} some steps{SECOND_FIT if facts.is_fit else ''}.",),
         )
-    first, second = sorted(DOING, key=lambda phase: statistics.breakdown_ns[phase] or 0, reverse=True)[:2]
+    first = max(DOING, key=lambda phase: statistics.breakdown_ns[phase] or 0)
     numbers = {"dominant": first, "share": statistics.share(first), "duration_ns": statistics.mean_ns}
     if statistics.steps < MIN_STEPS:
         return Finding(
@@ -118,14 +118,18 @@ def nothing_found(facts: Facts) -> Finding:
     if (bound := _bound(facts, rank)) is not None:
         return replace(bound, why=f"{early}{bound.why}{few}")
     ledger = facts.ledgers[rank.rank]
-    shares = {DOING[phase]: statistics.share(phase) for phase in (first, second)}
+    shares = {DOING[phase]: statistics.share(phase) for phase in DOING}
+    validation = ledger.ns("validation") / ledger.running_ns
     if ledger.waits_for_cores:
         # Phases include the wait for a core; the shares of a page do not.
         shares = {DOING[phase]: ledger.ns(*parts) / ledger.running_ns for phase, parts in OWNED.items()}
-        first, second = sorted(OWNED, key=lambda phase: -shares[DOING[phase]])[:2]
+    else:
+        shares[DOING["other"]] = max(shares[DOING["other"]] - validation, 0.0)
+    shares["validation"] = validation
+    leading = max(shares, key=lambda words: shares[words])
     for words, part in MEETING.items():
-        if (met := ledger.communicates(part) / ledger.running_ns) > shares[DOING[first]] / 2:
-            shares |= {words: met, DOING[first]: shares[DOING[first]] - met}
+        if (met := ledger.communicates(part) / ledger.running_ns) > shares[leading] / 2:
+            shares |= {words: met, leading: shares[leading] - met}
     (doing, most), (next_doing, next_most), *_ = sorted(shares.items(), key=lambda item: -item[1])
     dominant = f"{doing} {'take' if doing == 'callbacks' else 'takes'} {percent(most)} of {ledger.whole_text}"
     mean = f"The mean step takes {format_ns(statistics.mean_ns)}"

@@ -134,6 +134,13 @@ def test_a_validation_that_takes_less_than_a_tenth_of_the_time_or_a_fifth_once_i
     assert ("validation_bound" in rules) == is_found
 
 
+def test_validation_that_runs_once_and_takes_most_of_the_run_is_not_called_untracked(tmp_path: Path) -> None:
+    row = action("run_validation", 30_000_000, count=1)
+    findings = found(tmp_path, FakeRun(phases=phases(other=31_000_000)), row)
+    assert findings["nothing_found"].sentence.startswith("Validation takes 6")
+    assert findings["validation_bound"].severity is Severity.INFO
+
+
 @pytest.mark.parametrize(("times", "is_said"), [(361, True), (2, False)])
 def test_the_number_of_calls_is_said_where_it_explains_the_time(tmp_path: Path, times: int, is_said: bool) -> None:
     row = action("[LightningModule]Net.log", 9_000_000, count=times * STEPS)
