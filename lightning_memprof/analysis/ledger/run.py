@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 from msgspec.structs import replace
@@ -169,28 +170,34 @@ def without_stalls(lines: Sequence[TimeLine], steps: int) -> list[TimeLine]:
     """Return the lines of a recorded phase without a call that took most of the time of all calls of its module.
 
     The few steps of a window show a pause of the process as the usual time of the module in which it fell. The part of
-    that call beyond the others is left out of the module's own time, and not looked for again in the modules around it.
-    A single step does not tell: its one long call may be that of every step.
+    that call beyond the others is left out of the module's self time, and not looked for again in the modules around
+    it. A single step does not tell: its one long call may be that of every step.
     """
+    whole_ns: dict[str, float] = defaultdict(float)
+    for line in lines:
+        for path in _paths(line):
+            whole_ns[path] += line.ns * steps
     removed: dict[TimeLine, float] = {}
+    removed_in: dict[str, float] = defaultdict(float)
     ranges = [line for line in lines if line.module is not None and not line.operator and line.longest_ns is not None]
-    for line in sorted(ranges, key=_depth, reverse=True):
-        calls, gone = round(line.count * steps), sum(ns for each, ns in removed.items() if _is_within(each, line))
-        whole = total(each for each in lines if _is_within(each, line)) * steps - gone
-        longest, own = (line.longest_ns or 0) - gone, line.ns * steps
-        excess = longest - (whole - longest) / max(calls - 1, 1)
+    for line in sorted(ranges, key=lambda line: -len(_paths(line))):
+        module, calls, self_ns = line.module or "", round(line.count * steps), line.ns * steps
+        longest = (line.longest_ns or 0) - removed_in[module]
+        excess = longest - (whole_ns[module] - longest) / max(calls - 1, 1)
         # Else it is in an operator, in another module, or in work of other parts.
-        if steps > 1 and calls > 1 and longest >= _STALLED * whole and own >= _STALLED * excess:
-            removed[line] = min(excess, own)
+        if steps > 1 and calls > 1 and longest >= _STALLED * whole_ns[module] and self_ns >= _STALLED * excess:
+            removed[line] = min(excess, self_ns)
+            for path in _paths(line):
+                whole_ns[path] -= removed[line]
+                removed_in[path] += removed[line]
     return [replace(line, ns=line.ns - removed[line] / steps) if line in removed else line for line in lines]
 
 
-def _depth(line: TimeLine) -> int:
-    return len(line.module.split(".")) if line.module else 0
-
-
-def _is_within(inner: TimeLine, line: TimeLine) -> bool:
-    return inner.module is not None and (not line.module or f"{inner.module}.".startswith(f"{line.module}."))
+def _paths(line: TimeLine) -> list[str]:
+    """Return the paths of a line's module and of those around it; the whole model's is empty."""
+    if line.module is None:
+        return []
+    return ["", *accumulate(line.module.split("."), "{}.{}".format)] if line.module else [""]
 
 
 def _mean(steps: Sequence[_Step]) -> dict[str, float]:
