@@ -188,7 +188,6 @@ def without_stalls(lines: Sequence[TimeLine], steps: int) -> list[TimeLine]:
         if steps > 1 and calls > 1 and longest >= _STALLED * whole_ns[module] and self_ns >= _STALLED * excess:
             removed[line] = min(excess, self_ns)
             for path in _paths(line):
-                whole_ns[path] -= removed[line]
                 removed_in[path] += removed[line]
     return [replace(line, ns=line.ns - removed[line] / steps) if line in removed else line for line in lines]
 

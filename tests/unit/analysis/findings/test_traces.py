@@ -297,7 +297,7 @@ def test_a_collective_that_sometimes_waits_for_a_rank_says_so_first() -> None:
         pytest.param((4 << 20, 8 * MS), (16 << 20, 10 * MS), True, id="four times the bytes, hardly longer"),
         pytest.param((4 << 20, 8 * MS), (16 << 20, 7 * MS), True, id="even shorter"),
         pytest.param((4 << 20, 2 * MS), (16 << 20, 8 * MS), False, id="in proportion to the bytes"),
-        pytest.param((4 << 20, 3 * MS), (16 << 20, 9 * MS), False, id="a third does not grow with the bytes"),
+        pytest.param((4 << 20, 12 * MS), (16 << 20, 36 * MS), False, id="a third does not grow with the bytes"),
         pytest.param((12 << 20, 8 * MS), (16 << 20, 8 * MS), False, id="of nearly one size"),
         pytest.param((4096, 8 * MS), (16 << 20, 8 * MS), False, id="too small to be a transfer"),
         pytest.param((4 << 20, MS), (16 << 20, MS), False, id="too short to matter"),
@@ -312,7 +312,7 @@ def test_collectives_that_take_as_long_for_fewer_bytes_wait_for_a_rank(
         for size, ns in (small, large)
     )
     step = found(trace(gpu_window=times, collectives=sizes))["communication_exposed"].next_steps[0]
-    assert step.startswith("Find the late rank: all_reduce takes 8") is is_waiting
+    assert step.startswith("Find the late rank: all_reduce takes") is is_waiting
 
 
 def test_many_small_collectives_are_better_sent_together() -> None:

@@ -153,6 +153,12 @@ def test_a_pause_in_one_recorded_call_is_not_the_usual_time_of_its_module(
     assert layer_ms == pytest.approx({"": 10, "net.layer": left_ms, "net": 1})
 
 
+def test_a_pause_in_a_layer_is_not_taken_from_the_python_around_it_too() -> None:
+    # Two steps with 80 ms of Python each, and a layer that pauses for 180 ms in one of them.
+    lines = [forward("", 80, 265), forward("layer", 91, 185), forward("layer", 4, 5, operator="aten::mm")]
+    assert [line.ns / 1e6 for line in without_stalls(lines, 2)] == pytest.approx([80, 1, 4])
+
+
 def test_a_call_that_other_parts_made_long_is_no_stall() -> None:
     # A garbage collection of 180 ms in one of the calls has a line of its own.
     lines = [forward("net", 1, 186), forward("net", 4, 5, operator="aten::mm")]
