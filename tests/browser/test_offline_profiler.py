@@ -16,11 +16,11 @@ from urllib.parse import quote
 
 import pytest
 
+from corpus_files import CORPUS, needs_corpus
 from tensorboard_server import tensorboard
 
 pytestmark = pytest.mark.browser
 
-CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
 RANKS = CORPUS / "traces" / "hta_sampled_128"
 PROFILER = "/data/plugin/pytorch_profiler"
 # A user's own script, without this project: what torch writes is what the tab reads.
@@ -263,7 +263,7 @@ def durations(node: dict[str, Any]) -> Iterator[float]:
         yield from durations(child)
 
 
-@pytest.mark.skipif(not RANKS.is_dir(), reason=f"no recorded traces in {CORPUS}; set MEMPROF_CORPUS to where they are")
+@needs_corpus
 def test_kernels_and_ranks_of_a_gpu_run_are_drawn(server, show):
     kernels = ask(server, "kernel", **place(server, "ranks", "Kernel"), group_by="Kernel")["total"]["rows"]
     page = show("ranks", "GPU Kernel")

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
+from corpus_files import TRACES
 from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
 from lightning_memprof.analysis.timeline.events import Source
@@ -17,8 +16,6 @@ pytestmark = pytest.mark.browser
 
 ERRORS = "select name, value from stats where severity != 'info' and value > 0"
 GROUPS = "window.app.trace.workspace.children.filter(one => one.uri.startsWith('/process_')).map(one => one.name)"
-CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
-TRACES: list[Path | None] = [*sorted((CORPUS / "traces").glob("*/*.json.gz"))]
 
 
 def test_a_trace_opens_from_its_address_with_the_network_blocked(perfetto, asked_outside):
@@ -75,10 +72,8 @@ def test_two_ranks_of_one_training_line_up_without_an_import_error(tmp_path, ope
 
 
 @pytest.mark.corpus
-@pytest.mark.parametrize("trace", TRACES or [None], ids=lambda path: path.parent.name if path else "none")
+@pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.parent.name)
 def test_a_recorded_trace_is_merged_without_an_import_error(tmp_path, trace, open_trace):
-    if trace is None:
-        pytest.skip(f"no recorded traces in {CORPUS}; set MEMPROF_CORPUS to where they are")
     merged = tmp_path / f"{trace.parent.name}.json"
     result = merge_traces([Source(label="", trace=trace)], merged)
     query = open_trace(merged)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from corpus_files import needs_corpus
 from lightning_memprof.analysis.trace.communication import collectives
 from lightning_memprof.analysis.trace.key_averages import collect_rows
 from lightning_memprof.analysis.trace.report import trace_report
-from profiler_tab import CORPUS, GPU_TRACES, fetches_us, made_runs, profiler_tab
+from profiler_tab import GPU_TRACES, fetches_us, made_runs, profiler_tab
 from recorded_rows import read_events
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 PATIENCE_MS = 120_000
-ON_A_GPU = pytest.mark.skipif(not CORPUS.is_dir(), reason=f"no recorded traces in {CORPUS}; set MEMPROF_CORPUS")
 SELECT = "//li[contains(@class, 'MuiListSubheader')][normalize-space()='{}']/following::*[@aria-haspopup='listbox'][1]"
 ROWS = """() => [...document.querySelectorAll('main tr')].map(row =>
     [...row.querySelectorAll('td')].map(cell => cell.innerText.trim())).filter(cells => cells.length > 1)"""
@@ -147,7 +147,7 @@ def test_the_distributed_view_has_both_ranks(tab: Page) -> None:
     assert tab.page.locator("main svg").count() >= 2
 
 
-@ON_A_GPU
+@needs_corpus
 @pytest.mark.corpus
 def test_the_kernel_view_has_our_kernels(tab: Page) -> None:
     run = f"gpu/{GPU_TRACES[0]}"
@@ -159,7 +159,7 @@ def test_the_kernel_view_has_our_kernels(tab: Page) -> None:
     assert number(cells[2]) == pytest.approx(longest.total_ns / 1000, abs=1)
 
 
-@ON_A_GPU
+@needs_corpus
 @pytest.mark.corpus
 def test_the_operator_view_has_our_device_times(tab: Page) -> None:
     run = f"gpu/{GPU_TRACES[0]}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
+from corpus_files import recorded_file
 from lightning_memprof.analysis.snapshot.reader import ALLOCATED, Segment, read_snapshot
 from lightning_memprof.analysis.snapshot.replay import Replay, replay
 from lightning_memprof.estimation import requests
@@ -17,7 +16,6 @@ from lightning_memprof.units import MIB
 
 pytestmark = pytest.mark.corpus
 
-ROOT = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
 LIVE, FREE = 0, 1
 FROM_NOTHING = "snap_cs336_silmont/mem_snapshot"
 RECORDED = [
@@ -29,10 +27,7 @@ RECORDED = [
 
 
 def recorded(name: str) -> Replay:
-    path = ROOT / "snapshots" / f"{name}.pickle.gz"
-    if not path.exists():
-        pytest.skip(f"no recorded snapshots in {ROOT}; set MEMPROF_CORPUS to where they are")
-    return replay(read_snapshot(path))
+    return replay(read_snapshot(recorded_file(f"snapshots/{name}.pickle.gz")))
 
 
 def beginning(ring: Replay) -> tuple[CachingAllocator, dict[int, Block]]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +10,11 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from corpus_files import reference_figures
 from lightning_memprof import estimate
 
 pytestmark = pytest.mark.corpus
 
-ROOT = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
-REFERENCES = ROOT / "references" / "snapshots.json"
 VOCABULARY, CONTEXT, SAMPLES = 10_000, 128, 4
 
 
@@ -97,13 +93,10 @@ class Transformer(LightningModule):
 
 
 def test_the_allocated_peak_of_a_recorded_training_is_within_half_a_percent() -> None:
-    if not REFERENCES.exists():
-        pytest.skip(f"no recorded snapshots in {ROOT}; set MEMPROF_CORPUS to where they are")
-    references = json.loads(REFERENCES.read_text(encoding="utf-8"))
-    recorded = references["snap_cs336_wedson/medium_128_training.pickle.gz"]["devices"]["0"]["peak_requested_in_ring"]
+    known = reference_figures("snapshots")["snap_cs336_wedson/medium_128_training.pickle.gz"]["devices"]["0"]
     tokens = torch.zeros(SAMPLES, CONTEXT, dtype=torch.long)
     with torch.device("meta"):
         model = Transformer(width=1024, hidden=4096, layers=24, heads=16)
     found = estimate(model, DataLoader(TensorDataset(tokens, tokens), SAMPLES), what_if=("none",))
     assert found.part == "optimizer"
-    assert found.allocated_bytes == pytest.approx(recorded, rel=0.005)
+    assert found.allocated_bytes == pytest.approx(known["peak_requested_in_ring"], rel=0.005)

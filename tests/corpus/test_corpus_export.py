@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import io
 import json
-import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from corpus_files import SNAPSHOTS, recorded_file
 from lightning_memprof.analysis.compare.comparison import compare
+from lightning_memprof.analysis.compare.model import Side
 from lightning_memprof.analysis.compare.sides import snapshots_side, traces_side
 from lightning_memprof.analysis.snapshot.reader import load_snapshot, read_snapshot
 from lightning_memprof.analysis.snapshot.replay import replay
@@ -18,32 +20,18 @@ from speedscope import validate
 
 pytestmark = pytest.mark.corpus
 
-ROOT = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
 # To replay the larger ones twice takes seconds and shows nothing new.
-SNAPSHOTS: list[Path | None] = [
-    path for path in sorted((ROOT / "snapshots").glob("*/*.pickle.gz")) if path.stat().st_size < 50_000
-]
+SMALL = [path for path in SNAPSHOTS if path.stat().st_size < 50_000]
 # One of each kind of device, and one without: small ones, since every event is checked.
-TRACES = ("kineto_resnet50_nw0", "hta_cpu_only_gloo", "hta_amd_mi250")
-SMALL = [*(ROOT / "snapshots").glob("snap_verl/*.gz")]
+DEVICES = ("kineto_resnet50_nw0", "hta_cpu_only_gloo", "hta_amd_mi250")
 
 
-@pytest.fixture(params=SNAPSHOTS or [None], ids=lambda path: path.name if path else "none")
-def dumped(request: pytest.FixtureRequest) -> Path:
-    if request.param is None:
-        pytest.skip(f"no recorded snapshots in {ROOT}; set MEMPROF_CORPUS to where they are")
-    found: Path = request.param
-    return found
-
-
-@pytest.fixture(params=TRACES)
+@pytest.fixture(params=DEVICES)
 def trace(request: pytest.FixtureRequest) -> Path:
-    found = sorted((ROOT / "traces" / request.param).glob("*.json.gz"))
-    if not found:
-        pytest.skip(f"no {request.param} in {ROOT}; set MEMPROF_CORPUS to where it is")
-    return found[0]
+    return recorded_file(f"traces/{request.param}/*.json.gz")
 
 
+@pytest.mark.parametrize("dumped", SMALL, ids=lambda path: path.name)
 def test_a_snapshot_that_is_exported_says_the_same(dumped: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.pickle"
     with out.open("wb") as stream:
@@ -69,13 +57,16 @@ def test_a_trace_is_a_file_that_speedscope_s_format_allows(trace: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["traces/hta_amd_mi250", "snapshots/snap_cs336_silmont"])
-def test_a_file_does_not_differ_from_itself_and_does_from_another(name: str) -> None:
-    found = sorted((ROOT / name).glob("*.gz"))
-    others = sorted((ROOT / name).parent.glob("hta_cpu_only_gloo/*.gz") if "traces" in name else SMALL)
-    if not found or not others:
-        pytest.skip(f"no {name} in {ROOT}; set MEMPROF_CORPUS to where it is")
-    read = traces_side if "traces" in name else snapshots_side
-    side = read(found[:1], "x")
+@pytest.mark.parametrize(
+    ("read", "one", "other"),
+    [
+        (traces_side, "traces/hta_amd_mi250/*.gz", "traces/hta_cpu_only_gloo/*.gz"),
+        (snapshots_side, "snapshots/snap_cs336_silmont/*.gz", "snapshots/snap_verl/*.gz"),
+    ],
+)
+def test_a_file_does_not_differ_from_itself_and_does_from_another(
+    read: Callable[[Sequence[Path], str], Side], one: str, other: str
+) -> None:
+    side = read([recorded_file(one)], "x")
     assert compare(side, side).is_same
-    assert not compare(side, read(others[:1], "y")).is_same
+    assert not compare(side, read([recorded_file(other)], "y")).is_same

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from corpus_files import TRACES, recorded_file
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.trace.report import trace_report
 
 pytestmark = pytest.mark.corpus
-
-ROOT = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
-TRACES: list[Path | None] = [*sorted((ROOT / "traces").glob("*/*.json.gz"))]
 
 
 @cache
@@ -22,10 +20,7 @@ def findings_of(path: Path) -> tuple[Finding, ...]:
 
 
 def found(name: str) -> dict[str, Finding]:
-    paths = sorted((ROOT / "traces" / name).glob("*.json.gz"))
-    if not paths:
-        pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
-    return {finding.rule: finding for finding in findings_of(paths[0])}
+    return {finding.rule: finding for finding in findings_of(recorded_file(f"traces/{name}/*.json.gz"))}
 
 
 def above_info(name: str) -> set[str]:
@@ -129,17 +124,13 @@ def test_dense_recordings_of_small_models_say_how_far_to_believe_them() -> None:
     assert "recording_overhead" not in found("hta_ns_resolution")
 
 
-@pytest.mark.parametrize("path", TRACES or [None], ids=lambda path: path.parent.name if path else "none")
-def test_none_of_them_is_a_host_that_calls_tiny_operators(path: Path | None) -> None:
-    if path is None:
-        pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.parent.name)
+def test_none_of_them_is_a_host_that_calls_tiny_operators(path: Path) -> None:
     assert "many_small_operators" not in {finding.rule for finding in findings_of(path)}
 
 
-@pytest.mark.parametrize("path", TRACES or [None], ids=lambda path: path.parent.name if path else "none")
-def test_every_finding_is_whole_and_points_into_its_trace(path: Path | None) -> None:
-    if path is None:
-        pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.parent.name)
+def test_every_finding_is_whole_and_points_into_its_trace(path: Path) -> None:
     for finding in findings_of(path):
         assert finding.sentence.endswith(".")
         assert finding.why.endswith(".")

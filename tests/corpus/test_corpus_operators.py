@@ -1,25 +1,20 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from corpus_files import TRACES
 from lightning_memprof.analysis.trace.events import read_trace
 from lightning_memprof.analysis.trace.operators import TableOptions, operator_table
 
 pytestmark = pytest.mark.corpus
 
-ROOT = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
-TRACES: list[Path | None] = [*sorted((ROOT / "traces").glob("*/*.json.gz"))]
 
-
-@pytest.fixture(params=TRACES or [None], ids=lambda path: path.parent.name if path else "none")
+@pytest.fixture(params=TRACES, ids=lambda path: path.parent.name)
 def trace(request: pytest.FixtureRequest) -> Path:
-    if request.param is None:
-        pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
-    path: Path = request.param
-    return path
+    found: Path = request.param
+    return found
 
 
 @pytest.mark.parametrize("by_shapes", [False, True])

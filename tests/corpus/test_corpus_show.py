@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from corpus_files import recorded_file, reference_figures
 from lightning_memprof.cli.main import main
 
 pytestmark = pytest.mark.corpus
@@ -44,10 +44,7 @@ SIZES = {
 @pytest.fixture(scope="module")
 def corpus() -> Path:
     """Where the corpus is."""
-    root = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
-    if not (root / "references").is_dir():
-        pytest.skip(f"no corpus in {root}; set MEMPROF_CORPUS to where it is")
-    return root
+    return recorded_file("references").parent
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +63,9 @@ def shown(corpus: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_every_trace_agrees_with_its_reference(shown: dict[str, dict[str, Any]], corpus: Path) -> None:
-    references = json.loads((corpus / "references" / "traces.json").read_text())
+def test_every_trace_agrees_with_its_reference(shown: dict[str, dict[str, Any]]) -> None:
     seen = 0
-    for folder, traces in references.items():
+    for folder, traces in reference_figures("traces").items():
         for reference in traces:
             found = shown["traces"][f"{folder}/{reference['file']}"]
             for name, fields in (("gpu_window", NAMES), ("step_window", IN_STEPS)):
@@ -87,9 +83,8 @@ def test_every_trace_agrees_with_its_reference(shown: dict[str, dict[str, Any]],
     assert seen > 15
 
 
-def test_every_snapshot_agrees_with_its_reference_to_the_byte(shown: dict[str, dict[str, Any]], corpus: Path) -> None:
-    references = json.loads((corpus / "references" / "snapshots.json").read_text())
-    for file, reference in references.items():
+def test_every_snapshot_agrees_with_its_reference_to_the_byte(shown: dict[str, dict[str, Any]]) -> None:
+    for file, reference in reference_figures("snapshots").items():
         devices = {str(device["device"]): device for device in shown["snapshots"][file]["devices"]}
         for device, expected in reference["devices"].items():
             found = devices[device]

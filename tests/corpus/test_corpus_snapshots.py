@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from corpus_files import SNAPSHOTS, TRACES, reference_figures
 from lightning_memprof.analysis.findings import Severity, examine_files
 from lightning_memprof.analysis.memory.allocations import window_allocations
 from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot, read_snapshot
@@ -16,23 +15,15 @@ from lightning_memprof.analysis.snapshot.report import snapshot_report
 
 pytestmark = pytest.mark.corpus
 
-ROOT = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
-SNAPSHOTS: list[Path | None] = [*sorted((ROOT / "snapshots").glob("*/*.pickle.gz"))]
-TRACES: list[Path | None] = [*sorted((ROOT / "traces").glob("*/*.json.gz"))]
 
-
-@pytest.fixture(params=SNAPSHOTS or [None], ids=lambda path: path.name if path else "none")
+@pytest.fixture(params=SNAPSHOTS, ids=lambda path: path.name)
 def path(request: pytest.FixtureRequest) -> Path:
-    if request.param is None:
-        pytest.skip(f"no recorded snapshots in {ROOT}; set MEMPROF_CORPUS to where they are")
     found: Path = request.param
     return found
 
 
-@pytest.fixture(params=TRACES or [None], ids=lambda path: path.parent.name if path else "none")
+@pytest.fixture(params=TRACES, ids=lambda path: path.parent.name)
 def trace(request: pytest.FixtureRequest) -> Path:
-    if request.param is None:
-        pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
     found: Path = request.param
     return found
 
@@ -57,8 +48,7 @@ def figures(device: DeviceSnapshot, ring: Replay) -> dict[str, Any]:
 
 
 def test_every_recorded_snapshot_has_the_figures_of_the_references_to_the_byte(path):
-    references = json.loads((ROOT / "references" / "snapshots.json").read_text(encoding="utf-8"))
-    expected = references[f"{path.parent.name}/{path.name}"]
+    expected = reference_figures("snapshots")[f"{path.parent.name}/{path.name}"]
     snapshot = read_snapshot(path)
     assert snapshot.form == expected["form"]
     assert [str(device) for device in snapshot.devices] == list(expected["devices"])
@@ -93,8 +83,7 @@ def test_every_recorded_trace_says_what_it_knows_of_memory(trace):
 
 
 def test_the_report_of_every_recorded_snapshot_has_the_references_figures_and_says_what_is_missing(path):
-    references = json.loads((ROOT / "references" / "snapshots.json").read_text(encoding="utf-8"))
-    expected = references[f"{path.parent.name}/{path.name}"]
+    expected = reference_figures("snapshots")[f"{path.parent.name}/{path.name}"]
     report = snapshot_report(path)
     assert (report.form, report.oom is None) == (expected["form"], expected["at_oom"] is None)
     for device, wanted in zip(report.devices, expected["devices"].values(), strict=True):

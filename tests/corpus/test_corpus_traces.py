@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from corpus_files import TRACES, recorded_file, reference_figures
 from lightning_memprof.analysis.ledger.model import DevicePart
 from lightning_memprof.analysis.trace.model import GpuTimes, KernelKind, TraceReport
 from lightning_memprof.analysis.trace.report import trace_report
@@ -18,8 +18,6 @@ from lightning_memprof.artifacts.trace_rewriting import tensorboard_categories
 
 pytestmark = pytest.mark.corpus
 
-ROOT = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
-TRACES: list[Path | None] = [*sorted((ROOT / "traces").glob("*/*.json.gz"))]
 NAMES = {
     "window_us": "window_ns",
     "busy_us": "busy_ns",
@@ -40,10 +38,8 @@ SHORT_OF_DIGITS = {("gpu_window", "idle_us"), ("gpu_window", "mem_us"), ("step_w
 CUT_STEPS = {"hta_amd_mi250", "hta_triton"}
 
 
-@pytest.fixture(params=TRACES or [None], ids=lambda path: path.name[:24] if path else "none")
+@pytest.fixture(params=TRACES, ids=lambda path: path.name[:24])
 def path(request: pytest.FixtureRequest) -> Path:
-    if request.param is None:
-        pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
     found: Path = request.param
     return found
 
@@ -54,8 +50,7 @@ def report(path: Path) -> TraceReport:
 
 
 def reference(path: Path) -> dict[str, Any]:
-    references = json.loads((ROOT / "references" / "traces.json").read_text(encoding="utf-8"))
-    (found,) = (each for each in references[path.parent.name] if each["file"] == path.name)
+    (found,) = (each for each in reference_figures("traces")[path.parent.name] if each["file"] == path.name)
     return dict(found)
 
 
@@ -90,9 +85,7 @@ def test_every_recorded_trace_has_the_figures_of_the_references_within_a_thousan
 
 
 def test_fractions_of_microseconds_are_kept_where_a_double_has_no_room_for_them():
-    path = ROOT / "traces" / "hta_ns_resolution" / "rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz"
-    if not path.is_file():
-        pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
+    path = recorded_file("traces/hta_ns_resolution/rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz")
     with gzip.open(path) as stream:
         events = json.load(stream, parse_float=Decimal)["traceEvents"]
     categories = {"kernel": ("kernel",), "copy": ("gpu_memcpy", "gpu_memset")}
@@ -140,20 +133,14 @@ def test_what_a_recorded_trace_says_adds_up(path):
 
 
 def test_where_the_batches_come_late_the_idle_device_waits_for_them():
-    found = {name: report_of(name) for name in ("kineto_resnet50_nw0", "hta_ns_resolution")}
+    names = ("kineto_resnet50_nw0", "hta_ns_resolution")
+    found = {name: report(recorded_file(f"traces/{name}/*.json.gz")) for name in names}
     late, window = found["kineto_resnet50_nw0"], found["kineto_resnet50_nw0"].step_window
     assert window is not None
     assert window.data_loading_ns / window.window_ns == pytest.approx(0.396, abs=0.0005)
     assert late.idle[0].cause == "data_loading"
     assert late.idle[0].example.startswith("enumerate(DataLoader)#_SingleProcessDataLoaderIter")
     assert "data_loading" not in {cause.cause for cause in found["hta_ns_resolution"].idle}
-
-
-def report_of(directory: str) -> TraceReport:
-    for path in TRACES:
-        if path is not None and path.parent.name == directory:
-            return report(path)
-    pytest.skip(f"no recorded traces in {ROOT}; set MEMPROF_CORPUS to where they are")
 
 
 def test_a_file_that_is_rewritten_for_the_profiler_tab_gives_the_same_report(path: Path, tmp_path: Path) -> None:

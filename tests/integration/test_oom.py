@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from corpus_files import recorded_file, reference_figures
 from fake_devices import FakeCuda
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.run.load import load_run
@@ -31,8 +31,6 @@ from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import GIB, MIB
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
-
-CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
 
@@ -278,15 +276,12 @@ def test_a_ring_that_is_replayed_by_the_device_is_understood(
 
 @pytest.mark.corpus
 def test_a_real_ring_that_is_replayed_by_the_device_is_understood(cuda: FakeCuda, tmp_path: Path) -> None:
-    path = CORPUS / "snapshots/snap_cs336_wedson/medium_128_training.pickle.gz"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
+    path = recorded_file("snapshots/snap_cs336_wedson/medium_128_training.pickle.gz")
     cuda.snapshot = read_pickle(gzip.decompress(path.read_bytes()), str(path))
     cuda.total_bytes = 8 * GIB
     with pytest.raises(torch.OutOfMemoryError):
         trainer(tmp_path, recorder()).fit(Fills(cuda, 5, asked=3 * GIB), loader())
-    known = json.loads((CORPUS / "references/snapshots.json").read_text())
-    device = known["snap_cs336_wedson/medium_128_training.pickle.gz"]["devices"]["0"]
+    device = reference_figures("snapshots")[f"{path.parent.name}/{path.name}"]["devices"]["0"]
     (found,) = to_json(run_view(load_run(tmp_path)))["oom"]
     assert (found["cause"], found["seen"], found["ended_run"]) == ("full", "observer", True)
     memory = found["memory"]

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from corpus_files import CORPUS, needs_corpus
 from lightning_memprof.analysis.trace.communication import collectives
 from lightning_memprof.analysis.trace.key_averages import collect_rows
 from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.artifacts.naming import TraceName
-from profiler_tab import CORPUS, GPU_TRACES, Tab, fetches_us, made_runs, profiler_tab
+from profiler_tab import GPU_TRACES, Tab, fetches_us, made_runs, profiler_tab
 from recorded_rows import read_events, read_pulse
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.key_averages import OperatorRow
 
 WORKER = "fit-fts_extended_pytorch_profiler-{}[Strategy]{}.training_step"
-ON_A_GPU = pytest.mark.skipif(not CORPUS.is_dir(), reason=f"no recorded traces in {CORPUS}; set MEMPROF_CORPUS")
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_the_distributed_view_has_both_ranks_collectives(tab: Tab, logdir: Path)
             assert sum(parts) == pytest.approx(step.duration_ns / 1000, abs=2)
 
 
-@ON_A_GPU
+@needs_corpus
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", GPU_TRACES)
 def test_the_kernel_view_has_our_kernels(tab: Tab, logdir: Path, name: str) -> None:
@@ -196,7 +196,7 @@ def test_the_kernel_view_has_our_kernels(tab: Tab, logdir: Path, name: str) -> N
         assert row["Total Duration (us)"] == pytest.approx(ours[row["Name"]].total_ns / 1000, abs=1)
 
 
-@ON_A_GPU
+@needs_corpus
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", GPU_TRACES)
 def test_the_operator_view_has_our_device_times(tab: Tab, logdir: Path, name: str) -> None:
@@ -208,7 +208,7 @@ def test_the_operator_view_has_our_device_times(tab: Tab, logdir: Path, name: st
         assert time_us == pytest.approx(ours[found].self_device_ns / 1000, abs=2)
 
 
-@ON_A_GPU
+@needs_corpus
 @pytest.mark.corpus
 @pytest.mark.parametrize("name", GPU_TRACES)
 def test_a_step_that_the_device_has_a_range_of_is_one_step(tab: Tab, logdir: Path, name: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from corpus_files import CORPUS
 from fuzz_targets import LONGEST_LINE, outcome
 from lightning_memprof.analysis.findings import examine_files
 from lightning_memprof.analysis.snapshot.report import snapshot_report
@@ -27,7 +28,6 @@ from snapshots import MODEL, TRAIN, block, event, failed, freed, segment, snapsh
 
 pytestmark = pytest.mark.slow
 
-CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
 ROUNDS = 10
 FILES_A_ROUND = {"trace": 150, "snapshot": 350}  # 5,000 together; `make fuzz` tries more
 # Of one small file, which takes milliseconds; the machines that run this are slow and busy.

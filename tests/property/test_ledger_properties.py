@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from corpus_files import CORPUS, TRACES
 from fake_runs import HEALTHY, FakeRun, make_run
 from ledger_lines import out_of_bounds
 from lightning_memprof.analysis.findings import Facts, examine, examine_files
@@ -29,16 +29,14 @@ from lightning_memprof.analysis.trace.report import trace_report
 from lightning_memprof.errors import ArtifactError
 
 RECORDED: Final = Path(__file__).parents[1] / "golden" / "recorded"
-CORPUS: Final = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus")
 NEAR: Final = 1e-3
-TRACES: Final = (".trace.json", ".json.gz")
+TRACE_ENDINGS: Final = (".trace.json", ".json.gz")
 # Of two generations of torch.
 ON_DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "mtia_ccp_events"})
 OPERATORS: Final = frozenset({"cpu_op", "operator"})
 # torch writes the ranges of a program as operators where it does not know better.
 RANGES: Final = ("[pl]", "enumerate(DataLoader", "Optimizer.")
 FILES_ONLY: Final = ("device_traces", "snapshots")
-OTHERS: Final = sorted((CORPUS / "traces").glob("*/*.json.gz"))
 RUNS: Final = sorted(
     name for path in RECORDED.glob("*.tar.gz") if (name := path.name.removesuffix(".tar.gz")) not in FILES_ONLY
 )
@@ -247,7 +245,7 @@ def assert_modules(report: TraceReport, events: list[dict[str, Any]]) -> int:
 
 def test_recorded_traces_have_ledgers_and_tables_that_are_sums_of_their_events(recorded: Path) -> None:
     modules = 0
-    for path in existing(recorded, endings=TRACES):
+    for path in existing(recorded, endings=TRACE_ENDINGS):
         if path.name.startswith("cut"):
             continue
         report, events = trace_report(path), events_of(path)
@@ -258,10 +256,8 @@ def test_recorded_traces_have_ledgers_and_tables_that_are_sums_of_their_events(r
 
 
 @pytest.mark.corpus
-@pytest.mark.parametrize("path", OTHERS or [None], ids=lambda path: path.name[:24] if path else "none")
-def test_traces_of_other_people_have_them_too(path: Path | None) -> None:
-    if path is None:
-        pytest.skip(f"no recorded traces in {CORPUS}; set MEMPROF_CORPUS to where they are")
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name[:24])
+def test_traces_of_other_people_have_them_too(path: Path) -> None:
     report, events = trace_report(path), events_of(path)
     assert_tables(report, events)
     assert_time(report, events)

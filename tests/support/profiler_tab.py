@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import time
 import urllib.error
 import urllib.parse
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from corpus_files import CORPUS, recorded_file
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.trace.events import read_trace
 from lightning_memprof.artifacts.trace_rewriting import tensorboard_categories
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.trace.model import TraceStep
 
 
-CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[2].parent / "shared" / "corpus") / "traces"
 # Recorded on GPUs of three kinds, by torch of three years.
 GPU_TRACES = ("tl_h100_bert", "hta_amd_mi250", "sidnb13_h100_transformer")
 
@@ -58,7 +57,7 @@ def made_runs(temporary: pytest.TempPathFactory) -> Path:
         fit(logdir / "stacks", with_stack=True)
         assert launch("two_ranks.py", logdir / "ranks", world=2) == [0, 0], (logdir / "ranks/out0").read_text()
         for name in GPU_TRACES if CORPUS.is_dir() else ():
-            (recorded,) = (CORPUS / name).glob("*.json.gz")
+            recorded = recorded_file(f"traces/{name}/*.json.gz")
             directory = logdir / "gpu" / name
             directory.mkdir(parents=True)
             with gzip.open(recorded) as source, gzip.open(directory / "worker.1.pt.trace.json.gz", "wb", 1) as target:

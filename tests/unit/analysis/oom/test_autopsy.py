@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from corpus_files import recorded_file, reference_figures
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import examine
 from lightning_memprof.analysis.findings.model import Facts, Severity
@@ -23,7 +23,6 @@ from lightning_memprof.artifacts.rows import salvaged
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.units import GIB, KIB, MIB
 
-CORPUS = Path(os.environ.get("MEMPROF_CORPUS") or Path(__file__).parents[4].parent / "shared" / "corpus")
 SOURCES: dict[str, Any] = {
     "sources": [["model.py", 10, 20], ["model.py", 30, 40], ["/lib/torch/nn/modules/linear.py", 100, 140]],
     "modules": {
@@ -565,11 +564,8 @@ def test_events_that_the_program_caught_are_a_warning(tmp_path: Path) -> None:
     "name", ["snap_cs336_nothanmin/memory_snapshot_forward", "snap_cs336_wedson/medium_128_training"]
 )
 def test_a_real_snapshots_live_blocks_are_all_of_what_was_asked_for(name: str) -> None:
-    path = CORPUS / "snapshots" / f"{name}.pickle.gz"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    reference = json.loads((CORPUS / "references/snapshots.json").read_text())[f"{name}.pickle.gz"]["devices"]["0"]
-    found = replay(read_snapshot(path))
+    reference = reference_figures("snapshots")[f"{name}.pickle.gz"]["devices"]["0"]
+    found = replay(read_snapshot(recorded_file(f"snapshots/{name}.pickle.gz")))
     assert sum(holder.bytes for holder in found.holders_at(found.events - 1)) == reference["requested_live"]
     assert (found.snapshot.allocated_bytes, found.snapshot.reserved_bytes) == (
         reference["allocated"],
