@@ -80,7 +80,7 @@ COPY_LESS: Final = (
     "every Nth batch."
 )
 # Of a line's source, and of the functions of libraries that it calls: in steps, and anywhere.
-OF_LOADERS: Final = (
+OF_STEPS: Final = (
     (
         (
             "Keep the iterator: make it once, as iterator = iter(loader) in on_train_start, and call next(iterator) in "
@@ -91,6 +91,17 @@ OF_LOADERS: Final = (
     (
         "Let the Trainer load both, with workers: return CombinedLoader([first, second]) from train_dataloader.",
         re.compile(r"DataLoaderIter\.__next__"),
+    ),
+    (
+        (
+            "Compute less often in {name} what no gradient comes from, such as a metric: every Nth batch, or once per "
+            "epoch."
+        ),
+        re.compile(
+            r"\b(?:np|numpy|stats)\.(?:arg|lex)?(?:sort|rankdata|unique|quantile|percentile|median|histogram\w*|corrcoef|"
+            r"spearmanr|pearsonr|kendalltau|trapz|trapezoid)\("
+            r"|\b\w+_score\b|\b(?:roc|precision_recall|det)_curve\b|confusion_matrix|classification_report"
+        ),
     ),
 )
 DECOMPOSES: Final = re.compile(
@@ -274,7 +285,7 @@ def of_samples(spot: Spot) -> tuple[str, ...]:
     return () if step is None else (step.format(name=spot.function),)
 
 
-def _fitting(*texts: str | None, choices: Choices = (*OF_LOADERS, *CALLS)) -> str | None:
+def _fitting(*texts: str | None, choices: Choices = (*OF_STEPS, *CALLS)) -> str | None:
     text = " ".join(filter(None, texts))
     return next((step for step, matches in choices if matches.search(text)), None)
 

@@ -10,7 +10,7 @@ from kineto import write_trace
 from lightning_memprof.analysis.findings import Facts, Finding, examine
 from lightning_memprof.analysis.findings.program.lines import (
     CALLS,
-    OF_LOADERS,
+    OF_STEPS,
     OPERATORS,
     fitting,
     of_loop,
@@ -121,6 +121,8 @@ CALLED = {
     "retained": ("self.manual_backward(loss, retain_graph=True)", None, "Run one backward for the sum"),
     "profiler": ("self.profiler.step()", "profile.step", "Record fewer steps with the profiler in f"),
     "sort": ("top = x.sort(descending=True)", None, "Sort less"),
+    "sort for a metric": ("order = np.argsort(-scores)", None, "Compute less often in f"),
+    "metric of scikit-learn": ("auc = roc_auc_score(y.numpy(), p.numpy())", "roc_auc_score", "Compute less often in f"),
     "tensor for each value": ("token = torch.tensor(number)", None, "Make the array first"),
     "tensor of a list": ("return torch.tensor(rows)", None, "Make the array first"),
     "tensors of parts": ("return torch.tensor([step.state for step in steps])", None, "Make the array first"),
@@ -170,6 +172,11 @@ def test_a_data_set_that_reads_a_loader_gets_no_advice_about_the_step() -> None:
     assert fitting("aten::mul", at)[0].startswith("Let the Trainer load both")
 
 
+def test_a_data_set_that_sorts_each_sample_is_not_a_metric() -> None:
+    at = Spot(function="Ranked.__getitem__", share=0.9, depth=0, source="order = np.argsort(self.rows[index])")
+    assert of_samples(at)[0].startswith("Sort less")
+
+
 def test_a_data_set_that_decomposes_the_same_matrix_for_each_sample_does_it_once() -> None:
     at = Spot(function="Spectra.solver", share=0.9, depth=1, source="return bumps, np.linalg.pinv(bumps)")
     assert of_samples(at)[0].startswith("Decompose matrices once, in __init__ of the data set")
@@ -183,7 +190,7 @@ def test_a_helper_of_unknown_work_is_to_run_less_often() -> None:
 
 
 def test_all_next_steps_have_their_names() -> None:
-    assert all("{" not in step.format(name="f") for step, _ in (*OF_LOADERS, *CALLS, *OPERATORS))
+    assert all("{" not in step.format(name="f") for step, _ in (*OF_STEPS, *CALLS, *OPERATORS))
 
 
 def test_the_page_of_a_healthy_run_has_the_function_with_much_of_the_forward(tmp_path: Path) -> None:
