@@ -464,9 +464,9 @@ def input_bound_trace(trace: TraceReport) -> Finding | None:
         sentence=f"Input-bound: loading batches takes {percent(part)} of {span}{on_rank(trace)}.",
         why=f"The DataLoader takes {format_ns(loading.total_ns)} of {format_ns(loading.span_ns)}{where}{idle}.",
         next_steps=(
-            _workers(ledger, in_one=in_one),
-            *((PIN,) if has_device and not in_one else ()),
-            *(() if in_one else (LESS_PER_SAMPLE,)),
+            workers_of(ledger, in_one=in_one),
+            *((PIN,) if any(each.kind == "HtoD" and each.is_pageable for each in trace.copies) and not in_one else ()),
+            *(() if in_one else (LESS_PER_SAMPLE.format(method="the data set"),)),
         ),
         evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
         numbers={
@@ -482,7 +482,7 @@ def input_bound_trace(trace: TraceReport) -> Finding | None:
     )
 
 
-def _workers(ledger: TimeLedger | None, *, in_one: bool) -> str:
+def workers_of(ledger: TimeLedger | None, *, in_one: bool) -> str:
     """Return the next step for the workers that the iterators of a trace show."""
     names = " ".join(line.name for line in ledger.of("idle_data", "data_wait")) if ledger else ""
     alone, several = "_SingleProcess" in names, "_MultiProcessing" in names

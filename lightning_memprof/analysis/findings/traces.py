@@ -217,27 +217,18 @@ def idle_time(trace: TraceReport) -> IdleTime | None:
 NOTABLE_GAP: Final = 0.02
 # A single call may be the program's end, or the profiler's.
 MIN_CALLS: Final = 2
-# The call itself, where the device is done: a copy of one value to the host and its end.
-READ_NS: Final = 20_000
 
 
 class AfterWaits(NamedTuple):
     """Idle time after calls that make the host wait for the device: of ``gap_ns``, the waits cause ``own_ns``.
 
-    Without a wait, the host is ahead by no more than the call and the time that it waits for a busy device; for a copy
-    to pageable memory it waits in any case.
+    For a copy to pageable memory the host waits in any case.
     """
 
     calls: tuple[Synchronization, ...]
     number: int
     gap_ns: int
     own_ns: int
-
-
-def _saved(call: Synchronization) -> int:
-    if call.busy_ns is None:
-        return call.total_ns
-    return max(call.busy_ns, min(call.total_ns, READ_NS * call.count))
 
 
 def after_waits(trace: TraceReport) -> AfterWaits | None:
@@ -250,9 +241,9 @@ def after_waits(trace: TraceReport) -> AfterWaits | None:
     number = sum(call.count for call in calls)
     if gap_ns <= NOTABLE_GAP * window.window_ns or number < MIN_CALLS:
         return None
-    waited = sum(map(_saved, trace.synchronizations))
+    own_ns = sum(call.own_ns for call in calls)
     copied = sum(copies.exposed_ns or 0 for copies in trace.copies if copies.is_pageable and copies.kind == "DtoH")
-    return AfterWaits(tuple(calls), number, gap_ns, min(gap_ns, max(waited - copied, 0)))
+    return AfterWaits(tuple(calls), number, gap_ns, min(gap_ns, max(own_ns - copied, 0)))
 
 
 class Loading(NamedTuple):

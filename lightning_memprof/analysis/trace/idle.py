@@ -52,6 +52,8 @@ LOADING: Final = frozenset({"Lazy Function Loading", "Runtime Triggered Module L
 READS_BACK: Final = frozenset({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"})
 _OF_HOST_MEMORY: Final = re.compile("Host|Managed")
 _MOST_SPANS: Final = 10_000
+# A wait where the device is done: a copy of one value to the host and its end.
+_READ_NS: Final = 20_000
 COLLECTS: Final = re.compile(r"Python GC|<built-in (?:function|method) collect>|gc\.collect", re.IGNORECASE)
 
 # Work of torch's compiler: tracing, code generation, tuning, recording of CUDA graphs.
@@ -59,6 +61,8 @@ COMPILES: Final = "(dynamo_timed)"
 # A first call this long, and this many times as long as the later ones, initialises something.
 _COLD_NS: Final = 1_000_000
 _COLD_FACTOR: Final = 10
+# The first two steps may each compile a program of their own: sizes of tensors become variables in the second.
+_FEW_STEPS: Final = 4
 
 _CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 # Where several of them run at once, the first one is the cause.
@@ -92,14 +96,14 @@ def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tup
     """Return the rows of the calls and operators that initialise something.
 
     They begin in the first step or before it, and take much longer than later ones of their name; or they get memory,
-    and later steps hardly do. A wait for the device is none. The compiler's work is one in every step.
+    and later steps hardly do. A wait for the device is none. The compiler's work is one in any step, if not in most.
     """
     end = ranges[0][1]
     waits = columns.named(lambda name: name in READS_BACK or call_kind(name) == "synchronization")
     called = np.isin(columns.kinds, (Kind.RUNTIME, Kind.OPERATOR)) & ~waits[columns.names]
     durations = columns.ends - columns.starts
     candidates = np.flatnonzero(called & (columns.starts < end) & (durations >= _COLD_NS))
-    found = [_first_allocations(columns, ranges), np.flatnonzero(columns.named(_compiles)[columns.names])]
+    found = [_first_allocations(columns, ranges), _compilations(columns, ranges)]
     for name in np.unique(columns.names[candidates]).tolist():
         mine = np.flatnonzero(called & (columns.names == name))
         later = mine[columns.starts[mine] >= end]
@@ -113,6 +117,12 @@ def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tup
         of_call = columns.kinds[cold] == Kind.RUNTIME
         found += [cold[of_call], cold[~of_call & (columns.starts[cold] == np.min(columns.starts[mine]))]]
     return np.unique(np.concatenate(found))
+
+
+def _compilations(columns: TraceColumns, ranges: Sequence[tuple[int, int]]) -> Column:
+    rows = np.flatnonzero(columns.named(_compiles)[columns.names])
+    steps = np.unique(np.searchsorted([start for start, _ in ranges], columns.starts[rows], side="right"))
+    return rows[:0] if len(ranges) >= _FEW_STEPS and 2 * len(steps) > len(ranges) else rows
 
 
 def _compiles(name: str) -> bool:
@@ -172,27 +182,42 @@ def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synch
     cost, worst = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
     np.add.at(cost, places[caused], lengths[caused])
     np.maximum.at(worst, places[caused], lengths[caused])
+    durations = columns.ends[rows] - columns.starts[rows]
+    busy = length_within(device.busy, columns.starts[rows], columns.ends[rows])
+    own = _hidden(np.maximum(busy, np.minimum(durations, _READ_NS)), cost)
     around = _operators_around(columns, rows)
     members: dict[str, list[int]] = defaultdict(list)
     for i, (row, operator) in enumerate(zip(rows.tolist(), around.tolist(), strict=True)):
         members[columns.name_of[columns.names[operator if operator >= 0 else row]]].append(i)
     result = []
     for name, mine in members.items():
-        chosen = rows[mine]
-        durations = columns.ends[chosen] - columns.starts[chosen]
-        longest = rows[mine[int(np.argmax(worst[mine] if np.any(worst[mine]) else durations))]]
+        longest = rows[mine[int(np.argmax(worst[mine] if np.any(worst[mine]) else durations[mine]))]]
         result.append(
             Synchronization(
                 name=name,
-                count=len(np.unique(np.where(around[mine] >= 0, around[mine], chosen))),
-                total_ns=int(durations.sum()),
+                count=len(np.unique(np.where(around[mine] >= 0, around[mine], rows[mine]))),
+                total_ns=int(durations[mine].sum()),
                 gap_ns=int(cost[mine].sum()),
                 longest_gap_ns=int(worst[mine].max()),
                 longest_start_ns=columns.origin_ns + int(columns.starts[longest]),
-                busy_ns=int(length_within(device.busy, columns.starts[chosen], columns.ends[chosen]).sum()),
+                own_ns=int(own[mine].sum()),
             )
         )
     return tuple(sorted(result, key=lambda wait: (-wait.gap_ns, -wait.total_ns, wait.name)))
+
+
+def _hidden(saved: Column, gaps: Column) -> Column:
+    """Return the part of the gap after each wait that work queued ahead would hide if no wait held the host.
+
+    Without a wait the host is ahead by the time that it saves there, and by what is left of its lead from before.
+
+    Args:
+        saved: ``(n,)`` ns that the host would save at each wait, by start.
+        gaps: ``(n,)`` ns that the device is idle after each.
+    """
+    change = np.cumsum(saved - gaps)
+    lead = change - np.minimum(np.minimum.accumulate(change), 0)
+    return np.append(0, lead)[:-1] + saved - lead
 
 
 def _waits(columns: TraceColumns, device: DeviceEvents) -> NDArray[np.int64]:

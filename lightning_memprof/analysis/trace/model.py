@@ -133,9 +133,9 @@ class Synchronization(msgspec.Struct, frozen=True, kw_only=True):
     """All calls by which one operator, or the program itself, made the host wait for the device.
 
     ``name`` is the outermost operator around the call (``aten::item``), else the call (``cudaStreamSynchronize``).
-    The host waits ``total_ns``, and for ``busy_ns`` of it the device is busy, None if not computed. ``gap_ns`` is the
-    cost: the device is idle that long in gaps that begin while the host waits, or right after, because nothing was
-    queued; time in which a batch was loaded does not count. A call without a kernel after it has no gap.
+    The host waits ``total_ns``. ``gap_ns`` is the cost: the device is idle that long in gaps that begin while the host
+    waits, or right after, because nothing was queued; time in which a batch was loaded does not count. A call without a
+    kernel after it has no gap. Of the gaps, ``own_ns`` would not be there without the waits.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Synchronization(msgspec.Struct, frozen=True, kw_only=True):
     gap_ns: int
     longest_gap_ns: int
     longest_start_ns: int | None = None
-    busy_ns: int | None = None
+    own_ns: int = 0
 
 
 class CollectiveTotals(msgspec.Struct, frozen=True, kw_only=True):

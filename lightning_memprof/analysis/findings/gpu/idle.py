@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from lightning_memprof.analysis.findings.gpu.allocator import NOTABLE_CALLS, allocator_share
+from lightning_memprof.analysis.findings.data import workers_of
+from lightning_memprof.analysis.findings.gpu.allocator import NOTABLE_CALLS, THRASH_NEXT, allocator_share
 from lightning_memprof.analysis.findings.gpu.waits import COPY, READS
 from lightning_memprof.analysis.findings.model import Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.profiler import recording_ns
@@ -74,8 +75,9 @@ COMPILE: Final = (
     remedy('Launch fewer and longer kernels: torch.compile(model, mode="reduce-overhead").', "eager", "no graphs"),
     remedy('Launch each compiled part at once: torch.compile(model, mode="reduce-overhead").', "compiled", "no graphs"),
 )
-NEXT: Final[dict[Cause, tuple[Remedy, ...]]] = {
+NEXT: Final[dict[Cause, tuple[Remedy | str, ...]]] = {
     "synchronization": READS,
+    "allocator": THRASH_NEXT,
     "gc_pauses": (
         remedy("Collect garbage between steps: gc.freeze() after setup, gc.disable(), gc.collect() every 100 steps."),
     ),
@@ -98,6 +100,33 @@ LAUNCH_NEXT: Final = (
     remedy("Give each step more work: a larger batch.", "training"),
     remedy("Give each call more work: a larger batch.", "inference"),
     remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop"),
+)
+# A call of the driver that gives the device no work.
+OTHER_CALL: Final = re.compile(r"(?:cuda|hip|cu)(?!\w*(?:Launch|Memcpy|Memset|Module|Library))\w+\Z")
+# By what has most of the idle time.
+BY_NAME: Final = (
+    (
+        re.compile(rf"{re.escape(COMPILES)}\Z"),
+        (
+            "Compile once, not in each step: TORCH_LOGS=recompiles prints why torch.compile starts again; for varying "
+            "sizes torch.compile(dynamic=True), for a number that changes a tensor."
+        ),
+    ),
+    (
+        re.compile("TorchDynamo Cache Lookup"),
+        (
+            "Check fewer guards: compile fewer and larger parts (TORCH_LOGS=graph_breaks), and after the first steps "
+            "torch.compiler.set_stance(skip_guard_eval_unsafe=True)."
+        ),
+    ),
+    (
+        re.compile("Graph(?:Instantiate|ExecUpdate)"),
+        "Record each graph of kernels once and replay it: pad batches to a few shapes.",
+    ),
+    (
+        re.compile("Host(?:Alloc|Register)|MallocHost"),
+        "Keep pinned memory from step to step: make the tensor once with pin_memory=True, and copy into it.",
+    ),
 )
 # The causes come from launch calls, which torch records with the activity of the device.
 UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",)
@@ -135,7 +164,8 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
     cold = _cold_start(trace, main, rest_ns)
     launching_ns = sum(cause.total_ns for cause in causes if cause.cause in LAUNCHING)
     is_launching = main is not None and launching_ns >= MAIN_PART * rest_ns > main.longest_ns and cold is None
-    launch_bound = is_launching and 0 < mean_ns <= SHORT_KERNEL_NS and not _in_long_gaps(main, kernels)
+    is_short_work = 0 < mean_ns <= SHORT_KERNEL_NS and not _in_long_gaps(main, kernels)
+    launch_bound = is_launching and is_short_work and not _is_other_call(main)
     # Without the recording, the host is faster by its cost; other causes than the main one stay.
     of_recording = 0 if trace.steady is not None else min(max(recording_ns(trace)[:2]), launching_ns)
     is_sample = is_short(trace) or cold is not None
@@ -212,7 +242,7 @@ def _activity(trace: TraceReport, main: IdleCause | None, rest_ns: int, kernels:
         return BETWEEN
     if main.cause == "synchronization" and main.mostly_in:
         return f"mostly while the host waits in {shorter_name(main.mostly_in)}"
-    if main.cause == "python" and _in_long_gaps(main, kernels):
+    if main.cause in {"python", "operators"} and _in_long_gaps(main, kernels):
         return f"mostly while {_doing(trace, main)}, half of it in gaps of {format_ns(main.long_ns)} or more"
     return f"mostly while {_what(trace, main)}"
 
@@ -228,7 +258,15 @@ def _is_unseen(trace: TraceReport, cause: IdleCause) -> bool:
     return cause.cause == "python" and trace.host_events == calls > 0
 
 
+def _is_other_call(cause: IdleCause | None) -> bool:
+    return cause is not None and cause.cause == "launch" and OTHER_CALL.match(cause.mostly_in) is not None
+
+
 def _what(trace: TraceReport, cause: IdleCause) -> str:
+    if _is_other_call(cause):
+        return f"the host is in {cause.mostly_in}"
+    if cause.mostly_in.endswith(COMPILES):
+        return "torch.compile compiles"
     return UNSEEN if _is_unseen(trace, cause) else DOING[cause.cause]
 
 
@@ -290,18 +328,20 @@ def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], cou
 def _doing(trace: TraceReport, cause: IdleCause) -> str:
     """Return what the host does meanwhile, and mostly in which action, call or operator."""
     name = action_name(cause.mostly_in.removeprefix(ACTION))
+    what = _what(trace, cause)
     # The action around all others names nothing.
-    return _what(trace, cause) + (f" (mostly {shorter_name(name)})" if name not in {"", WHOLE_BATCH} else "")
+    return what + (f" (mostly {shorter_name(name)})" if name not in {"", WHOLE_BATCH} and name not in what else "")
 
 
 def _next_steps(trace: TraceReport, main: IdleCause | None, kernels: int, *, is_launching: bool) -> tuple[str, ...]:
+    named = _by_name(trace, main, kernels)
     if is_launching:
         # The optimizer's own remedy is the last one.
-        return remedies(trace, *(reversed(LAUNCH_NEXT) if _in_optimizer(trace) else LAUNCH_NEXT))
+        return remedies(trace, *named, *(reversed(LAUNCH_NEXT) if _in_optimizer(trace) else LAUNCH_NEXT))
+    if named:
+        return named
     if main is None or _is_unseen(trace, main):
         return UNKNOWN_NEXT
-    if main.cause == "synchronization" and "Memcpy" in main.mostly_in:
-        return (COPY,)
     lines = trace.device_ledger.of("idle_python") if trace.device_ledger is not None else ()
     place = next((line.name for line in lines if "): " in line.name), None)
     if main.cause == "python" and place:
@@ -315,6 +355,22 @@ def _next_steps(trace: TraceReport, main: IdleCause | None, kernels: int, *, is_
     is_scattered = bool(trace.steps) and main.longest_ns * len(trace.steps) < MAIN_PART * main.total_ns
     before = LAUNCH_NEXT if is_scattered and not is_long else ()
     return remedies(trace, *before, *choices, *(() if is_long else COMPILE))
+
+
+def _by_name(trace: TraceReport, main: IdleCause | None, kernels: int) -> tuple[str, ...]:
+    """Return the next step for what the host is in for most of the idle time, where that is no launch."""
+    if main is None:
+        return ()
+    if main.cause == "synchronization":
+        return (COPY,) if "Memcpy" in main.mostly_in else ()
+    if main.cause == "data_loading":
+        return (workers_of(trace.device_ledger, in_one=main.longest_ns >= MAIN_PART * main.total_ns),)
+    if (step := next((step for name, step in BY_NAME if name.search(main.mostly_in)), None)) is not None:
+        return (step,)
+    keeps = f"it keeps the host for {format_ns(main.longest_ns)}"
+    if main.cause == "operators" and main.mostly_in and _in_long_gaps(main, kernels):
+        return (f"Call {main.mostly_in} less often, or on tensors of the GPU: {keeps}.",)
+    return (f"Call {main.mostly_in} once, before the steps: {keeps}.",) if _is_other_call(main) else ()
 
 
 def _elsewhere(main: IdleCause) -> tuple[str, ...]:

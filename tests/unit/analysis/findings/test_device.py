@@ -92,6 +92,7 @@ def test_the_next_step_for_loading_knows_the_workers(
 
     finding = found(training(tmp_path / "workers.pt.trace.json", before=load))["input_bound_trace"]
     assert finding.next_steps[0].startswith(first)
+    assert not any("{" in step or "pin_memory" in step for step in finding.next_steps)
 
 
 def test_loading_while_the_device_works_is_not(tmp_path: Path) -> None:
@@ -425,9 +426,32 @@ def test_idle_time_after_values_are_read_belongs_to_the_reading_up_to_the_wait(
     worth = findings["synchronization"].recovers
     assert worth is not None
     # Five times per step the device is idle for about 600 us, and the host waits for what is queued.
-    waited = sum(call.busy_ns or 0 for call in report.synchronizations) / STEPS
-    assert worth.max == pytest.approx(min(worth.max, waited))
+    assert worth.max <= sum(call.total_ns for call in report.synchronizations) / STEPS
     assert ("gpu_idle" in findings) is (kernel_us == 20)
+
+
+def test_a_pause_after_one_of_many_waits_is_theirs_as_far_as_the_host_would_be_ahead_without_them(
+    tmp_path: Path,
+) -> None:
+    steps, pause_us = 8, 500_000
+    made = Recording()
+    for step in range(steps):
+        with made.inside(f"ProfilerStep#{step}"):
+            for _ in range(KERNELS):
+                made.work(20, "aten::linear")
+                made.launch(KERNEL_US)
+            made.synchronize("aten::item")
+            made.python(pause_us if step == 3 else 10)
+    findings = found(made.write(tmp_path / "pause.pt.trace.json"))
+    worth = findings["synchronization"].recovers
+    assert next(iter(findings)) == "gpu_idle"
+    # In each of the four steps before it the host waits for the device but for its own 25 calls.
+    ahead_us = 4 * KERNELS * (KERNEL_US - 25)
+    assert worth is not None
+    assert worth.max == pytest.approx(1000 * ahead_us / steps, rel=0.02)
+    idle = findings["gpu_idle"].recovers
+    assert idle is not None
+    assert idle.max == pytest.approx(1000 * (pause_us - ahead_us) / steps, rel=0.02)
 
 
 def test_a_value_that_is_read_when_the_device_is_done_costs_its_call(tmp_path: Path) -> None:
@@ -574,6 +598,39 @@ def test_compiling_and_the_recording_of_a_graph_are_a_cold_start(how: str, tmp_p
     cause = {"compiler": "a cold start: torch.compile took 189 ms", "capture": "the host records a graph"}
     assert cause[how] in finding.sentence
     assert finding.next_steps[0].startswith("Record later steps")
+
+
+def test_compiling_in_every_step_is_no_cold_start(tmp_path: Path) -> None:
+    def compiles(made: Recording) -> None:
+        with made.inside("_compile.compile_inner (dynamo_timed)"):
+            made.python(90_000)
+
+    finding = found(training(tmp_path / "recompiled.pt.trace.json", before=compiles))["gpu_idle"]
+    assert (finding.severity, finding.numbers["cold_start"]) == (Severity.CRITICAL, False)
+    assert "while torch.compile compiles" in finding.sentence
+    assert finding.next_steps[0].startswith("Compile once, not in each step: TORCH_LOGS=recompiles")
+
+
+KEEPS = {
+    "other call": ("cudaIpcOpenMemHandle", "the host is in cudaIpcOpenMemHandle", "Call cudaIpcOpenMemHandle once"),
+    "graph": ("cudaGraphInstantiate", "the host is in cudaGraphInstantiate", "Record each graph of kernels once"),
+    "pinning": ("cudaHostAlloc", "the allocator calls the driver", "Keep pinned memory from step to step"),
+    "operator": ("torchvision::nms", "inside operators (mostly torchvision::nms)", "Call torchvision::nms less often"),
+    "guards": ("TorchDynamo Cache Lookup", "inside operators (mostly TorchDynamo", "Check fewer guards"),
+}
+
+
+@pytest.mark.parametrize("what", KEEPS)
+def test_what_keeps_the_host_from_launching_has_a_next_step_of_its_own(tmp_path: Path, what: str) -> None:
+    name, says, first = KEEPS[what]
+
+    def keep(made: Recording) -> None:
+        with made.inside(name, "cuda_runtime" if name.startswith("cuda") else "cpu_op"):
+            made.python(20_000)
+
+    finding = found(training(tmp_path / "kept.pt.trace.json", before=keep, kernel_us=100))["gpu_idle"]
+    assert says in finding.sentence
+    assert finding.next_steps[0].startswith(first)
 
 
 @pytest.mark.parametrize(("operator", "expected"), [("aten::add_", True), ("aten::_foreach_add_", False)])

@@ -32,7 +32,13 @@ def copies(**changes: Any) -> Copies:
 
 def waits(name: str, count: int, gap_ns: int) -> Synchronization:
     return Synchronization(
-        name=name, count=count, total_ns=gap_ns, gap_ns=gap_ns, longest_gap_ns=gap_ns // count, longest_start_ns=START
+        name=name,
+        count=count,
+        total_ns=gap_ns,
+        gap_ns=gap_ns,
+        longest_gap_ns=gap_ns // count,
+        longest_start_ns=START,
+        own_ns=gap_ns,
     )
 
 
