@@ -404,9 +404,12 @@ def step_spans(columns: TraceColumns) -> list[Step]:
     )
     if not steps:
         return steps
-    others, on_device = np.ones(len(columns.starts), np.bool_), columns.rows(*DEVICE_KINDS)
+    last, on_device = steps[-1], columns.rows(*DEVICE_KINDS)
+    # What began before it on the host, such as the range of the whole recording, ends with the recording, too.
+    others = columns.starts >= last.start
+    others[on_device] = True
     others[np.isin(columns.names, list(numbers))] = False
-    last, reach = steps[-1], int(np.max(columns.ends[others], initial=steps[-1].start))
+    reach = int(np.max(columns.ends[others], initial=last.start))
     if len(on_device) and last.end - reach > reach - steps[0].start:
         steps[-1] = last._replace(end=reach)
     if len(steps) < 2:

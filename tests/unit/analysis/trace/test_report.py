@@ -104,6 +104,7 @@ def test_steps_of_a_host_that_is_ahead_last_as_long_as_their_device_work(tmp_pat
 def test_a_recording_that_ends_in_the_last_step_ends_the_step(waits_until, ends_at, tmp_path):
     found = report(
         tmp_path,
+        event("Trace", "PyTorch Profiler (0)", -5, 1_000),
         event("user_annotation", "ProfilerStep#1", 0, 1_000),
         call(10, 12, 1),
         kernel(20, 30, 1),
