@@ -12,6 +12,7 @@ import msgspec
 
 from lightning_memprof.analysis.findings import Finding, examine_files
 from lightning_memprof.analysis.findings.bound import nothing_in_files
+from lightning_memprof.analysis.findings.model import Severity, severity_of
 from lightning_memprof.analysis.run.locate import shown_path
 from lightning_memprof.analysis.run.problems import Problem
 from lightning_memprof.analysis.run.targets import Targets
@@ -110,7 +111,9 @@ def files_view(
     if not traces and not reports.snapshots:
         raise ArtifactError(_nothing(reports, rank))
     found = traces, reports.snapshots
-    findings = examine_files(*found) or (nothing_in_files(*found),)
+    findings = examine_files(*found)
+    if not findings or max(findings[0].severity, severity_of(findings[0].weight)) <= Severity.INFO:
+        findings = (nothing_in_files(*found), *findings)
     files = [*(trace.file for trace in traces), *(snapshot.file for snapshot in reports.snapshots)]
     return FilesView(
         traces=traces,

@@ -102,6 +102,8 @@ ADDED: Final = (
     "across_ranks.waits_ns",
     "pulse.csv.core_wait_ns",
     "pulse.csv.other_profiler",
+    "traces.synchronizations.own_ns",
+    "synchronizations.csv.own_ns",
     "traces.program.loop_optimizer",
     "traces.program.loop_ns",
     "*.cost",

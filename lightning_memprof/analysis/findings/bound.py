@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
 
+from lightning_memprof.analysis.findings.gpu.busy import BATCH, VIEW, busy, look, of_device
 from lightning_memprof.analysis.findings.gpu.holders import of_memory
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
@@ -33,24 +33,16 @@ from lightning_memprof.analysis.findings.modules import (
 )
 from lightning_memprof.analysis.findings.program.lines import fitting, has, of_forward
 from lightning_memprof.analysis.findings.traces import (
-    LATER,
-    MAIN_PART,
-    Remedy,
-    computing,
-    is_brief,
-    on_rank,
+    ALL_AT_ONCE,
     open_trace,
     remedies,
-    remedy,
-    shorter_name,
     times,
-    total_ns,
 )
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
 from lightning_memprof.analysis.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.analysis.ledger.work import all_pairs
 from lightning_memprof.analysis.ranks.hangs import first_exception
-from lightning_memprof.analysis.run.locate import shown_path, shown_place
+from lightning_memprof.analysis.run.locate import shown_place
 from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.analysis.snapshot.report import SnapshotReport
 from lightning_memprof.analysis.trace.intervals import length, union
@@ -64,7 +56,6 @@ COMPUTE_BOUND: Final = 0.5
 MAX_MESSAGE: Final = 120
 LARGER: Final = "Give each step more work, such as a larger batch, before looking for a bottleneck."
 RECORD_OPERATORS: Final = 'Record the operators of some steps too: Trainer(..., profiler="fts_extended")'
-VIEW: Final = "See every operator on a timeline: lightning-memprof view"
 DOING: Final = {
     "data_wait": "data wait",
     "forward": "the forward pass",
@@ -206,11 +197,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     )
 
 
-# Nearer to a peak there is little to gain with the same arithmetic.
-NEAR: Final = 0.6
-BATCH: Final = "Batch the tiny operators: stack their inputs and call one operator, or torch.compile(model)."
 PAIRS: Final = "Make no tensor of all pairs: use torch.cdist, a matrix product, or a part of the pairs at a time."
-SHAPE: Final = "Give each operator more work: a larger batch, and sizes that are multiples of 8."
 
 
 def _of_device_on(facts: Facts, rank: Rank) -> TraceReport | None:
@@ -258,7 +245,7 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
     """Return how busy the device was, or the peak memory, and the command that shows more."""
     on_device = [trace for trace in traces if trace.gpu_window is not None]
     if on_device:
-        return _of_device(min(on_device, key=lambda trace: (trace.is_sample, _busy(trace))))
+        return of_device(min(on_device, key=lambda trace: (trace.is_sample, busy(trace))))
     used = [snapshot for snapshot in snapshots if snapshot.devices]
     if used:
         return of_memory(
@@ -277,143 +264,11 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
     )
 
 
-def _busy(trace: TraceReport) -> float:
-    window = trace.gpu_window
-    return window.busy_ns / window.window_ns if window is not None and window.window_ns else 1.0
-
-
-def _of_device(trace: TraceReport) -> Finding:
-    window = trace.gpu_window
-    if window is None:
-        raise ValueError(f"{trace.file}: has no device event")
-    parts = {"compute": window.compute_ns, "communication": window.communication_ns, "copies": window.memory_copy_ns}
-    length = max(window.window_ns, 1)
-    named = ", ".join(f"{name} {percent(ns / length)}" for name, ns in parts.items() if ns)
-    steps = trace.work_window
-    of_steps = f" (a step takes {format_ns(steps.mean_step_ns)})" if steps is not None else ""
-    family, sentence = _device_bound(trace)
-    in_turns = _take_turns(trace)
-    sentence = in_turns or sentence
-    work = [
-        each
-        for each in (trace.device_ledger.work if trace.device_ledger else ())
-        if family == operator_family(each.operator)
-    ]
-    achieved = achieved_by(work, device_peaks(trace.devices[0]) if trace.devices else None, on_device=True)
-    return Finding(
-        rule=NOTHING_FOUND,
-        severity=Severity.NONE,
-        sentence=sentence or f"The device is busy {percent(_busy(trace))} of the time.",
-        why=(
-            f"{achieved.text + ' ' if achieved else ''}Device time in {format_ns(window.window_ns)}{of_steps}: "
-            f"{named or 'none'}.{_by_device(trace)}"
-        ),
-        next_steps=(
-            *((RECORD_ALL,) if trace.is_sample else remedies(trace, *LATER) if is_brief(trace) else ()),
-            *((AT_ONCE,) if in_turns else ()),
-            *(_faster(trace, family, achieved) if family else ()),
-            _look(trace),
-        ),
-        numbers={
-            "busy_share": _busy(trace),
-            "window_ns": window.window_ns,
-            **(achieved.numbers if achieved else {}),
-        },
-        evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
-    )
-
-
-# Devices that take turns have little time in common, and none works most of the time.
-TURNS: Final = 1.1
-MOST_OF_TURNS: Final = 0.75
-AT_ONCE: Final = (
-    "Let the GPUs work at once: a part of each batch on each one, or micro-batches in torch.distributed.pipelining."
-)
-
-
-def _by_device(trace: TraceReport) -> str:
-    window = trace.gpu_window
-    if not trace.devices_busy_ns or window is None or not window.window_ns:
-        return ""
-    return f" By GPU: {', '.join(percent(busy / window.window_ns) for busy in trace.devices_busy_ns)}."
-
-
-def _take_turns(trace: TraceReport) -> str | None:
-    busy, window = trace.devices_busy_ns, trace.gpu_window
-    if not busy or window is None or trace.is_sample or is_brief(trace) or 2 * window.busy_ns < window.window_ns:
-        return None
-    if sum(busy) > TURNS * window.busy_ns or max(busy) > MOST_OF_TURNS * window.busy_ns:
-        return None
-    most = percent(max(busy) / window.window_ns)
-    return f"{len(busy)} GPUs work one after another: the busiest one is busy {most} of the time."
-
-
-FUSE: Final = remedy("Fuse operators that are bound by memory: torch.compile(model).", "eager")
-COMPILE: Final = remedy("Fuse the operators around them: torch.compile(model).", "eager")
-LOWER: Final = (
-    remedy("Compute in bfloat16: Trainer(precision='bf16-mixed').", "lightning", "training"),
-    remedy('Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).', "other program"),
-)
-# It reads and writes each element for little arithmetic.
-POINTWISE: Final = "elementwise_kernel"
-LAYOUT: Final = "Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too."
-
-
-def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple[str, ...]:
-    """Return what makes the operators faster that take most of a device's time."""
-    if achieved is None:
-        kernels = computing(trace)
-        pointwise = total_ns(kernel for kernel in kernels if POINTWISE in kernel.name)
-        fusing = remedies(trace, FUSE) if pointwise >= MAIN_PART * total_ns(kernels) else ()
-        return tuple(step for step in fusing if step != open_trace(trace))
-    peaks = device_peaks(trace.devices[0]) if trace.devices else None
-    lower = LOWER if achieved.dtype == "float32" and peaks and "bfloat16" in peaks.flops_per_s else ()
-    choices: tuple[Remedy | str, ...] = ()
-    if achieved.is_tiny:
-        choices = (remedy(BATCH, "eager"), SHAPE)
-    elif achieved.by_memory:
-        choices = (FUSE, *lower)
-    elif achieved.share is not None and achieved.share < NEAR:
-        choices = (*((LAYOUT,) if family == "convolution" else ()), *lower, SHAPE)
-    else:
-        choices = (*lower, COMPILE)
-    return tuple(step for step in remedies(trace, *choices) if step != open_trace(trace))
-
-
-def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
-    """Return the operators that take most of the device's time, and a sentence; None for what is unknown."""
-    ledger = trace.device_ledger
-    if ledger is None or not ledger.step_ns:
-        return None, None
-    if trace.is_sample:
-        return None, f"Most events are missing from the trace{on_rank(trace)}: idle times and their causes are unknown."
-    if is_brief(trace) and trace.gpu_window:
-        count = format_count(sum(kernel.count for kernel in computing(trace)), "kernel")
-        span = format_ns(trace.gpu_window.window_ns)
-        return None, f"Too little was recorded to say how busy the GPU is: {count} in {span}."
-    span = "each step" if trace.steps else "the recorded time"
-    whole = format_ns(ledger.step_ns)
-    busy_ns = ledger.ns("compute", "collective", "copy")
-    if busy_ns < ledger.step_ns / 2:
-        idle_ns = ledger.step_ns - busy_ns
-        share = percent(idle_ns / ledger.step_ns)
-        return None, f"The device is idle {share} of {span} ({format_ns(idle_ns)} of {whole})."
-    by_operator: Counter[str] = Counter()
-    for line in ledger.of("compute"):
-        by_operator[operator_family(line.operator or "unknown")] += round(line.ns)
-    if not by_operator:
-        return None, None
-    ((name, ns),) = by_operator.most_common(1)
-    share = percent(ns / ledger.step_ns)
-    return name, f"Compute-bound: {shorter_name(name)} takes {share} of {span} ({format_ns(ns)} of {whole})."
-
-
 # From this share of the recorded time on, collectives decide how long it takes.
 COMMUNICATION_BOUND: Final = 0.5
 COLLECTIVE: Final = "c10d::"
 # On the host backward takes longer than forward.
 NO_BACKWARD: Final = 10
-RECORD_ALL: Final = "Use a trace with all events of a few steps."
 RECORD_RANKS: Final = "Record the other ranks too: a collective waits for the last rank to arrive."
 RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
 
@@ -428,7 +283,7 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     heaviest = heaviest_module(ledger.of("forward", "backward")) if ledger is not None else None
     span = "each step" if trace.steps else "the recorded time"
     why = f"In {format_ns(span_ns)} the trace has {format_count(trace.host_events, 'event')} on the host."
-    next_steps: tuple[str, ...] = (_look(trace),)
+    next_steps: tuple[str, ...] = (look(trace),)
     if trace.runtime_calls:
         call = trace.runtime_calls[0].name
         sentence = f"Device activity was not recorded: the host calls {call}, and no kernel is in the trace."
@@ -441,6 +296,10 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         next_steps = (*((RECORD_RANKS,) if is_alone and (trace.world_size or 1) > 1 else ()), *next_steps)
     elif ledger is None or heaviest is None:
         sentence = "No device activity in this trace."
+    elif (optimizer := ledger.ns("optimizer")) > heaviest.ns:
+        sentence = f"Optimizer-bound on the host: the optimizer takes {percent(optimizer / ledger.step_ns)} of {span}."
+        why = f"{format_ns(optimizer)} of {format_ns(ledger.step_ns)}. {why} No device activity was recorded."
+        next_steps = (*(step for step in remedies(trace, ALL_AT_ONCE) if step != open_trace(trace)), *next_steps)
     elif heaviest.family == "Python":
         share = percent(heaviest.family_ns / ledger.step_ns)
         sentence = f"Host-bound: Python outside operators takes {share} of {span}."
@@ -479,7 +338,3 @@ def _of_collectives(trace: TraceReport, name: str) -> str:
         each = f"{format_ns(min(took))} to {format_ns(max(took))} each" if len(took) > 1 else format_ns(took[0])
         found.append(f"{name} runs {times(len(took))}{ranks}, {each}.")
     return " ".join(found)
-
-
-def _look(trace: TraceReport) -> str:
-    return f"{VIEW} {shlex.quote(shown_path(trace.file))}"

@@ -200,6 +200,7 @@ def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synch
                 gap_ns=int(cost[mine].sum()),
                 longest_gap_ns=int(worst[mine].max()),
                 longest_start_ns=columns.origin_ns + int(columns.starts[longest]),
+                busy_ns=int(busy[mine].sum()),
                 own_ns=int(own[mine].sum()),
             )
         )

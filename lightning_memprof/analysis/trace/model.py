@@ -133,9 +133,10 @@ class Synchronization(msgspec.Struct, frozen=True, kw_only=True):
     """All calls by which one operator, or the program itself, made the host wait for the device.
 
     ``name`` is the outermost operator around the call (``aten::item``), else the call (``cudaStreamSynchronize``).
-    The host waits ``total_ns``. ``gap_ns`` is the cost: the device is idle that long in gaps that begin while the host
-    waits, or right after, because nothing was queued; time in which a batch was loaded does not count. A call without a
-    kernel after it has no gap. Of the gaps, ``own_ns`` would not be there without the waits.
+    The host waits ``total_ns``, and for ``busy_ns`` of it the device is busy. ``gap_ns`` is the cost: the device is
+    idle that long in gaps that begin while the host waits, or right after, because nothing was queued; time in which a
+    batch was loaded does not count. A call without a kernel after it has no gap. Of the gaps, ``own_ns`` would not be
+    there without the waits.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Synchronization(msgspec.Struct, frozen=True, kw_only=True):
     gap_ns: int
     longest_gap_ns: int
     longest_start_ns: int | None = None
+    busy_ns: int = 0
     own_ns: int = 0
 
 

@@ -160,6 +160,19 @@ def test_holders_beyond_the_listed_ones_are_one_sum(tmp_path: Path, monkeypatch:
     assert (report["devices"][0]["other_holders"], report["devices"][0]["other_holders_bytes"]) == (1, 2 << 20)
 
 
+def test_what_is_worth_less_than_a_verdict_comes_after_what_the_device_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for share, first in ((0.04, "nothing_found"), (0.5, "small")):
+        small = Finding(
+            rule="small", severity=Severity.INFO, sentence="It takes 4%.", why="", next_steps=("x",), weight=share
+        )
+        monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (lambda _trace, found=small: found,))
+        view = viewed(trace(tmp_path / "a.json"))
+        assert view.verdict.rule == first
+        assert small in view.findings
+
+
 def test_a_healthy_trace_says_what_the_device_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", ())
     view = viewed(trace(tmp_path / "a.json"))

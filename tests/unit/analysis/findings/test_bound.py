@@ -122,6 +122,44 @@ def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("name", "is_copies", "advice"),
+    [
+        ("Memcpy DtoD (Device -> Device)", "copies within the GPU", "Copy less: write into one tensor"),
+        ("Memcpy HtoD (Host -> Device)", "copies to the GPU", "Copy from pinned memory without blocking"),
+        ("Memcpy PtoP (Device -> Device)", "copies between GPUs", "Leave tensors on one GPU"),
+    ],
+)
+def test_copies_that_take_most_of_a_step_are_what_it_is_bound_by(
+    name: str, is_copies: str, advice: str, tmp_path: Path
+) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            with made.inside("aten::mm", "cpu_op"):
+                made.launch(2_000)
+            made.copy(8_000, name, 1 << 20)
+            made.synchronize()
+    finding = bound(made, tmp_path)
+    assert finding.sentence.startswith(f"Copy-bound: 80% of each step is {is_copies} (8.00 ms of")
+    assert finding.next_steps[0].startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_ms", "says"), [(6, "Optimizer-bound on the host: the optimizer takes 60%"), (3, "Compute-bound")]
+)
+def test_an_optimizer_that_takes_more_than_the_model_is_what_a_host_is_bound_by(
+    optimizer_ms: int, says: str, tmp_path: Path
+) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            made.work(10_000 - 1_000 * optimizer_ms, "aten::addmm")
+            with made.inside("Optimizer.step#AdamW.step"):
+                made.work(1_000 * optimizer_ms, "aten::_foreach_add_")
+    assert bound(made, tmp_path).sentence.startswith(says)
+
+
+@pytest.mark.parametrize(
     ("name", "advice"),
     [
         ("void at::native::vectorized_elementwise_kernel<4, Mul>(int)", "Fuse operators that are bound by memory"),
