@@ -104,6 +104,7 @@ ADDED: Final = (
     "pulse.csv.other_profiler",
     "traces.synchronizations.own_ns",
     "synchronizations.csv.own_ns",
+    "traces.program.is_ddp",
     "traces.program.loop_optimizer",
     "traces.program.loop_ns",
     "*.cost",

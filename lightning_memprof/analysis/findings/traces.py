@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -55,11 +56,14 @@ Need = Literal[
     "ranks",
     "one rank",
     "optimizer loop",
+    "sends float32",
 ]
 
 
 OPTIMIZER: Final = "{optimizer}"
 """Placeholder in a remedy for an optimizer loop: the call that replaces the loop."""
+# Of the names of kernels that send numbers of 16 bits.
+HALF: Final = re.compile(r"_b?f16|bfloat16|half", re.IGNORECASE)
 PROFILER: Final = "{profiler}"
 """Placeholder in a remedy: the class that records the program."""
 
@@ -95,6 +99,8 @@ def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
         "ranks" if several else "one rank",
     }
     holds |= set() if program.has_graphs else {"no graphs"}
+    sent = [kernel.name for kernel in trace.kernels if kernel.kind == "communication"]
+    holds |= set() if any(map(HALF.search, sent)) else {"sends float32"}
     optimizer = program.loop_optimizer
     holds |= {"optimizer loop"} if optimizer in FOREACH else set()
     faster = f"torch.optim.{optimizer}(..., {'fused' if optimizer in FUSED else 'foreach'}=True)"

@@ -225,6 +225,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         has_graphs: whether it launched CUDA graphs.
         has_stacks: whether Python functions were recorded.
         trains: whether it has a backward or an optimizer; True where it does not tell.
+        is_ddp: whether DistributedDataParallel averages its gradients; True where it does not tell.
         loop_optimizer: class of an optimizer that updates its parameters one by one; empty where none is seen.
         loop_ns: device time of the kernels that it launches.
     """
@@ -234,6 +235,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     has_graphs: bool = False
     has_stacks: bool = False
     trains: bool = True
+    is_ddp: bool = True
     loop_optimizer: str = ""
     loop_ns: int = 0
 

@@ -54,6 +54,9 @@ _DEVICE: Final = re.compile(r"['\"]id['\"]\s*:\s*(\d{1,9})\s*,\s*['\"]name['\"]\
 _OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
 # Names that tell a program: Lightning's ranges, what the compiler makes, backward and the optimizer.
 _LIGHTNING: Final = ("[pl]", "[Strategy]", "[LightningModule]", "[Callback]")
+_DDP: Final = re.compile(r"DistributedDataParallel\.")
+_NODE: Final = re.compile("autograd::engine::evaluate_function")
+_REDUCES: Final = re.compile("c10d::allreduce_")
 _COMPILED: Final = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "triton_")
 # An optimizer's steps, and the operators and kernels of those that update many parameters at once.
 _OPTIMIZER: Final = re.compile(r"Optimizer\.step#(\w+)\.step\Z")
@@ -149,9 +152,17 @@ def _program(columns: TraceColumns, device: DeviceEvents) -> Program:
         has_stacks=bool(np.any(kinds == Kind.PYTHON)),
         # Kernels alone do not tell.
         trains=not np.any(kinds == Kind.OPERATOR) or any(_TRAINS.search(name) for name in names),
+        is_ddp=not np.any(kinds == Kind.OPERATOR) or any(map(_DDP.match, names)) or _reduces_in_backward(columns),
         loop_optimizer=loop,
         loop_ns=_optimizer_ns(columns, device) if loop else 0,
     )
+
+
+def _reduces_in_backward(columns: TraceColumns) -> bool:
+    """Return whether most all-reduces are called by nodes of autograd, as those of gradients are."""
+    backward = columns.when(columns.rows_named(_NODE.match, Kind.OPERATOR))
+    called = columns.starts[columns.rows_named(_REDUCES.match, Kind.OPERATOR)]
+    return bool(2 * np.count_nonzero(length_within(backward, called, called + 1)) > len(called))
 
 
 def _optimizer_ns(columns: TraceColumns, device: DeviceEvents) -> int:

@@ -76,15 +76,11 @@ OVERLAP: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
 }
 SEND_LESS: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
     "all_reduce": (
+        remedy("Send less often: Trainer(accumulate_grad_batches=2).", "lightning", "training"),
+        remedy("Send less often: accumulate gradients under model.no_sync().", "other program", "training"),
+        remedy(f"Send bfloat16: DDPStrategy(ddp_comm_hook={BF16_HOOK}).", "lightning", "training", "sends float32"),
         remedy(
-            f"Send less: Trainer(accumulate_grad_batches=2), or DDPStrategy(ddp_comm_hook={BF16_HOOK}).",
-            "lightning",
-            "training",
-        ),
-        remedy(
-            f"Send less: accumulate gradients under model.no_sync(), or model.register_comm_hook(None, {BF16_HOOK}).",
-            "other program",
-            "training",
+            f"Send bfloat16: model.register_comm_hook(None, {BF16_HOOK}).", "other program", "training", "sends float32"
         ),
         remedy("Send less per token: split layers over fewer devices, or use larger batches.", "inference"),
     ),
@@ -101,8 +97,11 @@ SEND_LESS: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
             "training",
         ),
     ),
-    "all_to_all": ("Send less: bfloat16 instead of float32, or keep more of it on the same node.",),
-    "other": (),
+    "all_to_all": (
+        remedy("Send bfloat16 instead of float32.", "sends float32"),
+        "Keep more of what is sent on the same node.",
+    ),
+    "other": ("Send less: split layers over fewer devices, or give each step a larger batch.",),
 }
 KINDS: Final = {
     "all_reduce": ("allreduce",),
@@ -247,6 +246,8 @@ def _next_steps(
     if small >= MANY_SMALL * max(len(trace.steps), 1):
         steps.append(f"Combine {small:,} collectives of less than {format_bytes(SMALL_BYTES)}.")
     kind = _kind(collectives[0]) if collectives else "other"
+    if kind == "all_reduce" and trace.program.trains and not trace.program.is_ddp:
+        kind = "other"
     overlap, less, window = OVERLAP[kind], SEND_LESS[kind], trace.gpu_window
     if kind == "all_reduce" and (cap := _smaller_cap(trace, collectives)):
         overlap = tuple(choice._replace(text=choice.text.replace(CAP, str(cap))) for choice in SMALLER_BUCKETS)
@@ -256,9 +257,14 @@ def _next_steps(
 
 
 def _smaller_cap(trace: TraceReport, collectives: Sequence[CollectiveTotals]) -> int | None:
-    """Return the size of smaller buckets in MiB, None where gradients are sent in more than a few already."""
+    """Return the size of smaller buckets in MiB, None where it is not the last bucket of a step that is exposed.
+
+    It is where gradients are sent in one or two buckets, and where most of the time is hidden.
+    """
     sent = [each for each in collectives if _kind(each) == "all_reduce" and (each.bytes_each or 0) >= SMALL_BYTES]
     each_step = sum((each.bytes_each or 0) * each.count for each in sent) / max(len(trace.steps), 1)
-    if not each_step or each_step > FEW_BUCKETS * BUCKET_BYTES:
+    window = trace.gpu_window
+    is_hidden = window is not None and 2 * window.communication_overlapped_ns > window.communication_ns
+    if not each_step or (each_step > FEW_BUCKETS * BUCKET_BYTES and not is_hidden):
         return None
-    return max(round(each_step / BUCKETS / MIB), 1)
+    return max(round(min(each_step, FEW_BUCKETS * BUCKET_BYTES) / BUCKETS / MIB), 1)

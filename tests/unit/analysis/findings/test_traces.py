@@ -282,6 +282,25 @@ def test_gradients_that_one_or_two_buckets_hold_are_sent_in_smaller_ones(
     assert advice in found(report)["communication_exposed"].next_steps[0]
 
 
+def test_of_gradients_that_are_mostly_hidden_the_last_bucket_is_to_be_smaller() -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=60 * MS, overlapped_ns=180 * MS)
+    report = trace(gpu_window=times, collectives=(collective(bytes_each=25 << 20, count=40),))
+    assert "DDPStrategy(bucket_cap_mb=6)" in found(report)["communication_exposed"].next_steps[0]
+
+
+@pytest.mark.parametrize(("sent", "is_advised"), [("Sum_f32", True), ("Sum_bf16", False), ("Sum_f16", False)])
+def test_what_is_sent_in_16_bits_is_not_to_be_sent_in_bfloat16(sent: str, is_advised: bool) -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
+    kernels = (
+        kernel("gemm", 100, 4 * MS),
+        replace(kernel(f"ncclDevKernel_AllReduce_{sent}_RING_LL", 10, MS), kind="communication"),
+    )
+    for name in ("all_reduce", "all_to_all"):
+        report = trace(gpu_window=times, collectives=(collective(name=name),), kernels=kernels)
+        steps = found(report)["communication_exposed"].next_steps
+        assert any("bf16" in step or "bfloat16" in step for step in steps) is is_advised
+
+
 @pytest.mark.parametrize(("exposed_ns", "first"), [(240 * MS, "Prefetch"), (260 * MS, "Shard")])
 def test_communication_that_takes_longer_than_computation_is_reduced_first(exposed_ns: int, first: str) -> None:
     times = gpu_times(500 * MS, 5 * MS, exposed_ns=exposed_ns)
@@ -611,6 +630,7 @@ TRAINING_ONLY = ("fused=True", "mixed precision", "accumul", "gradient", "checkp
         (Program(is_compiled=True), ("torch.compile(model).", "torch.compile(model), or")),
         (Program(is_compiled=True, has_graphs=True), ("torch.compile",)),
         (Program(has_stacks=True), ("with_stack=True",)),
+        (Program(is_ddp=False), ("DDPStrategy", "DistributedDataParallel", "accumulate_grad_batches=2).")),
     ],
 )
 def test_next_steps_fit_the_recorded_program(program: Program, banned: tuple[str, ...]) -> None:

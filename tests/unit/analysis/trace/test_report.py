@@ -484,12 +484,24 @@ def test_work_on_an_mtia_is_device_work(tmp_path):
         (["[pl][profile]predict_step", "aten::mm"], {"is_lightning"}),
         (["Torch-Compiled Region: 0/0", "aten::mm"], {"is_compiled"}),
         (["aten::mm", "autograd::engine::evaluate_function: MmBackward0"], {"trains"}),
+        (["aten::mm", "DistributedDataParallel.forward"], {"is_ddp"}),
         (["aten::mm"], set()),
     ],
 )
 def test_names_tell_the_program(names, facts, tmp_path):
     program = report(tmp_path, *(event("cpu_op", name, 0, 5) for name in names)).program
-    assert {fact for fact in ("is_lightning", "is_compiled", "trains") if getattr(program, fact)} == facts
+    assert {fact for fact in ("is_lightning", "is_compiled", "is_ddp", "trains") if getattr(program, fact)} == facts
+
+
+@pytest.mark.parametrize(("in_forward", "is_ddp"), [(0, True), (1, False)])
+def test_all_reduces_in_backward_alone_are_those_of_gradients(in_forward, is_ddp, tmp_path):
+    found = report(
+        tmp_path,
+        *(event("cpu_op", "c10d::allreduce_", at, at + 1) for at in range(in_forward)),
+        event("cpu_op", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 10, 20),
+        event("cpu_op", "c10d::allreduce_", 12, 13),
+    )
+    assert found.program.is_ddp is is_ddp
 
 
 def test_start_up_and_calls_outside_the_steps_are_no_steady_allocations(tmp_path):
