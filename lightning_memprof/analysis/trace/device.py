@@ -132,11 +132,16 @@ def launch_moments(columns: TraceColumns, device: DeviceEvents) -> Column:
     return moments
 
 
+# Work that is left to a device when the steps of the host end: less is the usual end of a step.
+_LEFT: Final = 0.1
+
+
 def device_steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> list[Step]:
     """Return the steps as long as the device works for them, if that takes longer than the steps take on the host.
 
     A host that does not wait ends its steps before the device begins most of their work. The first step begins with its
-    work, and not before the device has done earlier work.
+    work, and not before the device has done earlier work. Where the host takes longer, and yet leaves much of its last
+    steps' work to the device, these last until it is done.
     """
     if not steps or not len(device.rows):
         return steps
@@ -151,7 +156,10 @@ def device_steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step])
     np.maximum.at(bounds, np.searchsorted(begins, moments[inside], side="right"), ends[inside])
     bounds = np.maximum.accumulate(bounds)
     if bounds[-1] - start <= last - begins[0]:
-        return steps
+        if bounds[-1] - last <= _LEFT * (last - begins[0]):
+            return steps
+        bounds = np.maximum.accumulate(np.maximum(bounds, [begins[0], *(step.end for step in steps)]))
+        bounds[0] = begins[0]
     return [
         Step(int(begin), int(end), step.number) for step, begin, end in zip(steps, bounds[:-1], bounds[1:], strict=True)
     ]

@@ -256,8 +256,8 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
         step_window: from the first step's start to the last one's end; None without steps or without a device event.
         steps: each step once, by number.
         kernels: by total time, longest first.
-        ahead_window: from the start of the first step's work on the device to the end of the last one's; None where the
-            host takes as long.
+        ahead_window: the steps as long as the device works for them, where that is longer than on the host or ends much
+            later; else None.
         is_sample: whether most events are missing from the file, so that idle times are unknown.
         outside: number of launches outside the steps by kernel, where there are steps.
         idle: by total time, longest first.

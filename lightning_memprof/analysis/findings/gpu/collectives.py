@@ -72,6 +72,12 @@ OVERLAP: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
     "all_to_all": (
         "Start the all-to-all early and wait late (async_op=True), with work of another layer or batch in between.",
     ),
+    "point_to_point": (
+        (
+            "Fill the pipeline: more micro-batches per step, stages that take as long, or an interleaved schedule "
+            "(torch.distributed.pipelining.ScheduleInterleaved1F1B)."
+        ),
+    ),
     "other": ("Start the transfer early and wait late (async_op=True), with work in between.",),
 }
 SEND_LESS: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
@@ -101,12 +107,14 @@ SEND_LESS: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
         remedy("Send bfloat16 instead of float32.", "sends float32"),
         "Keep more of what is sent on the same node.",
     ),
+    "point_to_point": (),
     "other": ("Send less: split layers over fewer devices, or give each step a larger batch.",),
 }
 KINDS: Final = {
     "all_reduce": ("allreduce",),
     "gather_scatter": ("allgather", "reducescatter"),
     "all_to_all": ("alltoall", "sendrecv"),
+    "point_to_point": ("send", "recv"),
 }
 OVERLAPPED: Final = (0.0, 1.0)
 COLLECTIVE_NUMBERS: Final = (
@@ -164,11 +172,16 @@ def communication_exposed(trace: TraceReport) -> Finding | None:
 
 
 def _late(collectives: list[CollectiveTotals]) -> CollectiveTotals | None:
-    """Return the collective whose durations vary as if it waits for another rank."""
+    """Return the collective whose durations vary as if it waits for another rank.
+
+    What a stage of a pipeline receives is late by the schedule.
+    """
     waits = [
         collective
         for collective in collectives
-        if collective.count > 1 and collective.max_ns >= LATE_FACTOR * max(collective.median_ns, 1)
+        if collective.count > 1
+        and _kind(collective) != "point_to_point"
+        and collective.max_ns >= LATE_FACTOR * max(collective.median_ns, 1)
     ]
     found = max(waits, key=lambda wait: wait.max_ns, default=None)
     least = NOTABLE_SHARE * sum(collective.total_ns for collective in collectives)

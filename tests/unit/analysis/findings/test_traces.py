@@ -255,6 +255,8 @@ def test_a_large_collective_tells_what_bandwidth_it_reached(changes: dict[str, A
         ("nccl:all_to_all", "async_op=True"),
         ("allreduce", "bucket_cap_mb"),
         ("nccl:broadcast", "async_op=True"),
+        ("nccl:recv 0<-1", "Fill the pipeline: more micro-batches"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "async_op=True"),
     ],
 )
 def test_the_advice_fits_the_collective(name: str, advice: str) -> None:
@@ -262,6 +264,12 @@ def test_the_advice_fits_the_collective(name: str, advice: str) -> None:
     finding = found(trace(gpu_window=times, collectives=(collective(name=name),)))["communication_exposed"]
     assert finding.severity is Severity.WARNING
     assert advice in finding.next_steps[0]
+
+
+def test_what_a_stage_of_a_pipeline_receives_late_is_no_late_rank() -> None:
+    times = gpu_times(500 * MS, 5 * MS, exposed_ns=80 * MS)
+    finding = found(trace(gpu_window=times, collectives=(collective(name="recv", max_ns=90 * MS),)))
+    assert finding["communication_exposed"].next_steps[0].startswith("Fill the pipeline")
 
 
 @pytest.mark.parametrize(

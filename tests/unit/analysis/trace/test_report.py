@@ -100,6 +100,21 @@ def test_steps_of_a_host_that_is_ahead_last_as_long_as_their_device_work(tmp_pat
     assert found.outside == {"before": 3, "after": 1}
 
 
+@pytest.mark.parametrize(("kernel_us", "span_us"), [(300, 1_300), (50, 1_000)])
+def test_steps_of_a_slow_host_end_with_the_work_that_it_leaves_to_the_device(kernel_us, span_us, tmp_path):
+    found = report(
+        tmp_path,
+        event("user_annotation", "ProfilerStep#1", 0, 500),
+        event("user_annotation", "ProfilerStep#2", 500, 1_000),
+        call(480, 482, 1),
+        kernel(490, 500, 1),
+        call(980, 990, 2),
+        kernel(1_000, 1_000 + kernel_us, 2),
+    )
+    assert found.device_ledger is not None
+    assert 2 * found.device_ledger.step_ns == 1_000 * span_us
+
+
 @pytest.mark.parametrize(("waits_until", "ends_at"), [(40, 40), (900, 1_000)])
 def test_a_recording_that_ends_in_the_last_step_ends_the_step(waits_until, ends_at, tmp_path):
     found = report(
