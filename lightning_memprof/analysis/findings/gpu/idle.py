@@ -358,7 +358,7 @@ def _next_steps(trace: TraceReport, main: IdleCause | None, kernels: int, *, is_
 
 
 def _by_name(trace: TraceReport, main: IdleCause | None, kernels: int) -> tuple[str, ...]:
-    """Return the next step for what the host is in for most of the idle time, where that is no launch."""
+    """Return the next step for what the host is in for most of the idle time, other than launching."""
     if main is None:
         return ()
     if main.cause == "synchronization":
