@@ -210,7 +210,7 @@ def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synch
 def _hidden(saved: Column, gaps: Column) -> Column:
     """Return the part of the gap after each wait that work queued ahead would hide if no wait held the host.
 
-    Without a wait the host is ahead by the time that it saves there, and by what is left of its lead from before.
+    Without a wait the host is ahead by the time that it saves there, and by the rest of its lead from before.
 
     Args:
         saved: ``(n,)`` ns that the host would save at each wait, by start.
