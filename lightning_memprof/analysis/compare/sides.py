@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Final
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from lightning_memprof.analysis.compare.model import QUANTITIES, Measure, Side, SideKind
 from lightning_memprof.analysis.compare.significance import drift
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine, examine_files
+from lightning_memprof.analysis.ledger.ranks import across_ranks
 from lightning_memprof.analysis.memory.allocations import run_allocations, window_allocations
 from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
 from lightning_memprof.analysis.memory.report import RankMemory, memory_report
@@ -72,7 +73,7 @@ class _Gathered(msgspec.Struct):
             Measure(name="warnings", unit=QUANTITIES["warnings"], value=count, noise=0.0, samples=1, source="findings")
         )
 
-    def add_operators(self, traces: Sequence[Path]) -> None:
+    def add_operators(self, traces: Sequence[tuple[int | None, Path]]) -> None:
         if not traces:
             return
         try:
@@ -84,12 +85,17 @@ class _Gathered(msgspec.Struct):
             if times.values:
                 self.named[group], self.spreads[group] = times.values, times.spreads
 
-    def add_allocations(self, found: Sequence[DeviceAllocations], device: str, source: str) -> None:
-        """Add the peak of one device over all windows, and the allocation sites at the largest."""
-        peaks = [((memory.start_bytes or 0) + memory.peak_bytes, memory) for memory in found if memory.device == device]
+    def add_allocations(self, found: Sequence[tuple[int | None, DeviceAllocations]], device: str, source: str) -> None:
+        """Add the peak of one device over all windows and ranks, and the allocation sites at the largest."""
+        peaks = [
+            (rank, (memory.start_bytes or 0) + memory.peak_bytes, memory)
+            for rank, memory in found
+            if memory.device == device
+        ]
         if peaks:
-            self.add(peak("peak_allocated_bytes", [size for size, _ in peaks], source))
-            self.named["stacks"] = site_bytes(max(peaks, key=itemgetter(0))[1].sites)
+            sizes = _over_ranks(((rank, size) for rank, size, _ in peaks), max)
+            self.add(peak("peak_allocated_bytes", sizes, source))
+            self.named["stacks"] = site_bytes(max(peaks, key=itemgetter(1))[2].sites)
 
     def side(self, label: str, kind: SideKind) -> Side:
         return Side(label=label, kind=kind, **msgspec.structs.asdict(self))
@@ -112,9 +118,11 @@ def run_side(run: Run, label: str) -> Side:
     allocations = [allocation for allocation in run_allocations(run.in_full) if allocation.rank == lead.rank]
     found.notes += [allocation.problem for allocation in allocations if allocation.problem]
     device = lead.facts.device or "cpu"
-    found.add_allocations([memory for window in allocations for memory in window.devices], device, _traced(device))
+    memory = [(lead.rank, allocated) for window in allocations for allocated in window.devices]
+    found.add_allocations(memory, device, _traced(device))
     _add_memory(found, memory_report(run.in_full).lead)
-    found.add_operators(_last([trace.file for trace in run.files("trace", rank=lead.rank)]))
+    last = _last([trace.file for trace in run.files("trace", rank=lead.rank)])
+    found.add_operators([(lead.rank, trace) for trace in last])
     found.add_findings(examine(Facts.of(run)))
     found.notes += [f"{problem.piece}: {problem.message}" for problem in run.problems]
     return found.side(label, "run")
@@ -186,22 +194,24 @@ def _add_memory(found: _Gathered, memory: RankMemory) -> None:
 
 
 def traces_side(paths: Sequence[Path], label: str) -> Side:
-    """Return the side of traces; each is one sample.
+    """Return the side of traces; each is one sample, and the traces of several ranks are one together.
 
     Raises:
         ArtifactError: a trace is missing, damaged or truncated.
     """
     from lightning_memprof.analysis.trace.report import trace_report
 
-    reports = [trace_report(path) for path in paths]
+    reports = across_ranks([trace_report(path) for path in paths])
     found = _Gathered()
-    steps = [length for trace in reports for length in _step_lengths(trace)]
+    steps = _over_ranks((trace.rank, length) for trace in reports for length in _step_lengths(trace))
     found.add(typical("step_ns", steps, "the steps of the trace", of_steps=True))
-    loading = [float(step.data_loading_ns) for trace in reports for step in trace.steps]
+    loading = _over_ranks((trace.rank, step.data_loading_ns) for trace in reports for step in trace.steps)
     found.add(typical("data_loading_ns", loading, "the steps of the trace", of_steps=True))
-    found.add(
-        typical("duration_ns", [float(trace.end_ns - trace.start_ns) for trace in reports], "first to last event")
-    )
+    # The length of a recording is that of the program only where as many steps were recorded.
+    recorded = statistics.median(len(trace.steps) for trace in reports)
+    of_steps = f" of {recorded:g} steps" if recorded else ""
+    lengths = _over_ranks((trace.rank, trace.end_ns - trace.start_ns) for trace in reports)
+    found.add(typical("duration_ns", lengths, f"first to last event{of_steps}"))
     _add_gpu_times(found, reports)
     collectives: Counter[str] = Counter()
     for trace in reports:
@@ -210,31 +220,46 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
     if collectives:
         number = max(sum(len(trace.steps) for trace in reports), 1)
         found.named["collectives"] = {name: ns / number for name, ns in collectives.items()}
-    found.add_operators(paths)
-    memory = [device for path in paths for device in window_allocations(path)]
-    devices = sorted({allocations.device for allocations in memory}, key=lambda name: (name == "cpu", name))
+    found.add_operators([(trace.rank, trace.file) for trace in reports])
+    memory = [(trace.rank, allocated) for trace in reports for allocated in window_allocations(trace.file)]
+    devices = sorted({allocations.device for _, allocations in memory}, key=lambda name: (name == "cpu", name))
     if devices:
         found.add_allocations(memory, devices[0], _traced(devices[0]))
     found.add_findings(examine_files(reports, ()))
     return found.side(label, "traces")
 
 
-def _step_lengths(trace: TraceReport) -> list[float]:
-    """Return the durations of a trace's steps; where the host is ahead of the device, their mean on the device."""
-    on_host, window = [float(step.duration_ns) for step in trace.steps], trace.ahead_window
-    return on_host if window is None else [float(window.mean_step_ns)]
+def _over_ranks(
+    samples: Iterable[tuple[int | None, float]], of: Callable[[Iterable[float]], float] = statistics.fmean
+) -> list[float]:
+    """Return the mean over the ranks, or another figure, of each of their samples in order.
+
+    Differences between ranks are not noise: the others wait for a late one. Traces without a rank are those of one.
+    """
+    by_rank: dict[int | None, list[float]] = defaultdict(list)
+    for rank, sample in samples:
+        by_rank[rank].append(sample)
+    return [of(together) for together in zip(*by_rank.values(), strict=False)]
+
+
+def _step_lengths(trace: TraceReport) -> Sequence[int]:
+    """Return the durations of a trace's steps; where the host is ahead of the device, those on the device."""
+    return trace.ahead_steps_ns or [step.duration_ns for step in trace.steps]
 
 
 def _add_gpu_times(found: _Gathered, reports: Sequence[TraceReport]) -> None:
     """Add the device times: per mean step if all traces have steps, otherwise over whole traces."""
     within = [
-        (trace.work_window, len(trace.steps)) for trace in reports if trace.work_window is not None and trace.steps
+        (trace.rank, trace.work_window, len(trace.steps))
+        for trace in reports
+        if trace.work_window is not None and trace.steps
     ]
-    anywhere = [(trace.gpu_window, 1) for trace in reports if trace.gpu_window is not None]
-    chosen: Sequence[tuple[GpuTimes, int]] = within if len(within) == len(reports) else anywhere
+    anywhere = [(trace.rank, trace.gpu_window, 1) for trace in reports if trace.gpu_window is not None]
+    chosen: Sequence[tuple[int | None, GpuTimes, int]] = within if len(within) == len(reports) else anywhere
     source = "the mean per step" if chosen is within else "the whole trace"
     for name in _GPU_TIMES:
-        found.add(typical(f"gpu_{name}_ns", [getattr(times, f"{name}_ns") / steps for times, steps in chosen], source))
+        times = _over_ranks((rank, getattr(times, f"{name}_ns") / steps) for rank, times, steps in chosen)
+        found.add(typical(f"gpu_{name}_ns", times, source))
 
 
 def snapshots_side(paths: Sequence[Path], label: str) -> Side:
@@ -309,16 +334,16 @@ def _spread(samples: Sequence[float]) -> float:
     return max(drift(samples), _MAD_TO_SD * statistics.median(abs(sample - middle) for sample in samples))
 
 
-def operator_times(traces: Sequence[Path]) -> tuple[Times, Times]:
+def operator_times(traces: Sequence[tuple[int | None, Path]]) -> tuple[Times, Times]:
     """Return self time in ns per step by name, of host operators and annotations, and of kernels; no Python frames.
 
-    Each trace is a sample. A trace without steps counts as one step.
+    Each trace is a sample of its rank. A trace without steps counts as one step.
 
     Raises:
         ArtifactError: a trace is missing, damaged or truncated.
     """
     operators, kernels = Times(), Times()
-    for trace in traces:
+    for rank, trace in traces:
         collected = collect_rows([trace], group_by_input_shapes=False)
         steps = max((row.count for row in collected.rows if row.name == _STEPS and not row.on_device), default=0)
         on_host: Counter[str] = Counter()
@@ -328,8 +353,8 @@ def operator_times(traces: Sequence[Path]) -> tuple[Times, Times]:
                 on_device[row.name] += row.self_device_ns
             elif not row.on_device and parse_frame(row.name) is None and not row.name.startswith(_BUILTIN):
                 on_host[row.name] += row.self_cpu_ns
-        operators.add(on_host, max(steps, 1))
-        kernels.add(on_device, max(steps, 1))
+        operators.add(on_host, max(steps, 1), rank)
+        kernels.add(on_device, max(steps, 1), rank)
     return operators, kernels
 
 
@@ -337,19 +362,19 @@ class Times:
     """Times by name over several traces."""
 
     def __init__(self) -> None:
-        self._samples: list[dict[str, float]] = []
+        self._samples: list[tuple[int | None, dict[str, float]]] = []
 
-    def add(self, sums: Mapping[str, int], steps: int) -> None:
+    def add(self, sums: Mapping[str, int], steps: int, rank: int | None = None) -> None:
         """Add the sums over the steps of one trace."""
-        self._samples.append({name: ns / steps for name, ns in sums.items()})
+        self._samples.append((rank, {name: ns / steps for name, ns in sums.items()}))
 
     def _of(self, name: str) -> list[float]:
-        return [sample.get(name, 0.0) for sample in self._samples]
+        return _over_ranks((rank, sample.get(name, 0.0)) for rank, sample in self._samples)
 
     @property
     def values(self) -> dict[str, float]:
         """The median over the traces, in ns per step."""
-        names = dict.fromkeys(name for sample in self._samples for name in sample)
+        names = dict.fromkeys(name for _, sample in self._samples for name in sample)
         return {name: statistics.median(self._of(name)) for name in names}
 
     @property

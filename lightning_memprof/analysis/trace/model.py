@@ -258,6 +258,7 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
         kernels: by total time, longest first.
         ahead_window: the steps as long as the device works for them, where that is longer than on the host or ends much
             later; else None.
+        ahead_steps_ns: the time that the device takes for each of them, in order; else empty.
         is_sample: whether most events are missing from the file, so that idle times are unknown.
         outside: number of launches outside the steps by kernel, where there are steps.
         idle: by total time, longest first.
@@ -317,6 +318,7 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
     devices_busy_ns: tuple[int, ...] = ()
     outside: Mapping[str, int] = {}
     ahead_window: StepTimes | None = None
+    ahead_steps_ns: tuple[int, ...] = ()
     is_sample: bool = False
 
     @property

@@ -103,6 +103,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         gpu_window=GpuTimes(**_times(device, *window)) if window else None,
         step_window=_step_times(device, steps, loading) if window and steps else None,
         ahead_window=None if timed == steps else _step_times(device, timed, loading),
+        ahead_steps_ns=() if timed == steps else tuple(step.end - step.start for step in timed),
         steps=_steps(columns, device, steps, loading),
         kernels=kernels(columns, device),
         is_sample=skips_calls(columns),
