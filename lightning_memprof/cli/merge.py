@@ -32,9 +32,6 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 def _execute(options: Namespace) -> int:
-    from lightning_memprof.analysis.timeline.merge import merge_traces
-    from lightning_memprof.analysis.timeline.sources import file_sources
-
     if options.output is None:
         raise ArgumentError(None, "merge: -o is required, as in: lightning-memprof merge RUN -o merged.json.gz")
     out = Path(options.output)
@@ -45,8 +42,7 @@ def _execute(options: Namespace) -> int:
     elif options.window is not None or ranks is not None:
         raise ConfigError("--window, --ranks: these select parts of a run; trace files are merged whole")
     else:
-        with sigterm_as_ctrl_c(), merge_progress() as progress:
-            merged = merge_traces(file_sources(files), out, progress)
+        merged = _merge_files(files, out)
     for note in merged.notes:
         print(note)
     events = format_count(merged.events, "event")
@@ -78,11 +74,25 @@ def _trace_files(names: Sequence[str]) -> list[Path] | None:
     return list(targets.traces)
 
 
+def _merge_files(files: Sequence[Path], out: Path) -> Merged:
+    from lightning_memprof.analysis.timeline.clocks import align_traces
+    from lightning_memprof.analysis.timeline.merge import merge_traces
+    from lightning_memprof.analysis.timeline.sources import file_sources
+
+    with sigterm_as_ctrl_c():
+        clocks = align_traces(files)
+        sources = file_sources(files, clocks.of_files(files))
+        with merge_progress() as progress:
+            merged = merge_traces(sources, out, progress)
+    for note in clocks.notes("traces"):
+        print(note)
+    return merged
+
+
 def _merge_run(target: str, out: Path, window: int | None, ranks: Sequence[int] | None) -> Merged:
     from lightning_memprof.analysis.timeline.clocks import align_clocks
     from lightning_memprof.analysis.timeline.merge import merge_traces
     from lightning_memprof.analysis.timeline.sources import run_sources
-    from lightning_memprof.units import format_ns
 
     with sigterm_as_ctrl_c(), opened_run(target) as run:
         check_output(out, (artifact.file for artifact in run.artifacts), run.directory)
@@ -93,13 +103,8 @@ def _merge_run(target: str, out: Path, window: int | None, ranks: Sequence[int] 
     for problem in run.problems:
         if ranks is None or problem.rank in ranks:
             print(f"{problem.piece}: {problem.message}; the readable part is on the timeline")
-    if clocks.residual_ns is not None:
-        print(
-            f"The clocks of {len(clocks.offsets_ns)} hosts were aligned by {clocks.matched} collectives; "
-            f"the residual error is {format_ns(clocks.residual_ns)}."
-        )
-    if clocks.unaligned:
-        print(f"No collective aligns the clock of {', '.join(clocks.unaligned)}: it is used unchanged.")
+    for note in clocks.notes("hosts"):
+        print(note)
     return merged
 
 

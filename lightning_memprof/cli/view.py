@@ -127,6 +127,7 @@ def _cut(trace: Path, steps: Sequence[int], folder: Path) -> Path:
 
 def _merged_files(targets: Targets, steps: Sequence[int] | None, folder: Path) -> Path:
     """Merge trace files into one file."""
+    from lightning_memprof.analysis.timeline.clocks import align_traces
     from lightning_memprof.analysis.timeline.merge import merge_traces
     from lightning_memprof.analysis.timeline.sources import file_sources
 
@@ -135,13 +136,16 @@ def _merged_files(targets: Targets, steps: Sequence[int] | None, folder: Path) -
         raise ReportError(f"{targets.snapshots[0]}: is not a trace; open snapshots with lightning-memprof report")
     if len(traces) == 1:
         return _trace_file(traces[0], steps, folder)
+    clocks = align_traces(traces)
+    offsets_ns = clocks.of_files(traces)
     if steps is not None:
         places = [folder / str(index) for index in range(len(traces))]
         for place in places:
             place.mkdir()
         traces = [_cut(trace, steps, place) for trace, place in zip(traces, places, strict=True)]
     out = folder / "traces.json"
-    for note in merge_traces(file_sources(traces), out).notes:
+    merged = merge_traces(file_sources(traces, offsets_ns), out)
+    for note in (*clocks.notes("traces"), *merged.notes):
         print(note, flush=True)
     return out
 

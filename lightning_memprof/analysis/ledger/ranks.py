@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.ranks.arrivals import RankTrack, WindowWaits, window_waits
+from lightning_memprof.analysis.ranks.arrivals import WindowWaits, trace_track, window_waits
 from lightning_memprof.analysis.ranks.lateness import meeting_ns
 from lightning_memprof.analysis.trace.intervals import Intervals, difference, intersection, length_within, union
 from lightning_memprof.analysis.trace.model import TraceReport
@@ -42,26 +42,16 @@ def meeting_ranks(traces: Sequence[TraceReport]) -> Iterator[tuple[dict[int, Tra
             groups[tuple(step.number for step in trace.steps)].setdefault(trace.rank, trace)
     for steps, ranks in groups.items():
         if len(ranks) > 1:
-            yield ranks, window_waits([_track(rank, ranks[rank]) for rank in sorted(ranks)], len(steps) or 1)
-
-
-def _track(rank: int, trace: TraceReport) -> RankTrack:
-    """Return a trace's collectives; each is a host of its own, for traces need not share a clock."""
-    return RankTrack(
-        rank=rank,
-        host=str(rank),
-        keys=tuple((found.kind, found.sequence) for found in trace.arrivals),
-        base_ns=trace.start_ns,
-        start_ns=[found.start_ns - trace.start_ns for found in trace.arrivals],
-        duration_ns=[found.duration_ns for found in trace.arrivals],
-    )
+            tracks = [trace_track(rank, ranks[rank].arrivals) for rank in sorted(ranks)]
+            yield ranks, window_waits(tracks, len(steps) or 1)
 
 
 def across_ranks(traces: Sequence[TraceReport]) -> tuple[TraceReport, ...]:
     """Return traces in their order; where their ranks meet, the wait for the last one is a line of communication."""
     found: dict[int, TraceReport] = {}
     for ranks, waits in meeting_ranks(traces):
-        found |= {id(trace): with_waits(trace, waits.of(_track(rank, trace))) for rank, trace in ranks.items()}
+        for rank, trace in ranks.items():
+            found[id(trace)] = with_waits(trace, waits.of(trace_track(rank, trace.arrivals)))
     return tuple(found.get(id(trace), trace) for trace in traces)
 
 

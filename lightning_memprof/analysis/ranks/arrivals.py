@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightning_memprof.analysis.ranks.summary import Arrivals, RankSummary
+    from lightning_memprof.analysis.trace.communication import Collective
 
 # These end on every rank when the last one has come, so their ends tell what the clocks differ by.
 TOGETHER: Final = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"})
@@ -142,6 +143,19 @@ def track(summary: RankSummary, shared: dict[Signature, Keys]) -> RankTrack | No
     return RankTrack(
         summary.rank, summary.host, keys, arrivals.base_ns, arrivals.start_ns, arrivals.duration_ns
     )  # fmt: skip
+
+
+def trace_track(rank: int, found: Sequence[Collective]) -> RankTrack:
+    """Return a trace's collectives, one at least; each is a host of its own, for traces need not share a clock."""
+    base = found[0].start_ns
+    return RankTrack(
+        rank=rank,
+        host=str(rank),
+        keys=tuple((collective.kind, collective.sequence) for collective in found),
+        base_ns=base,
+        start_ns=[collective.start_ns - base for collective in found],
+        duration_ns=[collective.duration_ns for collective in found],
+    )
 
 
 def window_waits(tracks: Sequence[RankTrack], steps: float = 1.0) -> WindowWaits:

@@ -153,6 +153,11 @@ class Reader:
         base = self._text.metadata.get("baseTimeNanoseconds", 0)
         return base if isinstance(base, int) and not isinstance(base, bool) else 0
 
+    @property
+    def traces(self) -> int:
+        """Number of traces that the source was made from, known when all rows were read; 0 for ready events."""
+        return 0 if self._text is None else self._text.merged_traces or 1
+
     def batches(self) -> Iterator[list[Row]]:
         """Yield all rows, some thousand at a time; the caller may change them.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -92,7 +92,7 @@ def merge_traces(
         plans = list(pool.map(partial(_plan, reading), [Reader(source) for source in sources]))
         times = _Times(plans)
         numbering = Numbering(plans, times.shifts)
-        with TraceWriter(out, times.origin_ns) as writer:
+        with TraceWriter(out, times.origin_ns, sum(plan.reader.traces for plan in plans)) as writer:
             writer.write(numbering.metadata)
             jobs = [
                 RewriteJob(
@@ -218,12 +218,17 @@ def step_spans(trace: Path) -> dict[int, tuple[int, int]]:
     """
     text = TraceText(trace)
     found: dict[int, tuple[int, int]] = {}
-    for events in text.pieces(_steps):
-        for step, start, end in events:
-            first, last = found.get(step, (start, end))
-            found[step] = (min(first, start), max(last, end))
+    for step, start, end in steps_of(text):
+        first, last = found.get(step, (start, end))
+        found[step] = (min(first, start), max(last, end))
     offset = text.ts_offset_us * 1000
     return {step: (first + offset, last + offset) for step, (first, last) in sorted(found.items())}
+
+
+def steps_of(text: TraceText) -> Iterator[tuple[int, int, int]]:
+    """Read a trace; yield number, begin and end of each range ``ProfilerStep#N`` in ns of the text's ``ts``."""
+    for events in text.pieces(_steps):
+        yield from events
 
 
 def cut(trace: Path, steps: Sequence[int], out: Path) -> Merged:

@@ -53,8 +53,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     steps: Collection[int] | None = None
 
 
-def file_sources(files: Sequence[Path]) -> list[Source]:
+def file_sources(files: Sequence[Path], offsets_ns: Sequence[int]) -> list[Source]:
     """Return the sources of trace files, labelled by name, or by path where two files have the same name.
+
+    ``offsets_ns`` are added to the times of each.
 
     Raises:
         ConfigError: a file is named twice.
@@ -65,8 +67,8 @@ def file_sources(files: Sequence[Path]) -> list[Source]:
         twice = next(label for label in labels if labels.count(label) > 1)
         raise ConfigError(f"{twice}: named twice; name each trace once")
     return [
-        Source(label="" if len(files) == 1 else _without_suffixes(label), sort=at, trace=file)
-        for at, (label, file) in enumerate(zip(labels, files, strict=True))
+        Source(label="" if len(files) == 1 else _without_suffixes(label), sort=at, trace=file, offset_ns=offset)
+        for at, (label, file, offset) in enumerate(zip(labels, files, offsets_ns, strict=True))
     ]
 
 

@@ -13,6 +13,7 @@ import msgspec
 from isal import igzip
 
 from lightning_memprof.analysis.timeline.events import Row
+from lightning_memprof.analysis.trace.text import MERGED_TRACES
 from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.naming import temporary_name
 from lightning_memprof.errors import ArtifactError
@@ -27,15 +28,19 @@ class TraceWriter:
     Args:
         out: the file; compressed at a fast level where the name ends in ``.gz``.
         origin_ns: Unix epoch time in ns from which its times count.
+        traces: number of traces that it is merged from; several are written into its metadata.
 
     Raises:
         ArtifactError: it cannot be written.
     """
 
-    def __init__(self, out: Path, origin_ns: int) -> None:
+    def __init__(self, out: Path, origin_ns: int, traces: int) -> None:
         self._out = out
         self._temporary = out.with_name(temporary_name(out.name))
-        self._origin_ns = origin_ns
+        merged = f',"{MERGED_TRACES}":{traces}' if traces > 1 else ""
+        self._head = (
+            f'{{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":{origin_ns}{merged},"traceEvents":[\n'
+        ).encode()
         self._encode = msgspec.json.Encoder().encode
         self._streams: list[IO[bytes]] = []
         self.events = 0
@@ -82,10 +87,9 @@ class TraceWriter:
         return ArtifactError(f"{self._out}: cannot be written ({error}); choose another place, or free space")
 
     def __enter__(self) -> TraceWriter:  # noqa: PYI034 Self needs Python 3.11, or a package more
-        head = b'{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":%d,"traceEvents":[\n'
         try:
             self._streams.append(own_temporary(self._out).open("wb"))
-            self._put(head % self._origin_ns)
+            self._put(self._head)
         except OSError as error:
             raise self._unwritable(error) from error
         except BaseException:

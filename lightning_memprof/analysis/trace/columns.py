@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lightning_memprof.analysis.trace.events import LARGEST, CollectiveEvent, Event, decoder
 from lightning_memprof.analysis.trace.intervals import Column, Intervals, length_within, lookup, union
 from lightning_memprof.analysis.trace.text import TraceText
+from lightning_memprof.errors import ArtifactError
 
 Progress: TypeAlias = Callable[[int, int], None]
 Lane: TypeAlias = tuple[int | str, int | str]
@@ -211,6 +212,12 @@ def read_columns(path: Path, progress: Progress | None = None) -> TraceColumns:
     for _ in text.pieces(table.take, _CHUNK, as_written=True):
         if progress:
             progress(text.bytes_read, size)
+    if text.merged_traces:
+        # The devices of several ranks have no common idle time, and the time between windows is none.
+        raise ArtifactError(
+            f"{path}: is a timeline of {text.merged_traces} merged traces, for lightning-memprof view; name the run or "
+            "the traces themselves"
+        )
     base = text.metadata.get("baseTimeNanoseconds")
     origin = base if isinstance(base, int) and 0 <= base < LARGEST else 0
     return table.columns(text.metadata, origin + text.ts_offset_us * 1000)

@@ -84,7 +84,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     timed = device_steps(columns, device, steps)
     loading = loading_intervals(columns)
     window = (int(device.busy.starts[0]), int(device.busy.ends[-1])) if len(device.busy.starts) else None
-    rank, world_size = _number(columns.metadata, "rank", _RANK), _number(columns.metadata, "world_size", _WORLD)
+    rank, world_size = recorded_rank(columns.metadata), _number(columns.metadata, "world_size", _WORLD)
     ranges = [(step.start, step.end) for step in steps] or ([window] if window else [])
     threads = HostThreads(columns)
     devices = _devices(columns, device)
@@ -127,6 +127,11 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         host_ledger=host_ledger(columns, steps, threads, name.stage if name else "fit"),
         device_ledger=device_ledger(columns, device, steps, collectives, threads),
     )
+
+
+def recorded_rank(metadata: dict[str, Any]) -> int | None:
+    """Return the global rank that a trace's metadata has, None where they have none."""
+    return _number(metadata, "rank", _RANK)
 
 
 def of_rank(report: TraceReport, rank: int) -> TraceReport:

@@ -26,6 +26,9 @@ _T = TypeVar("_T")
 UNREADABLE: Final[tuple[type[Exception], ...]] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 """Errors of reading a file that is missing, damaged or truncated."""
 
+MERGED_TRACES: Final = "mergedTraces"
+"""Key of a merged trace's metadata: the number of traces that it was made from."""
+
 BASE_TIME: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
 
 # Bytes inside a string that are not UTF-8 raise Python's own error.
@@ -87,6 +90,12 @@ class TraceText:
         """Unix epoch time in ns from which `ts` counts; right once all events were read."""
         base = self.metadata.get("baseTimeNanoseconds", 0)
         return (base if isinstance(base, int) else 0) + self.ts_offset_us * 1000
+
+    @property
+    def merged_traces(self) -> int:
+        """Number of traces that were merged into this one, else 0; right once all events were read."""
+        number = self.metadata.get(MERGED_TRACES)
+        return number if isinstance(number, int) and number > 1 else 0
 
     def pieces(
         self, decode: Callable[[bytes], list[_T]], chunk: int = _CHUNK, *, as_written: bool = False

@@ -44,6 +44,28 @@ def test_traces_of_any_origin_become_one_named_by_their_files(
     assert capsys.readouterr().out.startswith(f"{out}: 2 events, 0.0 MB; ")
 
 
+def test_traces_of_ranks_are_on_one_clock_and_their_timeline_is_no_trace_to_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        reduce = {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 7, "tid": 8, "dur": 10}
+        events = [{**reduce, "ts": 1000 * number + 3_000_000 * rank} for number in range(5)]
+        write_trace(tmp_path / f"r{rank}.json", events, distributedInfo={"rank": rank, "world_size": 2})
+    out = tmp_path / "out.json.gz"
+    assert main(["merge", str(tmp_path), "-o", str(out)]) == 0
+    times = [one["ts"] for one in slices(out)]
+    assert times[:5] == times[5:] == [0, 1000, 2000, 3000, 4000]
+    said = capsys.readouterr().out
+    assert said.startswith("The clocks of 2 traces were aligned by 5 collectives; the residual error is 0 ns.\n")
+    assert main(["show", str(out)]) == 1
+    assert capsys.readouterr().err == (
+        f"lightning-memprof: error: {out}: is a timeline of 2 merged traces, for lightning-memprof view; "
+        "name the run or the traces themselves\n"
+    )
+    assert main(["merge", str(tmp_path / "r0.json"), "-o", str(out)]) == 0
+    assert main(["show", str(out)]) == 0
+
+
 def test_a_directory_of_traces_is_merged_as_view_opens_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "traces").mkdir()
     two(tmp_path / "traces")

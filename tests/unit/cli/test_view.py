@@ -14,6 +14,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import psutil
 import pytest
@@ -164,7 +165,7 @@ def test_a_trace_that_a_browser_would_fail_on_is_told(tmp_path, monkeypatch, cap
     assert "--steps" in capsys.readouterr().out
 
 
-TWO_STEPS = {
+TWO_STEPS: dict[str, Any] = {
     "schemaVersion": 1,
     "traceEvents": [
         {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 1, "tid": 1, "ts": ts, "dur": 90}
@@ -173,14 +174,21 @@ TWO_STEPS = {
 }
 
 
-def test_several_traces_and_directories_of_them_are_merged(tmp_path, environment):
-    for name in ("one.json", "two.json"):
-        (tmp_path / name).write_text(json.dumps(TWO_STEPS))
+def test_several_traces_and_directories_of_them_are_merged_on_one_clock(tmp_path, environment):
+    reduces = [
+        {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1, "tid": 2, "ts": ts, "dur": 5}
+        for ts in (20, 120, 140)
+    ]
+    for rank, name in enumerate(("one.json", "two.json")):
+        recorded = [{**event, "ts": event["ts"] + 5_000_000 * rank} for event in (*TWO_STEPS["traceEvents"], *reduces)]
+        info = {"rank": rank, "world_size": 2}
+        (tmp_path / name).write_text(json.dumps({"traceEvents": recorded, "distributedInfo": info}))
     for arguments in ([str(tmp_path / "one.json"), str(tmp_path / "two.json")], [str(tmp_path), "--steps", "2"]):
         with viewing(environment, *arguments) as address:
             events = json.loads(fetched(address))["traceEvents"]
         steps = [event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep")]
         assert steps.count("ProfilerStep#2") == 2
+        assert len({event["ts"] for event in events if event.get("name") == "ProfilerStep#2"}) == 1
         assert steps.count("ProfilerStep#1") == (0 if "--steps" in arguments else 2)
 
 

@@ -228,6 +228,7 @@ def test_a_merged_trace_can_be_cut_and_merged_again(tmp_path):
     out = tmp_path / "again.json"
     cut(tmp_path / "out.json.gz", [1], out)
     again = json.loads(out.read_text())
+    assert (first["mergedTraces"], again["mergedTraces"]) == (2, 2)
     assert names(again) == names(first)
     assert [(event["name"], event["ts"]) for event in events(again)] == [
         (event["name"], event["ts"]) for event in events(first)
