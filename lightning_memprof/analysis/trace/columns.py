@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from struct import pack
@@ -400,12 +401,16 @@ _FOLLOWING: Final = 0.01
 def step_spans(columns: TraceColumns) -> list[Step]:
     """Return each step once, by start: the same range on a device's lane is not another step.
 
+    The steps of several processes in one file overlap: those of the process with the highest number of them count.
+
     The last call of the profiler's ``step()`` begins a step that ends with the recording: if nothing is computed in it,
     it is none. If most of the steps' time is after every other event, the recording ended in the last one.
     """
     numbers = {i: int(match[1]) for i, name in enumerate(columns.name_of) if (match := STEP_NAME.match(name))}
     rows = columns.rows(Kind.ANNOTATION)
     rows = rows[np.isin(columns.names[rows], list(numbers))]
+    processes = np.array([str(columns.lane_of[lane][0]) for lane in columns.lanes[rows]])
+    rows = rows[processes == Counter(processes).most_common(1)[0][0]] if len(rows) else rows
     steps = sorted(
         {Step(int(columns.starts[row]), int(columns.ends[row]), numbers[int(columns.names[row])]) for row in rows}
     )

@@ -79,6 +79,17 @@ def test_a_step_is_counted_once_and_owns_the_device_work_that_it_launched(tmp_pa
     assert (found.step_window.data_loading_ns, found.step_window.mean_step_ns) == (10_000, 80_000)
 
 
+def test_the_steps_of_another_process_in_the_file_make_no_step_shorter(tmp_path):
+    steps = [event("user_annotation", f"ProfilerStep#{at}", 100 * at, 100 * at + 100) for at in range(3)]
+    kernels = [kernel(100 * at, 100 * at + 90) for at in range(3)]
+    others = [{**each, "pid": each["pid"] + 1, "ts": each["ts"] + 7} for each in (*steps[:2], *kernels)]
+    found = report(tmp_path, *others, *steps, *kernels)
+    assert [step.start_ns for step in found.steps] == [0, 100_000, 200_000]
+    assert found.device_ledger is not None
+    assert found.work_window is not None
+    assert found.device_ledger.step_ns == found.work_window.mean_step_ns == 100_000
+
+
 def test_steps_of_a_host_that_is_ahead_last_as_long_as_their_device_work(tmp_path):
     found = report(
         tmp_path,
@@ -96,6 +107,7 @@ def test_steps_of_a_host_that_is_ahead_last_as_long_as_their_device_work(tmp_pat
     assert found.ahead_window is not None
     assert (found.step_window.window_ns, found.step_window.mean_step_ns) == (20_000, 10_000)
     assert (found.ahead_window.window_ns, found.ahead_window.mean_step_ns) == (100_000, 50_000)
+    assert found.ahead_steps_ns == (50_000, 50_000)
     assert [step.busy_ns for step in found.steps] == [50_000, 60_000]
     assert found.outside == {"before": 3, "after": 1}
 
