@@ -218,7 +218,8 @@ def _hidden(saved: Column, gaps: Column) -> Column:
     """
     change = np.cumsum(saved - gaps)
     lead = change - np.minimum(np.minimum.accumulate(change), 0)
-    return np.append(0, lead)[:-1] + saved - lead
+    hidden: Column = np.append(0, lead)[:-1] + saved - lead
+    return hidden
 
 
 def _waits(columns: TraceColumns, device: DeviceEvents) -> NDArray[np.int64]:
