@@ -115,6 +115,8 @@ ADDED: Final = (
     "differences.has_too_few_steps",
     "snapshots.imbalance",
     "snapshots.oom.site",
+    "snapshots.oom.failures",
+    "snapshots.oom.first",
     "snapshots.devices.functions_at_peak",
 )
 # How many commands are proposed is no figure, nor how many gaps of a snapshot are named.

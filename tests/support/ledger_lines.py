@@ -72,6 +72,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "slow_steps": ("stall", *WORK, "untracked"),
     "small_batch": (*WORK, "callback", "module_hook", "logging", "transfer", "untracked", "self_log", "data_wait"),
     "data_memory": ("data_set",),
+    "steady_growth": ("requested",),
     "straggler": ("rank_wait",),
     "straggler_trace": ("rank_wait",),
     "synchronization": IDLE,

@@ -67,3 +67,35 @@ def write_snapshot(path: Path, data: Any) -> Path:
     """Write a snapshot as torch's own dump does."""
     path.write_bytes(pickle.dumps(data, 4))
     return path
+
+
+def frame(filename: str, name: str, line: int = 1) -> dict[str, Any]:
+    """A frame of a stack."""
+    return {"filename": filename, "line": line, "name": name}
+
+
+class History:
+    """A recorded history, allocation by allocation; no address is used twice."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._blocks: dict[int, dict[str, Any]] = {}
+        self._end = 0
+
+    def allocate(self, size: int, *frames: dict[str, Any]) -> int:
+        """Allocate bytes from a stack, innermost frame first; return the address."""
+        address, self._end = self._end, self._end + size
+        self.events.append(event("alloc", address, size, *frames))
+        self._blocks[address] = block(address, size, *frames)
+        return address
+
+    def free(self, *addresses: int) -> None:
+        """Free blocks."""
+        for address in addresses:
+            size = self._blocks[address]["size"]
+            self.events += freed(address, size)
+            self._blocks[address] = unused(address, size)
+
+    def data(self, since: int = 0, conf: str = "") -> dict[str, Any]:
+        """Return the snapshot of now, with the events from a number on."""
+        return snapshot([segment(*self._blocks.values())], self.events[since:], conf=conf)

@@ -106,6 +106,7 @@ RULES_OF_ALL_TRACES: Final[tuple[Callable[[Sequence[TraceReport]], Finding | lis
 )
 SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | None], ...]] = (
     snapshot.failed_request,
+    holders.steady_growth,
     snapshot.allocator_churn,
     snapshot.fragmentation,
     snapshot.pending_frees,
@@ -117,6 +118,7 @@ SAME_FAULT: Final[Mapping[str, str]] = {
     "input_bound_trace": "input_bound",
     "straggler_trace": "straggler",
     "failed_request": "out_of_memory",
+    "steady_growth": "device_memory_growth",
     "optimizer_loop": "optimizer_bound",
 }
 # What a few recorded steps show is not the run's, whose pulse has every step.

@@ -9,6 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
+from lightning_memprof.analysis.findings.gpu.remedies import fewer_bytes, freed_growth, smaller_batch
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import times
 from lightning_memprof.analysis.ledger.memory import snapshot_bytes
@@ -24,8 +25,6 @@ from lightning_memprof.units import MIB, format_bytes, format_count, percent
 MIN_BYTES: Final = 512 * MIB
 # A larger batch would need 10% of the memory.
 NOTABLE_UNUSABLE: Final = 0.10
-SMALLER_BATCH: Final = "Use a smaller batch with Trainer(accumulate_grad_batches=2): saved activations shrink with it."
-HALF: Final = "Train in mixed precision: Trainer(precision='bf16-mixed')."
 
 
 def device_name(device: DeviceReport) -> str:
@@ -59,15 +58,21 @@ def _shown(line: HeldLine) -> str:
     return f"{line.site or 'unknown code'}{f' (in {line.called[0]})' if line.called else ''}"
 
 
-def _alloc_conf(snapshot: SnapshotReport, setting: str) -> str:
-    """Return the environment variable with a setting added to those in effect.
+def _setting(snapshot: SnapshotReport, effect: str, setting: str) -> tuple[str, ...]:
+    """Return the environment variable with a setting added to those in effect, or nothing if it is one of them.
 
     Every torch since 2.0 reads the variable; snapshots contain it since torch 2.5.
     """
     found = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF")
-    name = setting.partition(":")[0]
-    kept = [part for part in found.split(",") if part and not part.startswith(name)] if isinstance(found, str) else []
-    return f"PYTORCH_CUDA_ALLOC_CONF={','.join([*kept, setting])}"
+    parts = found.split(",") if isinstance(found, str) else []
+    if setting in parts:
+        return ()
+    kept = [part for part in parts if part and not part.startswith(setting.partition(":")[0])]
+    return (f"{effect}: PYTORCH_CUDA_ALLOC_CONF={','.join([*kept, setting])}.",)
+
+
+def _grow(snapshot: SnapshotReport, device: DeviceReport) -> tuple[str, ...]:
+    return () if device.snapshot.is_expandable else _setting(snapshot, "Let segments grow", "expandable_segments:True")
 
 
 Cause = Literal["too large", "fragmented", "full"]
@@ -96,7 +101,7 @@ def failed_request(snapshot: SnapshotReport, device: DeviceReport) -> Finding | 
             f"{', and the program continued' if continued else ''}: {CAUSES[cause]}."
         ),
         why=_why_failed(failed, top),
-        next_steps=_next_for_failed(snapshot, cause, top),
+        next_steps=_next_for_failed(snapshot, device, cause, top),
         numbers={
             "device": failed.device,
             "cause": cause,
@@ -124,19 +129,31 @@ def _why_failed(failed: FailedRequest, top: HeldLine | None) -> str:
     free = failed.device_free_bytes
     device = "" if free is None else f"; {format_bytes(free)} were free on the device"
     most = "" if top is None else f" {_shown(top)} had {format_bytes(top.bytes)} live."
+    number, size = failed.first
+    first = f"; the first was {format_bytes(size)} on cuda:{number}"
+    others = f" {failed.failures} allocations failed in the recorded history{first}." if failed.failures > 1 else ""
     return (
         f"{format_bytes(failed.live.requested_bytes)} were live and {format_bytes(failed.live.reserved_bytes)} "
         f"reserved; {format_bytes(failed.unused_bytes)} were unused in pieces of at most "
-        f"{format_bytes(failed.largest_free_bytes)}{device}.{most}"
+        f"{format_bytes(failed.largest_free_bytes)}{device}.{most}{others}"
     )
 
 
-def _next_for_failed(snapshot: SnapshotReport, cause: Cause, top: HeldLine | None) -> tuple[str, ...]:
+def _next_for_failed(
+    snapshot: SnapshotReport, device: DeviceReport, cause: Cause, top: HeldLine | None
+) -> tuple[str, ...]:
+    if device.growth is not None and cause != "too large":
+        return freed_growth(device, device.growth)
     look = (f"Look at {top.site}: it has the most live bytes.",) if top is not None else ()
     if cause == "fragmented":
-        expandable = _alloc_conf(snapshot, "expandable_segments:True")
-        return (f"Let segments grow to avoid fragmentation: {expandable}.", *look, SMALLER_BATCH)
-    return (*look, SMALLER_BATCH, HALF)
+        return (*_against_pieces(snapshot, device), *look, smaller_batch(device))
+    return (*look, smaller_batch(device), fewer_bytes(device))
+
+
+def _against_pieces(snapshot: SnapshotReport, device: DeviceReport) -> tuple[str, ...]:
+    if grow := _grow(snapshot, device):
+        return (*grow, STEADY)
+    return (STEADY, *_setting(snapshot, "Or round allocations", "roundup_power2_divisions:8"))
 
 
 # A single round is an empty_cache() between two stages, or one batch that is larger than all before.
@@ -223,9 +240,7 @@ def _emptied_by(device: DeviceReport) -> str | None:
 def _next_for_churn(snapshot: SnapshotReport, device: DeviceReport, line: str | None) -> tuple[str, ...]:
     if line:
         return ("Remove torch.cuda.empty_cache() from the training loop: the allocator reuses its cache.",)
-    if device.snapshot.is_expandable:
-        return (SMALLER_BATCH,)
-    return (SMALLER_BATCH, f"Let segments grow: {_alloc_conf(snapshot, 'expandable_segments:True')}.")
+    return (smaller_batch(device), *_grow(snapshot, device))
 
 
 # Healthy training runs have 2 to 14% of the reserved memory in pieces at their peak.
@@ -251,10 +266,6 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
     worth = recovery_of(device, 0 if device.snapshot.is_expandable else sum(forced), split, "fragmentation")
     made = format_count(len(forced), "segment")
     added = f" {made} came from the driver although as many bytes were free in smaller pieces." if forced else ""
-    if device.snapshot.is_expandable:
-        next_steps = (STEADY, f"Or round allocations: {_alloc_conf(snapshot, 'roundup_power2_divisions:8')}.")
-    else:
-        next_steps = (f"Let segments grow: {_alloc_conf(snapshot, 'expandable_segments:True')}.", STEADY)
     return Finding(
         rule="fragmentation",
         severity=Severity.WARNING if forced else Severity.INFO,
@@ -265,7 +276,7 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
             f"{format_bytes(split)} of {format_bytes(reserved)} are between live blocks, in {len(pieces):,} pieces of "
             f"at most {format_bytes(max(pieces))}; {format_bytes(device.peak_requested_bytes)} are live.{added}"
         ),
-        next_steps=next_steps,
+        next_steps=_against_pieces(snapshot, device),
         numbers={
             "device": device.device,
             "split_bytes": split,

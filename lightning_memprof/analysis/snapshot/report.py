@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from lightning_memprof.analysis.snapshot.growth import Growth, steady_growth
 from lightning_memprof.analysis.snapshot.reader import ALLOCATED, INACTIVE, DeviceSnapshot, Snapshot, read_snapshot
 from lightning_memprof.analysis.snapshot.replay import (
     GROWS,
@@ -37,8 +38,9 @@ _LEAST_IMBALANCE_BYTES: Final = 64 * MIB
 class FailedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The last failed allocation (``oom`` event) of the recorded history.
 
-    ``site`` is the user's line that asked, empty where it is unknown. ``live`` is the state at that event.
-    ``unused_bytes`` were reserved but not allocated, ``largest_free_bytes`` is the largest contiguous part of them.
+    ``failures`` counts all of them; ``first`` is the device and the bytes of the first. ``site`` is the user's line
+    that asked, empty where it is unknown. ``live`` is the state at that event. ``unused_bytes`` were reserved but not
+    allocated, ``largest_free_bytes`` is the largest contiguous part of them.
     """
 
     device: int
@@ -49,6 +51,8 @@ class FailedRequest(msgspec.Struct, frozen=True, kw_only=True):
     largest_free_bytes: int = 0
     unused_bytes: int = 0
     site: str = ""
+    failures: int = 1
+    first: tuple[int, int]
 
 
 class HeldLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +133,11 @@ class DeviceReport(Replay, frozen=True, dict=True):
     def has_stacks(self) -> bool:
         """Whether any block of the history has a stack."""
         return any(life.stack for life in self.lives)
+
+    @cached_property
+    def growth(self) -> Growth | None:
+        """The function whose blocks pile up step by step, None without one."""
+        return steady_growth(self)
 
     @cached_property
     def lines_at_peak(self) -> tuple[HeldLine, ...]:
@@ -307,7 +316,8 @@ def _failed(rings: Sequence[Replay]) -> FailedRequest | None:
     ]
     if not failed:
         return None
-    _, at, ring = max(failed, key=lambda entry: entry[:2])
+    failed.sort(key=lambda entry: entry[:2])
+    (_, first, at_first), (_, at, ring) = failed[0], failed[-1]
     event = ring.snapshot.events[at]
     free = free_ranges(ring, at)
     return FailedRequest(
@@ -319,6 +329,8 @@ def _failed(rings: Sequence[Replay]) -> FailedRequest | None:
         largest_free_bytes=max((piece.size for piece in free), default=0),
         unused_bytes=sum(piece.size for piece in free),
         site=site_of(ring.snapshot.stacks[event.stack]),
+        failures=len(failed),
+        first=(at_first.device, at_first.snapshot.events[first].size),
     )
 
 

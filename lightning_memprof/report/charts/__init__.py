@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from lightning_memprof.analysis.findings.gpu.busy import busy
 from lightning_memprof.analysis.memory.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
 from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.analysis.snapshot.reader import read_snapshot
@@ -32,7 +33,6 @@ from lightning_memprof.report.charts.traces import shares_chart, timeline_chart
 from lightning_memprof.report.charts.trial import trial_chart
 from lightning_memprof.report.sections.memory import peak_allocations
 from lightning_memprof.report.sections.snapshots import snapshot_peak
-from lightning_memprof.report.sections.traces import busy_share
 from lightning_memprof.report.view import View
 
 # A chart over time reads its file again; 64 MiB of gzip take some ten seconds.
@@ -62,7 +62,7 @@ def charts(view: View) -> dict[str, Chart]:
 
 def file_charts(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotReport] = ()) -> dict[str, Chart]:
     """Return the charts of traces and snapshots by their ids, which count them in the order of the page."""
-    ordered = sorted(traces, key=busy_share)
+    ordered = sorted(traces, key=busy)
     made = [shares_chart(ordered), *_timelines(ordered[:_FILES])]
     made += islice(_of_snapshots(sorted(snapshots, key=snapshot_peak, reverse=True)), 2 * _FILES)
     return {chart.id: chart for chart in made if chart is not None}

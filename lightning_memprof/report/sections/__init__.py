@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from lightning_memprof.analysis.findings.gpu.busy import busy
 from lightning_memprof.artifacts.manifest import TrainingFacts
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.document import (
@@ -38,10 +39,10 @@ from lightning_memprof.report.sections.run import (
     overhead_section,
     system_section,
 )
-from lightning_memprof.report.sections.snapshots import reserved_stack, snapshot_peak, snapshots_section
+from lightning_memprof.report.sections.snapshots import reserved_stack, snapshots_section
 from lightning_memprof.report.sections.steps import hangs_section, steps_section
 from lightning_memprof.report.sections.tables import Field, filled
-from lightning_memprof.report.sections.traces import busy_share, device_stack, traces_section
+from lightning_memprof.report.sections.traces import device_stack, traces_section
 from lightning_memprof.report.sections.trial import trial_section
 from lightning_memprof.report.sections.workers import workers_section
 from lightning_memprof.report.view import View
@@ -216,13 +217,17 @@ def files_document(view: FilesView) -> Document:
 
 
 def _stacks(view: FilesView) -> Iterator[Part]:
-    """Yield the device of the least busy trace, and that of the snapshot with the highest peak."""
-    for trace in sorted(view.traces, key=busy_share)[:1]:
+    """Yield the device of the least busy trace, and of snapshots the verdict's, or the one with the highest peak."""
+    for trace in sorted(view.traces, key=busy)[:1]:
         if trace.gpu_window is not None:
             yield device_stack(trace.gpu_window, f"Device time, {trace.file.name}")
-    for snapshot in sorted(view.snapshots, key=snapshot_peak, reverse=True)[:1]:
-        for device in snapshot.devices[:1]:
-            yield reserved_stack(device, f", {snapshot.file.name}, cuda:{device.device}")
+    number, seen = view.verdict.numbers.get("device"), {evidence.artifact for evidence in view.verdict.evidence}
+    devices = [(snapshot.file, device) for snapshot in view.snapshots for device in snapshot.devices]
+    if devices:
+        file, device = max(
+            devices, key=lambda x: (str(x[0]) in seen and x[1].device == number, x[1].peak_requested_bytes)
+        )
+        yield reserved_stack(device, f", {file.name}, cuda:{device.device}")
 
 
 def _files(view: FilesView, ids: dict[str, str]) -> Section:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from lightning_memprof.analysis.findings.gpu.busy import busy
 from lightning_memprof.analysis.ledger.model import TimePart
 from lightning_memprof.analysis.trace.kernel_names import kernel_names
 from lightning_memprof.analysis.trace.model import GpuTimes, StepTimes, TraceReport
@@ -35,19 +36,13 @@ def traces_section(traces: Sequence[TraceReport]) -> Section | None:
     """Return the traces, of several first those whose device is least busy; None where there are none."""
     if not traces:
         return None
-    ordered = sorted(traces, key=busy_share)
+    ordered = sorted(traces, key=busy)
     parts: list[Part] = [Chart("devices"), *(_overview(ordered) if len(traces) > 1 else ())]
     for number, trace in enumerate(ordered[:MAX_SHOWN]):
         parts += _trace(number, trace, several=len(traces) > 1)
     lead = f"{len(traces)} operator traces." if len(traces) > 1 else "The operator trace."
     parts += map(Paragraph, rest(traces, MAX_SHOWN, "more traces"))
     return Section("traces", "Traces", lead, parts)
-
-
-def busy_share(trace: TraceReport) -> float:
-    """Return the share of the window in which the device was busy, 2 for a trace without a device."""
-    window = trace.gpu_window
-    return window.busy_ns / window.window_ns if window is not None and window.window_ns else 2.0
 
 
 def _overview(traces: Sequence[TraceReport]) -> Iterator[Table]:

@@ -14,6 +14,7 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.report.document import Stack
 from lightning_memprof.report.files_view import FilesView, files_view
 from lightning_memprof.report.opened import OpenOptions, opened
 from lightning_memprof.report.printers import html
@@ -22,7 +23,10 @@ from lightning_memprof.report.printers.markdown import to_markdown
 from lightning_memprof.report.printers.terminal import render
 from lightning_memprof.report.sections import document_of
 from lightning_memprof.report.view import View
+from lightning_memprof.units import MIB
 from pages import short, table_of
+from snapshots import block, event, failed, segment, write_snapshot
+from snapshots import snapshot as made
 
 US_OF_STEP = 1000
 
@@ -66,6 +70,18 @@ def snapshot(path: Path) -> Path:
 
 def viewed(*paths: Path, rank: int | None = None) -> FilesView:
     return files_view(find_targets(paths), rank=rank)
+
+
+def bar(*paths: Path) -> str:
+    return next(part.title for part in document_of(viewed(*paths)).sections[0].parts if isinstance(part, Stack))
+
+
+def test_the_bar_is_that_of_the_verdicts_device_or_of_the_one_with_the_highest_peak(tmp_path: Path) -> None:
+    segments = [segment(block(0, size * MIB), device=device) for device, size in enumerate((1, 3, 2))]
+    quiet = write_snapshot(tmp_path / "quiet.pickle", made(segments, [event("alloc", 0, MIB)]))
+    assert bar(quiet) == "Reserved bytes at the end, quiet.pickle, cuda:1"
+    full = write_snapshot(tmp_path / "full.pickle", made(segments[:1], [failed(MIB, 0)]))
+    assert bar(quiet, full) == "Reserved bytes at the end, full.pickle, cuda:0"
 
 
 def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(

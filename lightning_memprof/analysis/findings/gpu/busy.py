@@ -39,7 +39,7 @@ def look(trace: TraceReport) -> str:
 
 
 def busy(trace: TraceReport) -> float:
-    """Return the share of the time, 0 to 1, in which a device does anything."""
+    """Return the share of the time, 0 to 1, in which a device does anything; 1 for a trace without a device."""
     window = trace.gpu_window
     return window.busy_ns / window.window_ns if window is not None and window.window_ns else 1.0
 

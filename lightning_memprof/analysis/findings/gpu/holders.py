@@ -6,8 +6,18 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from lightning_memprof.analysis.findings.gpu.remedies import (
+    CACHE,
+    OPTIMIZER,
+    PARAMETER_GRADIENTS,
+    SAVED,
+    SMALLER,
+    freed_growth,
+    sharded,
+)
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Finding, Severity
 from lightning_memprof.analysis.findings.snapshot import device_name, recovery_of, seen_in
+from lightning_memprof.analysis.snapshot import frames
 from lightning_memprof.analysis.snapshot.replay import Holder
 from lightning_memprof.analysis.snapshot.report import DeviceReport, HeldLine, SnapshotReport
 from lightning_memprof.analysis.stacks import parse_frame
@@ -20,32 +30,13 @@ NOTABLE_PART: Final = 0.1
 MAX_PARTS: Final = 4
 # A new gradient of a parameter is often the output of the cast in front of it.
 GRADIENTS: Final = ("AccumulateGrad", "ToCopyBackward0")
-_CACHE: Final = re.compile(r"kv_?cache|cache_engine|key_value", re.IGNORECASE)
 _NODE: Final = re.compile(r"\w+Backward\d*")
-_OPTIMIZER: Final = "/torch/optim/"
-_FORWARD: Final = "/torch/nn/modules/module.py"
-_BACKWARD: Final = ("/torch/utils/checkpoint.py", "/torch/autograd/")
 RECORD_STACKS: Final = (
     "Record stacks: AllocatorHistory(), or torch.cuda.memory._record_memory_history(stacks='python')."
-)
-CACHE: Final = (
-    "Make the cache smaller: a shorter maximum length, or fewer sequences at once; with vLLM, "
-    "LLM(gpu_memory_utilization=..., max_model_len=...)."
-)
-PARAMETER_GRADIENTS: Final = (
-    "Free gradients earlier: step each parameter in backward (Tensor.register_post_accumulate_grad_hook); with several "
-    "GPUs, shard them: Trainer(strategy='fsdp')."
-)
-OPTIMIZER: Final = (
-    "Use an optimizer with smaller states, such as 8-bit Adam; with several GPUs, shard them: Trainer(strategy='fsdp')."
 )
 TEMPORARIES: Final = (
     "If these are gradients of activations, use one fused operator in place of several, such as torch.softmax or "
     "torch.nn.functional.scaled_dot_product_attention, or a smaller batch."
-)
-SAVED: Final = "If these are saved activations: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)."
-SMALLER: Final = (
-    "If these are weights, load them in fewer bytes (dtype=torch.bfloat16); if it is a cache, make it smaller."
 )
 CLEAR: Final = (
     "Gradients of the last backward are live in forward: unless you accumulate them, call "
@@ -78,7 +69,7 @@ def peak_holder(snapshot: SnapshotReport, device: DeviceReport) -> Finding | Non
             f"{format_bytes(line.bytes)} of {format_bytes(peak)}, in {format_count(line.blocks, 'block')}{most}."
             f"{'' if _has_peak(device) else missing}"
         ),
-        next_steps=(_remedy(device, line.site, alike),),
+        next_steps=_remedies(device, line.site, alike),
         numbers={
             "device": device.device,
             "line": line.site,
@@ -89,6 +80,43 @@ def peak_holder(snapshot: SnapshotReport, device: DeviceReport) -> Finding | Non
         weight=worth.share if worth else 0.0,
         recovers=worth,
         evidence=seen_in(snapshot, device, device.peak_time_us),
+    )
+
+
+def steady_growth(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
+    """Find a function whose blocks pile up step by step.
+
+    Recovers those that are live at the peak, at least without the last step's.
+    """
+    growth = device.growth
+    if growth is None:
+        return None
+    worth = recovery_of(device, growth.peak_bytes - growth.step_bytes, growth.peak_bytes, "requested")
+    share = growth.bytes / device.peak_requested_bytes
+    return Finding(
+        rule="steady_growth",
+        severity=Severity.CRITICAL if share >= NOTABLE_HOLDER else Severity.WARNING,
+        sentence=(
+            f"Memory of {device_name(device)} grows by {format_bytes(growth.step_bytes)} per step: the blocks of "
+            f"{growth.site} are not freed."
+        ),
+        why=(
+            f"{format_bytes(growth.bytes)} in {format_count(growth.blocks, 'block')} of {growth.steps} steps are live "
+            f"at the end of the recorded history, {percent(share)} of the peak."
+        ),
+        next_steps=freed_growth(device, growth),
+        numbers={
+            "device": device.device,
+            "line": growth.site,
+            "bytes": growth.bytes,
+            "blocks": growth.blocks,
+            "steps": growth.steps,
+            "step_bytes": growth.step_bytes,
+            "peak_requested_bytes": device.peak_requested_bytes,
+        },
+        weight=worth.share if worth else 0.0,
+        recovers=worth,
+        evidence=seen_in(snapshot, device),
     )
 
 
@@ -114,27 +142,20 @@ def _mostly(line: HeldLine, alike: Sequence[Holder]) -> tuple[str, str]:
     return f" (mostly in {called})", f"; {called} has {format_bytes(held)} in {format_count(blocks, 'block')}"
 
 
-def _remedy(device: DeviceReport, site: str, alike: Sequence[Holder]) -> str:
-    """Return what makes the blocks of a site smaller, by what their stacks say they are."""
+def _remedies(device: DeviceReport, site: str, alike: Sequence[Holder]) -> tuple[str, ...]:
+    """Return what makes the blocks of a site smaller, by what their stacks and their lives say they are."""
+    if device.growth is not None and device.growth.site == site:
+        return freed_growth(device, device.growth)
     if site in GRADIENTS:
-        return PARAMETER_GRADIENTS
+        return (sharded(device, PARAMETER_GRADIENTS),)
     if _NODE.fullmatch(site):
-        return TEMPORARIES
+        return (TEMPORARIES,)
     largest = max(alike, key=lambda holder: holder.bytes).stack
-    if any(_CACHE.search(frame) for frame in largest):
-        return CACHE
-    if any(_OPTIMIZER in frame for frame in largest):
-        return OPTIMIZER
-    return SAVED if _has_backward(device) else SMALLER
-
-
-def _has_backward(device: DeviceReport) -> bool:
-    """Return whether any stack of the snapshot is of an autograd node or an optimizer."""
-    return any(
-        _OPTIMIZER in frame.filename or frame.name.startswith("torch::autograd::") or "backward" in frame.name
-        for stack in device.snapshot.stacks
-        for frame in stack
-    )
+    if any(frames.CACHE.search(frame) for frame in largest):
+        return (CACHE,)
+    if any(frames.OPTIMIZER in frame for frame in largest):
+        return (sharded(device, OPTIMIZER),)
+    return (SAVED if frames.trains(device.snapshot) else SMALLER,)
 
 
 def of_memory(snapshot: SnapshotReport) -> Finding:
@@ -173,10 +194,10 @@ def _next_of(device: DeviceReport, parts: Sequence[HeldLine]) -> tuple[str, ...]
     clear = (CLEAR,) if _in_forward(device) and any(site in GRADIENTS for site in known) else ()
     line = next((line for line in device.lines_at_peak if line.site and line.site not in GRADIENTS), None)
     if line is None or line.bytes < NOTABLE_PART * device.peak_requested_bytes:
-        return clear or (PARAMETER_GRADIENTS,)
+        return clear or (sharded(device, PARAMETER_GRADIENTS),)
     stacks = [holder.stack for holder in device.holders_at_peak if holder.site == line.site]
-    is_optimizer = any(_OPTIMIZER in frame for stack in stacks for frame in stack)
-    return (*clear, OPTIMIZER if is_optimizer else f"To lower the peak, start with {line.site}.")
+    is_optimizer = any(frames.OPTIMIZER in frame for stack in stacks for frame in stack)
+    return (*clear, sharded(device, OPTIMIZER) if is_optimizer else f"To lower the peak, start with {line.site}.")
 
 
 def _in_forward(device: DeviceReport) -> bool:
@@ -185,6 +206,6 @@ def _in_forward(device: DeviceReport) -> bool:
         return False
     found = device.snapshot
     files = [frame.filename for frame in found.stacks[found.events[device.peak_event].stack] if frame.is_python]
-    return any(_FORWARD in file for file in files) and not any(
-        part in file for file in files for part in (_OPTIMIZER, *_BACKWARD)
+    return any(frames.MODULES in file for file in files) and not any(
+        part in file for file in files for part in (frames.OPTIMIZER, *frames.BACKWARD)
     )

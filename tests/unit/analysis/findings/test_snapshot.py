@@ -18,9 +18,11 @@ from snapshots import (
     START_US,
     TRAIN,
     TRAIN_LINE,
+    History,
     block,
     event,
     failed,
+    frame,
     freed,
     segment,
     snapshot,
@@ -85,6 +87,97 @@ def test_a_request_that_no_process_could_have_is_too_large_and_one_that_was_caug
     finding = found(tmp_path, snapshot([segment(block(0, 9))], ring))["failed_request"]
     assert (finding.numbers["cause"], finding.severity) == ("too large", Severity.WARNING)
     assert "and the program continued" in finding.sentence
+
+
+@pytest.mark.parametrize("is_expandable", [True, False])
+def test_a_setting_that_is_in_effect_is_no_advice(tmp_path, is_expandable):
+    ring = [event("alloc", 0, 100 * MIB, MODEL), failed(500 * MIB, 10 * MIB)]
+    data = snapshot(
+        [segment(*pieces(10, 100 * MIB, 80 * MIB), is_expandable=is_expandable)],
+        ring,
+        conf="max_split_size_mb:64,expandable_segments:True",
+    )
+    first, second, *_ = found(tmp_path, data)["failed_request"].next_steps
+    assert first.startswith("Pad batches to a few lengths")
+    assert second.endswith("=max_split_size_mb:64,expandable_segments:True,roundup_power2_divisions:8.")
+    data["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] += ",roundup_power2_divisions:8"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in " ".join(found(tmp_path, data)["failed_request"].next_steps)
+
+
+LIGHTNING = frame("/venv/lib/python3.11/site-packages/lightning/pytorch/trainer/trainer.py", "fit")
+TRAINING_STEP = frame("/home/a/model.py", "training_step")
+BACKWARD = frame("/venv/lib/python3.11/site-packages/torch/autograd/graph.py", "_engine_run_backward")
+
+
+@pytest.mark.parametrize(
+    ("stack", "advice"),
+    [
+        ((), ("accumulate_grad_batches=2", "Trainer(precision='bf16-mixed')")),
+        ((TRAINING_STEP, LIGHTNING), ("accumulate_grad_batches=2", "Trainer(precision='bf16-mixed')")),
+        ((BACKWARD, TRAIN), ("step the optimizer after several", "torch.autocast")),
+        ((MODEL, LIGHTNING), ("shorter inputs", "dtype=torch.bfloat16")),
+        ((MODEL, TRAIN), ("shorter inputs", "dtype=torch.bfloat16")),
+    ],
+    ids=["unknown", "Lightning", "training", "prediction", "inference"],
+)
+def test_a_request_to_a_full_device_is_answered_for_the_program_that_the_stacks_tell(tmp_path, stack, advice):
+    ring = [event("alloc", 0, GIB, *stack), {**failed(GIB, MIB), "frames": []}]
+    *_, smaller, fewer = found(tmp_path, snapshot([segment(block(0, GIB))], ring))["failed_request"].next_steps
+    assert advice[0] in smaller
+    assert advice[1] in fewer
+    assert ("Trainer" in smaller + fewer) == ("Trainer" in advice[1])
+
+
+def test_memory_that_runs_out_twice_says_where_it_did_first(tmp_path):
+    rings: list[list[dict[str, Any]]] = [
+        [event("alloc", 0, 5), event("alloc", 8, 5), failed(GIB, 0)],
+        [event("alloc", 0, 5), failed(2 * GIB, 0)],
+    ]
+    data = snapshot([segment(block(0, 5)), segment(block(0, 5), device=1)], *rings)
+    finding = found(tmp_path, data)["failed_request"]
+    assert finding.sentence.startswith("Allocation of 1.00 GiB failed on cuda:0")
+    assert finding.why.endswith(" 2 allocations failed in the recorded history; the first was 2.00 GiB on cuda:1.")
+    rings[1].pop()
+    assert "allocations failed" not in found(tmp_path, data)["failed_request"].why
+
+
+KEPT = frame("/home/a/train.py", "log_loss", 97)
+KEPT_LINE = "/home/a/train.py(97): log_loss"
+
+
+def kept_in_steps(steps: int, size: int, *outer: dict[str, Any]) -> History:
+    """A block of forward is freed in each step, and one is not."""
+    history = History()
+    for _ in range(steps):
+        history.free(history.allocate(GIB, MODEL, TRAIN, *outer), history.allocate(MIB))
+        history.allocate(size, KEPT, TRAIN, *outer)
+    return history
+
+
+def test_blocks_that_pile_up_step_by_step_are_named_with_what_frees_them(tmp_path):
+    finding = found(tmp_path, kept_in_steps(10, 64 * MIB).data())["steady_growth"]
+    assert finding.severity is Severity.WARNING
+    assert finding.sentence == f"Memory of cuda:0 grows by 64.0 MiB per step: the blocks of {KEPT_LINE} are not freed."
+    assert finding.why.startswith("640 MiB in 10 blocks of 10 steps are live at the end of the recorded history, 40%")
+    (step,) = finding.next_steps
+    assert f"Find what keeps the tensors of {KEPT_LINE}" in step
+    assert ".item()" in step
+    assert finding.recovers is not None
+    assert (finding.recovers.min, finding.recovers.max) == (512 * MIB, 576 * MIB)
+
+
+def test_blocks_that_pile_up_in_lightning_have_a_variable_that_the_callback_names(tmp_path):
+    finding = found(tmp_path, kept_in_steps(10, 64 * MIB, LIGHTNING).data())["steady_growth"]
+    assert "MemProfilerCallback()" in finding.next_steps[1]
+
+
+def test_blocks_that_pile_up_are_neither_saved_activations_nor_a_batch_that_is_too_large(tmp_path):
+    history = kept_in_steps(20, 256 * MIB)
+    history.events.append(failed(GIB, 0))
+    findings = found(tmp_path, history.data())
+    assert findings["steady_growth"].severity is Severity.CRITICAL
+    for rule in ("failed_request", "peak_holder"):
+        assert findings[rule].next_steps == findings["steady_growth"].next_steps
 
 
 def churned(rounds: int, *frames: dict[str, Any]) -> dict[str, Any]:
