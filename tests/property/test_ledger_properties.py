@@ -165,12 +165,16 @@ def working_steps(events: list[dict[str, Any]]) -> tuple[int, int]:
     if any(moment < steps[-1][0] for moment, _ in moments) and not any(moment >= steps[-1][0] for moment, _ in moments):
         del steps[-1]
     start, end = steps[0][0], steps[-1][1]
-    reach = max(span(event)[1] for event in events if not event["name"].startswith("ProfilerStep#"))
+    # What began before the last step on the host, such as the range of the recording, does not tell where it ends.
+    others = [event for event in events if not event["name"].startswith("ProfilerStep#")]
+    reach = max(span(event)[1] for event in others if is_of(event, ON_DEVICE) or span(event)[0] >= steps[-1][0])
     end = reach if end - reach > reach - start else end
     inside = [work for moment, work in moments if start <= moment < end]
     earlier = [work[1] for moment, work in moments if moment < start]
     begin, last = max([min(inside)[0], *earlier]), max(work[1] for work in inside)
-    return (begin, last) if last - begin > end - start else (start, end)
+    if last - begin > end - start:
+        return begin, last
+    return (start, last) if last - end > (end - start) / 10 else (start, end)
 
 
 def is_of(event: dict[str, Any], categories: frozenset[str]) -> bool:
