@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Final, Literal
 
 from lightning_memprof.analysis.snapshot.reader import DeviceSnapshot
@@ -36,16 +35,17 @@ def part_of(stack: Stack) -> Part:
     return "forward" if is_forward else "other"
 
 
-def is_lightning(stacks: Iterable[Stack]) -> bool:
+def is_lightning(device: DeviceSnapshot) -> bool:
     """Return whether Lightning's Trainer ran the program; True if no stack has Python frames."""
-    files = {frame.filename for stack in stacks for frame in stack if frame.is_python}
+    files = {frame.filename for stack in device.stacks for frame in stack if frame.is_python}
     return not files or any(part in file for file in files for part in _LIGHTNING)
 
 
-def trains(snapshot: DeviceSnapshot) -> bool:
-    """Return whether a stack is of a training step, of backward or of an optimizer; True if no block has a stack."""
-    frames = [frame for stack in snapshot.stacks for frame in stack]
-    if not frames or any(OPTIMIZER in frame.filename or _TRAINS.search(frame.name) for frame in frames):
-        return True
-    allocating = {event.stack for event in snapshot.events if event.action == "alloc"}
-    return any(part_of(snapshot.stacks[stack]) == "backward" for stack in allocating)
+def is_training(device: DeviceSnapshot) -> bool:
+    """Return whether the program trains: it has a training step, backward or an optimizer; True without any stack."""
+    allocating = {event.stack for event in device.events if event.action == "alloc"}
+    return (
+        not any(device.stacks)
+        or any(part_of(device.stacks[stack]) == "backward" for stack in allocating)
+        or any(OPTIMIZER in frame.filename or _TRAINS.search(frame.name) for stack in device.stacks for frame in stack)
+    )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from lightning_memprof.analysis.snapshot.frames import BACKWARD, CACHE, Part, Stack, part_of, trains
+from lightning_memprof.analysis.snapshot.frames import BACKWARD, CACHE, Part, Stack, is_training, part_of
 from lightning_memprof.analysis.snapshot.replay import BlockLife, Replay, holders_of
 from lightning_memprof.analysis.stacks import user_frame
 from lightning_memprof.units import MIB
@@ -18,7 +18,7 @@ MIN_SHARE: Final = 0.1
 MIN_BYTES: Final = 32 * MIB
 # The first steps of a program allocate what stays: states of the optimizer, workspaces, buffers.
 MIN_STEPS: Final = 5
-# Of equal steps the median times their number is the total; one large block among small ones does not grow per step.
+# The median times the number of equal steps is their total; of one large block among small ones it is little.
 STEADY: Final = 0.5
 # Blocks that are freed later than after a step make a buffer with a limit.
 MAX_FREED: Final = 0.1
@@ -29,7 +29,7 @@ MAX_MISSED: Final = 2
 
 
 class Growth(NamedTuple):
-    """Blocks of one function that stay live, ``step_bytes`` is their median per step.
+    """Blocks of one function that stay live; ``step_bytes`` is their median per step.
 
     ``site`` is its line with most bytes, ``peak_bytes`` the part of ``bytes`` that is live at the peak.
     """
@@ -45,7 +45,7 @@ class Growth(NamedTuple):
 class _Place(NamedTuple):
     """Where a stack allocates; ``function`` is the user's innermost, None in a stack without Python frames.
 
-    Blocks of backward, gradients for instance, and caches of keys and values are to stay: they do not count.
+    Blocks of backward, gradients for instance, and caches of keys and values stay by design: they may not grow.
     """
 
     part: Part
@@ -77,9 +77,8 @@ def steady_growth(ring: Replay) -> Growth | None:
     lives = sorted((life for life in ring.lives if life.born >= 0), key=lambda life: life.born)
     stacks = {number: ring.snapshot.stacks[number] for number in {life.stack for life in lives}}
     main = _main([stacks[life.stack] for life in lives])
-    history = _History(
-        ring, trains(ring.snapshot), lives, {number: _place(stack, main) for number, stack in stacks.items()}
-    )
+    places = {number: _place(stack, main) for number, stack in stacks.items()}
+    history = _History(ring=ring, trains=is_training(ring.snapshot), lives=lives, places=places)
     held: Counter[tuple[str, str]] = Counter()
     for life in lives:
         place = history.places[life.stack]
@@ -144,8 +143,8 @@ def _growth(history: _History, function: tuple[str, str]) -> Growth | None:
 def _steps(history: _History, function: tuple[str, str]) -> list[_Step]:
     """Return the blocks of a function that stay, by step.
 
-    Blocks of other functions tell steps apart: those of backward; if the program does not train, those of forward with
-    others outside of it. Between two layers of a forward pass is neither.
+    Blocks of other functions separate steps: those of backward; in a program that does not train, those of forward and
+    others outside of it. Two layers of a forward pass have neither between them.
     """
     steps: list[_Step] = []
     seen: set[Part] = set()

@@ -155,7 +155,7 @@ def _remedies(device: DeviceReport, site: str, alike: Sequence[Holder]) -> tuple
         return (CACHE,)
     if any(frames.OPTIMIZER in frame for frame in largest):
         return (sharded(device, OPTIMIZER),)
-    return (SAVED if frames.trains(device.snapshot) else SMALLER,)
+    return (SAVED if frames.is_training(device.snapshot) else SMALLER,)
 
 
 def of_memory(snapshot: SnapshotReport) -> Finding:

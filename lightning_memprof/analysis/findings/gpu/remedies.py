@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from lightning_memprof.analysis.snapshot.frames import is_lightning, trains
+from lightning_memprof.analysis.snapshot.frames import is_lightning, is_training
 from lightning_memprof.analysis.snapshot.growth import Growth
 from lightning_memprof.analysis.snapshot.report import DeviceReport
 
@@ -33,32 +33,28 @@ WHO_KEEPS: Final = (
 
 def smaller_batch(device: DeviceReport) -> str:
     """Return how to use a smaller batch."""
-    if not trains(device.snapshot):
+    if not is_training(device.snapshot):
         return SMALLER_INPUT
-    return SMALLER_BATCH if is_lightning(device.snapshot.stacks) else SMALLER_PASSES
+    return SMALLER_BATCH if is_lightning(device.snapshot) else SMALLER_PASSES
 
 
 def fewer_bytes(device: DeviceReport) -> str:
     """Return how to use fewer bytes per number."""
-    if not trains(device.snapshot):
+    if not is_training(device.snapshot):
         return SMALLER
-    return HALF if is_lightning(device.snapshot.stacks) else AUTOCAST
+    return HALF if is_lightning(device.snapshot) else AUTOCAST
 
 
 def sharded(device: DeviceReport, remedy: str) -> str:
     """Return a remedy that ends with how to shard a model."""
-    how = (
-        "Trainer(strategy='fsdp')"
-        if is_lightning(device.snapshot.stacks)
-        else "torch.distributed.fsdp.fully_shard(model)"
-    )
+    how = "Trainer(strategy='fsdp')" if is_lightning(device.snapshot) else "torch.distributed.fsdp.fully_shard(model)"
     return f"{remedy}{how}."
 
 
 def freed_growth(device: DeviceReport, growth: Growth) -> tuple[str, ...]:
-    """Return how to free the blocks that pile up."""
+    """Return how to free blocks that pile up."""
     keeps = (
         f"Find what keeps the tensors of {growth.site}, such as a list: store numbers (.item()) or copies on the host "
         "(.detach().cpu()), or clear it."
     )
-    return (keeps, WHO_KEEPS) if is_lightning(device.snapshot.stacks) else (keeps,)
+    return (keeps, WHO_KEEPS) if is_lightning(device.snapshot) else (keeps,)

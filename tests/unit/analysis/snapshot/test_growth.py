@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.snapshot import frames
 from lightning_memprof.analysis.snapshot.growth import Growth
-from lightning_memprof.analysis.snapshot.report import DeviceReport, snapshot_report
+from lightning_memprof.analysis.snapshot.report import snapshot_report
 from lightning_memprof.units import MIB
-from snapshots import TRAIN, History, failed, frame, write_snapshot
+from snapshots import TRAIN, History, frame, write_snapshot
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 CALL = frame(f"{TORCH}/nn/modules/module.py", "_call_impl")
@@ -26,12 +25,8 @@ CACHED = (frame("/home/a/kv_cache.py", "update"), *MODEL)
 LAYERS = 8
 
 
-def device(directory: Path, data: Any) -> DeviceReport:
-    return snapshot_report(write_snapshot(directory / "a.pickle", data)).devices[0]
-
-
 def growth(directory: Path, history: History, since: int = 0) -> Growth | None:
-    return device(directory, history.data(since)).growth
+    return snapshot_report(write_snapshot(directory / "a.pickle", history.data(since))).devices[0].growth
 
 
 def forward(history: History, *, layers: int = LAYERS, saved: int = 10 * MIB) -> list[int]:
@@ -237,31 +232,3 @@ def test_a_graph_that_is_kept_is_growth_of_its_largest_function(tmp_path):
     found = growth(tmp_path, history)
     assert found is not None
     assert (found.site, found.step_bytes) == ("/home/a/layer.py(1): forward", LAYERS * 10 * MIB)
-
-
-LIGHTNING = frame("/venv/lib/python3.11/site-packages/lightning/pytorch/loops/fit_loop.py", "advance")
-ENGINE = frame("??", "torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask>)", 0)
-BINDING = frame("??", "torch::autograd::THPVariable_matmul(_object*, _object*, _object*)", 0)
-
-
-@pytest.mark.parametrize(
-    ("stacks", "is_lightning", "trains"),
-    [
-        ([()], True, True),
-        ([MODEL], False, False),
-        ([(BINDING, *MODEL)], False, False),
-        ([MODEL, ()], False, True),
-        ([MODEL, OPTIMIZER], False, True),
-        ([(*MODEL, LIGHTNING)], True, False),
-        ([(*MODEL, frame("/home/a/model.py", "training_step"), LIGHTNING)], True, True),
-        ([(ENGINE,)], True, True),
-    ],
-)
-def test_the_stacks_tell_the_program(tmp_path, stacks, is_lightning, trains):
-    history = History()
-    for stack in stacks:
-        history.allocate(MIB, *stack)
-    history.events.append(failed(MIB, 0) | {"frames": []})
-    found = device(tmp_path, history.data())
-    assert frames.is_lightning(found.snapshot.stacks) is is_lightning
-    assert frames.trains(found.snapshot) is trains
