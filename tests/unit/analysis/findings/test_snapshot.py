@@ -335,6 +335,12 @@ def test_the_remedy_for_the_largest_line_is_that_of_its_stacks(tmp_path, frames,
     assert remedy in step
 
 
+@pytest.mark.parametrize(("outer", "how"), [((LIGHTNING,), "Trainer(strategy='fsdp')."), ((), "fully_shard(model).")])
+def test_optimizer_states_are_sharded_as_the_program_does_it(tmp_path, outer, how):
+    (step,) = holder_of(tmp_path, TRAIN, OPTIMIZER, *outer).next_steps
+    assert step.endswith(how)
+
+
 def test_what_a_line_mostly_calls_is_said_with_its_own_bytes(tmp_path):
     whole = [block(0, 3 * GIB, KV_CACHE, TRAIN)]
     assert (
