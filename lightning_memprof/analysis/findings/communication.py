@@ -202,7 +202,10 @@ def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Finding 
         ),
         next_steps=(
             *_lateness(rank, ranks, caused_ns),
-            f"See all ranks on one timeline: lightning-memprof merge {files}{' ...' if len(ranks) > SHOWN else ''}.",
+            (
+                f"See all ranks on one timeline: lightning-memprof merge -o merged.json.gz {files}"
+                f"{' ...' if len(ranks) > SHOWN else ''}."
+            ),
         ),
         evidence=tuple(evidence for each in (rank, *ranks) for evidence in seen_in(ranks[each]))[: len(ranks)],
         numbers={

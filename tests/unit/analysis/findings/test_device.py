@@ -687,7 +687,7 @@ def test_the_rank_that_arrives_last_in_bare_traces_is_the_straggler(tmp_path: Pa
     assert finding.sentence.startswith("Rank 3 is the straggler: last at 5 of 8 collectives, the others wait 7.5")
     assert finding.numbers["own_wait_ns"] < 100_000
     assert finding.next_steps[0].startswith("Rank 3 computes for")
-    assert finding.next_steps[1].startswith("See all ranks on one timeline: lightning-memprof merge")
+    assert finding.next_steps[1].startswith("See all ranks on one timeline: lightning-memprof merge -o merged.json.gz ")
 
 
 @pytest.mark.parametrize(
