@@ -507,7 +507,8 @@ def test_work_before_the_first_kernel_of_the_steps_is_idle_time_beyond_one_steps
     assert report.gpu_window is not None
     busy_us = STEPS * KERNELS * KERNEL_US
     assert finding.numbers["idle_ns"] == pytest.approx((200_000 - busy_us / STEPS) * 1_000, rel=0.01)
-    assert finding.sentence.startswith("The GPU is idle at least 94% of the time, mostly in one gap of 200 ms")
+    # 190 of the 240 ms until the device is done.
+    assert finding.sentence.startswith("The GPU is idle at least 79% of the time, mostly in one gap of 200 ms")
     assert "Up to 10.0 ms before the first kernel may belong to the previous step." in finding.why
     assert finding.next_steps == ("Move this code out of the step: images.py(9): normalize.",)
 
