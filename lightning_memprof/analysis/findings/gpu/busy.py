@@ -102,17 +102,17 @@ def _by_device(trace: TraceReport) -> str:
     window = trace.gpu_window
     if not trace.devices_busy_ns or window is None or not window.window_ns:
         return ""
-    return f" By GPU: {', '.join(percent(busy / window.window_ns) for busy in trace.devices_busy_ns)}."
+    return f" By GPU: {', '.join(percent(ns / window.window_ns) for ns in trace.devices_busy_ns)}."
 
 
 def _take_turns(trace: TraceReport) -> str | None:
-    busy, window = trace.devices_busy_ns, trace.gpu_window
-    if not busy or window is None or trace.is_sample or is_brief(trace) or 2 * window.busy_ns < window.window_ns:
+    times, window = trace.devices_busy_ns, trace.gpu_window
+    if not times or window is None or trace.is_sample or is_brief(trace) or 2 * window.busy_ns < window.window_ns:
         return None
-    if sum(busy) > TURNS * window.busy_ns or max(busy) > MOST_OF_TURNS * window.busy_ns:
+    if sum(times) > TURNS * window.busy_ns or max(times) > MOST_OF_TURNS * window.busy_ns:
         return None
-    most = percent(max(busy) / window.window_ns)
-    return f"{len(busy)} GPUs work one after another: the busiest one is busy {most} of the time."
+    most = percent(max(times) / window.window_ns)
+    return f"{len(times)} GPUs work one after another: the busiest one is busy {most} of the time."
 
 
 FUSE: Final = remedy("Fuse operators that are bound by memory: torch.compile(model).", "eager")
@@ -134,7 +134,7 @@ OF_COPIES: Final = {
     "DtoD": ("copies within the GPU", MOVE),
     "PtoP": (
         "copies between GPUs",
-        "Leave tensors on one GPU: move whole layers, and what a layer gets only once.",
+        "Copy less between GPUs: keep a layer and its inputs on one, and copy each tensor once per step.",
     ),
     "Memset": (
         "filling memory",

@@ -358,7 +358,7 @@ def _next_steps(trace: TraceReport, main: IdleCause | None, kernels: int, *, is_
 
 
 def _by_name(trace: TraceReport, main: IdleCause | None, kernels: int) -> tuple[str, ...]:
-    """Return the next step for what the host is in for most of the idle time, other than launching."""
+    """Return the next step for what the host is in for most of the idle time, if it is not launching."""
     if main is None:
         return ()
     if main.cause == "synchronization":
@@ -367,10 +367,10 @@ def _by_name(trace: TraceReport, main: IdleCause | None, kernels: int) -> tuple[
         return (workers_of(trace.device_ledger, in_one=main.longest_ns >= MAIN_PART * main.total_ns),)
     if (step := next((step for name, step in BY_NAME if name.search(main.mostly_in)), None)) is not None:
         return (step,)
-    keeps = f"it keeps the host for {format_ns(main.longest_ns)}"
+    takes = f"it takes up to {format_ns(main.longest_ns)} on the host"
     if main.cause == "operators" and main.mostly_in and _in_long_gaps(main, kernels):
-        return (f"Call {main.mostly_in} less often, or on tensors of the GPU: {keeps}.",)
-    return (f"Call {main.mostly_in} once, before the steps: {keeps}.",) if _is_other_call(main) else ()
+        return (f"Call {main.mostly_in} less often, or on tensors on the GPU: {takes}.",)
+    return (f"Call {main.mostly_in} once, before the steps: {takes}.",) if _is_other_call(main) else ()
 
 
 def _elsewhere(main: IdleCause) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ OF_STEPS: Final = (
     ),
     (
         (
-            "Compute less often in {name} what no gradient comes from, such as a metric: every Nth batch, or once per "
+            "Compute metrics less often in {name}, and other values without gradients: every Nth batch, or once per "
             "epoch."
         ),
         re.compile(

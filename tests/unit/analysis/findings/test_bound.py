@@ -126,7 +126,7 @@ def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) ->
     [
         ("Memcpy DtoD (Device -> Device)", "copies within the GPU", "Copy less: write into one tensor"),
         ("Memcpy HtoD (Host -> Device)", "copies to the GPU", "Copy from pinned memory without blocking"),
-        ("Memcpy PtoP (Device -> Device)", "copies between GPUs", "Leave tensors on one GPU"),
+        ("Memcpy PtoP (Device -> Device)", "copies between GPUs", "Copy less between GPUs: keep a layer"),
     ],
 )
 def test_copies_that_take_most_of_a_step_are_what_it_is_bound_by(
