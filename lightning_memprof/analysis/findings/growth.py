@@ -16,7 +16,6 @@ from lightning_memprof.analysis.findings.measures import sample_method, steps_un
 from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Severity, recovered
 from lightning_memprof.analysis.ledger.growth import (
     MIN_BYTES,
-    SHORT_RUN_STEPS,
     Growth,
     Holders,
     assigned_in,
@@ -105,7 +104,10 @@ def memory_growth(facts: Facts) -> Finding | None:
         return None
     growth, rank, title, source = max(found, key=lambda entry: entry[0].added_bytes)
     holders = Holders(_bounded(rank.read(HolderRow).rows, rank), growth)
-    if holders.ends:
+    full = steps_until_full(facts, rank, growth.bytes_per_step, on_host=source == RSS)
+    # What the C allocator keeps of freed memory reaches a limit.
+    is_settling = holders.is_free and (growth.has_ended or (growth.is_short and full is None))
+    if holders.ends or is_settling:
         return None
     holder = holders.main
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0
@@ -122,7 +124,6 @@ def memory_growth(facts: Facts) -> Finding | None:
     shown = [cause.why] if cause is not None else []
     if survivors and (holder is not None or cause is None):
         shown.append(survivors[0].shown)
-    full = steps_until_full(facts, rank, growth.bytes_per_step, on_host=source == RSS)
     shown += (
         [] if full is None else [f"At this rate memory is full after {full:,} more steps, before the training ends."]
     )
@@ -189,7 +190,7 @@ def _severity(rank: Rank, growth: Growth, source: str, *, is_explained: bool) ->
     steps without a leak.
     """
     lengths = {row.positions for window in rank.windows for row in window.read(ThroughputRow).recorded}
-    if not is_explained and source == RSS and len(lengths) > 1 and growth.steps < SHORT_RUN_STEPS:
+    if not is_explained and source == RSS and len(lengths) > 1 and growth.is_short:
         return Severity.INFO
     return Severity.CRITICAL if growth.added_bytes >= SEVERE_SHARE * growth.start_bytes else Severity.WARNING
 

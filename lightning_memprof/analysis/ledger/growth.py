@@ -75,12 +75,21 @@ MIN_LEFT_BYTES: Final = 8 * MIB
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
-    """A steady slope: bytes per step, and the bytes that it added to ``start_bytes`` in ``steps`` steps."""
+    """A steady slope: bytes per step, and the bytes that it added to ``start_bytes`` in ``steps`` steps.
+
+    ``has_ended`` tells whether the last eighth of the steps added nothing.
+    """
 
     bytes_per_step: float
     added_bytes: int
     start_bytes: int
     steps: int
+    has_ended: bool = False
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the allocator's pools may still be filling."""
+        return self.steps < SHORT_RUN_STEPS
 
 
 def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
@@ -100,11 +109,19 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     added = round(slope * steps)
     is_short = len(rows) < SHORT_RUN_STEPS
     min_share = SHORT_RUN_MIN_SHARE if is_short else MIN_SHARE
-    if not _rises([value for _, value in points]) or added < max(MIN_BYTES, min_share * start):
+    values = [value for _, value in points]
+    if not _rises(values) or added < max(MIN_BYTES, min_share * start):
         return None
     if _rising_share(segments) < MIN_RISING or (is_short and _is_scattered(segments, slope)):
         return None
-    return Growth(bytes_per_step=slope, added_bytes=added, start_bytes=start, steps=steps)
+    eighth = len(values) // 8
+    return Growth(
+        bytes_per_step=slope,
+        added_bytes=added,
+        start_bytes=start,
+        steps=steps,
+        has_ended=statistics.median(values[-eighth:]) <= statistics.median(values[-2 * eighth : -eighth]),
+    )
 
 
 def _rises(values: Sequence[float]) -> bool:

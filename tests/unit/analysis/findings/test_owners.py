@@ -352,6 +352,32 @@ def test_freed_memory_that_the_allocator_keeps_is_a_note(tmp_path: Path) -> None
     assert finding.sentence.endswith(": the C allocator keeps freed memory.")
 
 
+@pytest.mark.parametrize("kind", ["free memory", "remainder"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"steps": 60}, id="pools may still fill"),
+        pytest.param({"rss_bytes": lambda step: GIB + 4 * MIB * min(step, 100)}, id="the last eighth adds nothing"),
+    ],
+)
+def test_freed_memory_is_no_growth_in_a_short_run_or_where_it_no_longer_rises(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    finding = held(tmp_path, {"kind": kind, "added_bytes": 300 * MIB}, fake=replace(GROWING, **changes))
+    assert (finding is None) == (kind == "free memory")
+
+
+def test_freed_memory_that_soon_fills_the_machine_counts_in_a_short_run_too(tmp_path: Path) -> None:
+    endless = replace(GROWING, steps=60, training={"max_steps": -1, "max_epochs": 100})
+    directory = make_run(tmp_path, endless)
+    limited(directory, 8 * GIB)
+    row = {"kind": "free memory", "added_bytes": 300 * MIB, "since_step": 20, "step": 59, "grown_bytes": 396 * MIB}
+    rows(directory / "holders.rank00000.jsonl", row)
+    finding = finding_of(directory, "memory_growth")
+    assert finding is not None
+    assert finding.severity is Severity.WARNING
+
+
 def test_freed_memory_is_not_what_a_hook_adds_in_windows(tmp_path: Path) -> None:
     directory = make_run(tmp_path, GROWING)
     found = {"kind": "free memory", "added_bytes": 300 * MIB, "since_step": 20, "step": 119, "grown_bytes": 396 * MIB}
