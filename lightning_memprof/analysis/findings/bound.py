@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from lightning_memprof.analysis.findings.gpu.busy import BATCH, VIEW, busy, look, of_device
 from lightning_memprof.analysis.findings.gpu.holders import of_memory
+from lightning_memprof.analysis.findings.gpu.idle import MOVE, NEXT, SAVE
 from lightning_memprof.analysis.findings.model import (
     MIN_STEPS,
     NOTHING_FOUND,
@@ -32,13 +34,14 @@ from lightning_memprof.analysis.findings.modules import (
     operator_family,
 )
 from lightning_memprof.analysis.findings.program.lines import fitting, has, of_forward
+from lightning_memprof.analysis.findings.program.passes import ACCUMULATE
 from lightning_memprof.analysis.findings.traces import (
     ALL_AT_ONCE,
     open_trace,
     remedies,
     times,
 )
-from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart
 from lightning_memprof.analysis.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.analysis.ledger.work import all_pairs
 from lightning_memprof.analysis.ranks.hangs import first_exception
@@ -267,8 +270,11 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
 # From this share of the recorded time on, collectives decide how long it takes.
 COMMUNICATION_BOUND: Final = 0.5
 COLLECTIVE: Final = "c10d::"
-# On the host backward takes longer than forward.
-NO_BACKWARD: Final = 10
+IN_PYTHON: Final[Mapping[TimePart, str]] = {
+    "forward": "Python outside operators takes",
+    "gc_pauses": "GC pauses take",
+    "checkpoint": "saving takes",
+}
 RECORD_RANKS: Final = "Record the other ranks too: a collective waits for the last rank to arrive."
 RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
 
@@ -300,14 +306,14 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         sentence = f"Optimizer-bound on the host: the optimizer takes {percent(optimizer / ledger.step_ns)} of {span}."
         why = f"{format_ns(optimizer)} of {format_ns(ledger.step_ns)}. {why} No device activity was recorded."
         next_steps = (*(step for step in remedies(trace, ALL_AT_ONCE) if step != open_trace(trace)), *next_steps)
-    elif heaviest.family == "Python":
-        share = percent(heaviest.family_ns / ledger.step_ns)
-        sentence = f"Host-bound: Python outside operators takes {share} of {span}."
-        forward_ns = total(line for line in ledger.of("forward") if line.operator)
-        if trace.program.trains and NO_BACKWARD * ledger.ns("backward") < forward_ns:
-            # The backward of a device runs in threads of its own.
+    elif (python := _in_python(ledger, heaviest)) is not None:
+        part, ns, place = python
+        share = percent(ns / ledger.step_ns)
+        sentence = f"Host-bound: {IN_PYTHON[part]} {share} of {span}{f', mostly {place}' if place else ''}."
+        next_steps = (*_less_python(trace, part, place), *next_steps)
+        if part == "forward" and trace.program.trains and not _has_backward(ledger):
             sentence = f"Backward was not recorded: {share} of {span} is outside operators: in backward or in Python."
-            next_steps = (RECORD_DEVICE, *next_steps)
+            next_steps = (RECORD_DEVICE, look(trace))
     else:
         sentence = (
             f"Compute-bound on the host: {heaviest.module} takes {percent(heaviest.ns / ledger.step_ns)} of {span}, "
@@ -323,6 +329,35 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         numbers={"span_ns": span_ns, "collectives_ns": communicates_ns},
         evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
     )
+
+
+def _in_python(ledger: TimeLedger, heaviest: Heaviest) -> tuple[TimePart, float, str] | None:
+    """Return the part, ns per step and place of Python if it takes more than the operators of the heaviest module."""
+    parts: dict[TimePart, float] = {
+        "gc_pauses": ledger.ns("gc_pauses"),
+        "checkpoint": ledger.ns("checkpoint"),
+        "forward": heaviest.family_ns if heaviest.family == "Python" else 0.0,
+    }
+    part = max(parts, key=lambda each: parts[each])
+    if heaviest.family != "Python" and parts[part] <= heaviest.ns:
+        return None
+    places = Counter[str]()
+    for line in ledger.of(part):
+        places[line.name] += 0 if line.operator else line.ns  # type: ignore[assignment]  # counts may be floats
+    place, ns = next(iter(places.most_common(1)), ("", 0.0))
+    return part, parts[part], place if 2 * ns >= parts[part] else ""
+
+
+def _has_backward(ledger: TimeLedger) -> bool:
+    # The backward of a device runs in threads of its own; gradients are added up in that of the training.
+    return any(line.operator and line.operator != ACCUMULATE for line in ledger.of("backward"))
+
+
+def _less_python(trace: TraceReport, part: TimePart, place: str) -> tuple[str, ...]:
+    if part == "forward" and place:
+        return (MOVE.format(place=place),)
+    choices = SAVE if part == "checkpoint" else NEXT["gc_pauses" if part == "gc_pauses" else "python"]
+    return tuple(step for step in remedies(trace, *choices) if step != open_trace(trace))
 
 
 def _of_collectives(trace: TraceReport, name: str) -> str:

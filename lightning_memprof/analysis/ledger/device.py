@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from lightning_memprof.analysis.ledger.model import DevicePart, HostPart, TimeLedger, TimeLine, total
 from lightning_memprof.analysis.ledger.table import Table, joined, summed
 from lightning_memprof.analysis.ledger.work import operator_work, shaped
-from lightning_memprof.analysis.stacks import is_library, parse_frame
 from lightning_memprof.analysis.trace.columns import Kind, is_loading, launches
 from lightning_memprof.analysis.trace.device import copy_kind, device_steps
 from lightning_memprof.analysis.trace.idle import (
@@ -40,7 +39,7 @@ from lightning_memprof.analysis.trace.intervals import (
     stretches,
     union,
 )
-from lightning_memprof.analysis.trace.modules import HostThreads, Modules
+from lightning_memprof.analysis.trace.modules import HostThreads, Modules, is_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -260,7 +259,7 @@ class _Names:
     def __init__(self, columns: TraceColumns, modules: NDArray[np.bool_]) -> None:
         self._columns = columns
         self.own = columns.named(is_own_work)
-        self.places = columns.named(_is_place) & ~modules
+        self.places = columns.named(is_place) & ~modules
         self._collects = columns.named(COLLECTS.search)
 
     def parts(self, rows: Column) -> NDArray[np.int8]:
@@ -281,13 +280,6 @@ class _Names:
             found[kinds == kind] = numbers[known[kinds == kind]]
         found[self._collects[known] & (kinds != Kind.RUNTIME)] = _PARTS.index("idle_gc_pauses")
         return found
-
-
-def _is_place(name: str) -> bool:
-    frame = parse_frame(name)
-    if frame is not None:
-        return not is_library(frame.filename)
-    return not name.startswith(("<", "nn.Module: ")) and not is_own_work(name)
 
 
 def _part_of_call(name: str) -> DevicePart:

@@ -6,6 +6,7 @@ backward, it belongs to what these run. Operators of backward belong to the modu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, get_args
 
@@ -20,6 +21,7 @@ from lightning_memprof.analysis.ledger.work import operator_work, shaped
 from lightning_memprof.analysis.steps.events import MODULES, action_name, is_profiler, meeting, part_of
 from lightning_memprof.analysis.trace.columns import STEP_NAME, Kind, Step, TraceColumns
 from lightning_memprof.analysis.trace.communication import common_name
+from lightning_memprof.analysis.trace.idle import COLLECTS
 from lightning_memprof.analysis.trace.intervals import (
     Column,
     Intervals,
@@ -32,7 +34,7 @@ from lightning_memprof.analysis.trace.intervals import (
     stretches,
     union,
 )
-from lightning_memprof.analysis.trace.modules import HostThreads, Modules, Tree
+from lightning_memprof.analysis.trace.modules import HostThreads, Modules, Places, Tree
 
 _PARTS: Final[tuple[HostPart, ...]] = get_args(HostPart)
 _NODE: Final = "autograd::engine::evaluate_function: "
@@ -48,6 +50,11 @@ _RANGES: Final[Mapping[str, HostPart]] = {
     "[pl][forward_hook]": "forward_hook",
     "[pl][backward_hook]": "backward_hook",
 }
+# Python functions of a program without Lightning, whose actions would say it.
+_CALLS_OF: Final[tuple[tuple[re.Pattern[str], HostPart], ...]] = (
+    (COLLECTS, "gc_pauses"),
+    (re.compile(r"torch/serialization\.py\(\d+\): save\Z|torch/distributed/checkpoint/.*: save\Z"), "checkpoint"),
+)
 _STEP: Final = "Optimizer.step#"
 # A hook of Python that begins or ends a range takes less.
 RANGE_NS: Final = 50_000
@@ -72,6 +79,9 @@ _LABELLED: Final = tuple(
         *("forward_hook", "backward_hook", "self_log", "metric"),
     )
 )
+
+# Parts whose time outside operators has the place in the program.
+_PLACED: Final = tuple(map(_PARTS.index, ("forward", "gc_pauses", "checkpoint")))
 
 
 def host_ledger(
@@ -172,7 +182,7 @@ class _Thread(msgspec.Struct, frozen=True, kw_only=True):
         ends: ``(m,)`` ends at which each moment has one innermost event.
         called: ``(m,)`` whether it is an operator that no operator called.
         part: ``(m,)`` place in ``_PARTS``, -1 where no event says it; ``label``, ``module`` and ``operator`` likewise
-            are numbers of names.
+            are numbers of names, and ``place`` of a text of ``Places``.
     """
 
     rows: Column
@@ -183,6 +193,7 @@ class _Thread(msgspec.Struct, frozen=True, kw_only=True):
     label: Column
     module: Column
     operator: Column
+    place: Column
 
 
 class _Threads:
@@ -195,6 +206,11 @@ class _Threads:
         self._parts = np.array([_part(name, stage) for name in names] or [_NONE], np.int64)
         self._operators = _operators(names)
         self.is_lightning = any(name.startswith(_ACTION) for name in names)
+        self.places = Places(columns)
+        # With a device, its ledger has the places.
+        self._is_placed = not self.is_lightning and not len(columns.rows(Kind.RUNTIME))
+        for pattern, part in () if self.is_lightning else _CALLS_OF:
+            self._parts[columns.named(pattern.search)] = _PARTS.index(part)
         self.training = self._thread(threads.tree(lane), None)
         runs_node = columns.runs_node | columns.named(lambda name: name.startswith(_NODE))[columns.names]
         nodes = threads.on_host & runs_node & (columns.lanes != lane)
@@ -228,6 +244,7 @@ class _Threads:
             label=np.where(at >= 0, names[at], _NONE).astype(np.int32),
             module=module.astype(np.int32),
             operator=np.where(operator >= 0, self._operators[names[operator]], _NONE).astype(np.int32),
+            place=self.places.around(rows, parents) if self._is_placed else np.full(len(rows), _NONE),
         )
 
 
@@ -358,6 +375,8 @@ def _table(columns: TraceColumns, thread: _Thread, own: Column, spans: Intervals
     part = np.where(thread.part >= 0, thread.part, np.int32(default))
     of_optimizer = columns.named(lambda name: name.startswith(_STEP))[thread.label] & (thread.label >= 0)
     label = np.where(np.isin(part, _LABELLED) | of_optimizer, thread.label, np.int32(_NONE))
+    placed = np.isin(part, _PLACED) & (thread.operator < 0) & (thread.place >= 0)
+    label = np.where(placed, len(columns.name_of) + thread.place, label)
     longest = columns.ends[thread.rows] - starts
     inside = np.bincount(thread.parents[counted & (thread.parents >= 0)], minlength=len(starts))
     calls = counted & thread.called
@@ -449,7 +468,7 @@ def _rounds(calls: Sequence[int]) -> int:
 
 def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:
     keys, sums, longest = table[:4].T.tolist(), table[4:8].tolist(), table[8].tolist()
-    names = threads.columns.name_of
+    names = [*threads.columns.name_of, *threads.places.texts]
     lines = [
         TimeLine(
             part=_PARTS[part],

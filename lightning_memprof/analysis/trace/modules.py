@@ -1,17 +1,24 @@
-"""Threads of the host as trees, and the module of each event: the one around it, in backward that of its forward."""
+"""Threads of the host as trees, and the module of each event: the one around it, in backward that of its forward.
+
+Where Python was recorded, also the place in the program around each event.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memprof.analysis.trace.columns import HOST_KINDS, STEP_NAME, TraceColumns
+from lightning_memprof.analysis.stacks import is_library, parse_frame
+from lightning_memprof.analysis.trace.columns import HOST_KINDS, STEP_NAME, Kind, TraceColumns
+from lightning_memprof.analysis.trace.idle import is_own_work
 from lightning_memprof.analysis.trace.intervals import ROUNDING_NS, Column, exclusive_ends, lookup, nearest, nest
 
 _LIGHTNING: Final = "[pl][module]"
 _PYTHON: Final = "nn.Module: "
+_BUILTIN: Final = re.compile(r"<built-in (?:function|method) (\S+?)(?: of .*)?>")
 
 
 class Tree(NamedTuple):
@@ -115,3 +122,56 @@ class Modules:
         """Return the operators of a thread that make nodes; ``modules`` are those of :meth:`around`."""
         makes = (self._columns.sequences[rows] >= 0) & ~self._columns.runs_node[rows]
         return Makers(rows[makes], modules[makes])
+
+
+def is_place(name: str) -> bool:
+    """Return whether Python of this name is a place in the program: a function of its own files, or a range."""
+    frame = parse_frame(name)
+    if frame is not None:
+        return not is_library(frame.filename)
+    return not name.startswith(("<", _PYTHON)) and not is_own_work(name)
+
+
+class Places:
+    """The places in the program around events.
+
+    Attributes:
+        texts: by number: ``train_step (train.py:12)``, what it calls first: ``argsort in train_step (train.py:12)``.
+    """
+
+    def __init__(self, columns: TraceColumns) -> None:
+        self._columns = columns
+        self._named: NDArray[np.bool_] = columns.named(is_place)
+        self._numbers: dict[tuple[int, int], int] = {}
+        self.texts: list[str] = []
+
+    def around(self, rows: Column, parents: Column) -> Column:
+        """Return the number of the text of the innermost place around each event of one thread, -1 outside of all."""
+        names, kinds = self._columns.names[rows], self._columns.kinds[rows]
+        named = self._named[names] & ((kinds == Kind.PYTHON) | (kinds == Kind.ANNOTATION))
+        place = nearest(parents, named)
+        # A call of the place itself.
+        call = nearest(parents, (kinds == Kind.PYTHON) & (parents >= 0) & named[parents] & ~named)
+        call = np.where((call >= 0) & (parents[call] == place), names[call], -1).astype(np.int64)
+        count = len(self._columns.name_of)
+        pairs, inverse = np.unique(
+            np.where(place >= 0, names[place].astype(np.int64) * (count + 1) + call + 1, -1), return_inverse=True
+        )
+        numbers = [
+            -1 if pair < 0 else self._number(pair // (count + 1), pair % (count + 1) - 1) for pair in pairs.tolist()
+        ]
+        found: Column = np.array(numbers, np.int64)[inverse.reshape(-1)]
+        return found
+
+    def _number(self, place: int, call: int) -> int:
+        number = self._numbers.setdefault((place, call), len(self.texts))
+        if number == len(self.texts):
+            frame = parse_frame(self._columns.name_of[place])
+            text = f"{frame.name} ({frame.filename}:{frame.line})" if frame else self._columns.name_of[place]
+            self.texts.append(text if call < 0 else f"{_called(self._columns.name_of[call])} in {text}")
+        return number
+
+
+def _called(name: str) -> str:
+    frame, builtin = parse_frame(name), _BUILTIN.match(name)
+    return frame.name if frame else builtin[1] if builtin else name

@@ -132,6 +132,7 @@ BY_NAME: Final = (
 UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",)
 
 
+MOVE: Final = "Move this code out of the step: {place}."
 SAVE: Final = ("Save checkpoints less often, or in the background: torch.distributed.checkpoint.async_save.",)
 SAVES: Final = re.compile("checkpoint|state_dict", re.IGNORECASE)
 # Ranges that are the training itself.
@@ -345,7 +346,7 @@ def _next_steps(trace: TraceReport, main: IdleCause | None, kernels: int, *, is_
     lines = trace.device_ledger.of("idle_python") if trace.device_ledger is not None else ()
     place = next((line.name for line in lines if "): " in line.name), None)
     if main.cause == "python" and place:
-        return (f"Move this code out of the step: {place}.",)
+        return (MOVE.format(place=place),)
     choices: tuple[Remedy | str, ...] = NEXT.get(main.cause, LAUNCH_NEXT)
     if main.cause != "python":
         return remedies(trace, *choices)

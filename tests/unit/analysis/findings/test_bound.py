@@ -41,20 +41,93 @@ def test_a_step_in_python_is_not_called_compute_bound(tmp_path: Path) -> None:
     assert bound(made, tmp_path).sentence == "Host-bound: Python outside operators takes 85% of each step."
 
 
-@pytest.mark.parametrize(("backward_us", "is_recorded"), [(50, False), (200, True)])
-def test_a_training_whose_backward_is_in_no_recorded_thread_is_not_called_host_bound(
-    backward_us: int, is_recorded: bool, tmp_path: Path
+FUNCTION = "shop/run.py(12): train_step"
+
+
+@pytest.mark.parametrize(
+    ("called", "us", "sentence", "step"),
+    [
+        pytest.param(
+            "<built-in function sleep>",
+            8_000,
+            "Host-bound: Python outside operators takes 90% of each step, mostly sleep in train_step (shop/run.py:12).",
+            "Move this code out of the step: sleep in train_step (shop/run.py:12).",
+            id="a call of the function",
+        ),
+        pytest.param(
+            "numpy/core/fromnumeric.py(1015): argsort",
+            100,
+            "Host-bound: Python outside operators takes 90% of each step, mostly train_step (shop/run.py:12).",
+            "Move this code out of the step: train_step (shop/run.py:12).",
+            id="the function itself",
+        ),
+        pytest.param(
+            "<built-in function collect>",
+            8_000,
+            "Host-bound: GC pauses take 80% of each step, mostly collect in train_step (shop/run.py:12).",
+            "Collect garbage between steps",
+            id="a forced collection",
+        ),
+        pytest.param(
+            "torch/serialization.py(944): save",
+            8_000,
+            "Host-bound: saving takes 80% of each step, mostly save in train_step (shop/run.py:12).",
+            "Save checkpoints less often",
+            id="a checkpoint",
+        ),
+    ],
+)
+def test_python_of_a_step_is_named_by_the_programs_function_and_its_call(
+    tmp_path: Path, called: str, us: int, sentence: str, step: str
 ) -> None:
     made = Recording()
     with made.inside("ProfilerStep#1"):
         made.work(1_000, "aten::relu")
-        made.work(backward_us, "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad")
-        made.python(9_000 - backward_us)
+        with made.inside("torch/utils/_contextlib.py(116): decorate_context", "python_function"):
+            made.python(100)
+            with made.inside(FUNCTION, "python_function"):
+                made.python(100)
+                with made.inside(called, "python_function"):
+                    made.python(us)
+                made.python(8_800 - us)
+    finding = bound(made, tmp_path)
+    assert finding.sentence == sentence
+    assert finding.next_steps[0].startswith(step)
+
+
+def test_without_stacks_python_asks_for_them(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(1_000, "aten::relu")
+        made.python(9_000)
+    assert "with_stack=True" in bound(made, tmp_path).next_steps[0]
+
+
+def test_python_of_a_lightning_trace_belongs_to_its_actions(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"), made.inside("[pl][profile]run_training_batch"):
+        made.work(1_000, "aten::relu")
+        with made.inside(FUNCTION, "python_function"):
+            made.python(9_000)
+    ledger = trace_report(made.write(tmp_path / "trace.pt.trace.json")).host_ledger
+    assert ledger is not None
+    assert not any("train_step" in line.name for line in ledger.lines)
+
+
+@pytest.mark.parametrize(("node", "is_recorded"), [("torch::autograd::AccumulateGrad", False), ("ReluBackward0", True)])
+def test_a_training_whose_backward_is_in_no_recorded_thread_is_not_called_host_bound(
+    node: str, is_recorded: bool, tmp_path: Path
+) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(1_000, "aten::relu")
+        made.work(50, f"autograd::engine::evaluate_function: {node}")
+        made.python(8_950)
         with made.inside("Optimizer.step#SGD.step"):
             made.python(1)
     finding = bound(made, tmp_path)
     if is_recorded:
-        assert finding.sentence == "Host-bound: Python outside operators takes 88% of each step."
+        assert finding.sentence == "Host-bound: Python outside operators takes 89% of each step."
     else:
         assert finding.sentence == (
             "Backward was not recorded: 89% of each step is outside operators: in backward or in Python."
