@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kineto import write_trace
 
@@ -84,3 +84,34 @@ class Recording:
         self.events.append(
             {"ph": "X", "cat": cat, "name": name, **where, "ts": start, "dur": end - start, "args": args}
         )
+
+
+class Met(NamedTuple):
+    """A collective of one rank: process group, step, and times in us."""
+
+    group: str
+    step: int
+    start_us: int
+    end_us: int
+
+
+def paired_ranks(compute_ms: Callable[[int, int], float], steps: int = 6) -> dict[int, list[Met]]:
+    """Return the collectives of eight ranks: pairs meet after the computation, then four ranks of each half.
+
+    Args:
+        compute_ms: of a rank and a step.
+        steps: of all ranks.
+    """
+    now = dict.fromkeys(range(8), 1_000)
+    met: dict[int, list[Met]] = {rank: [] for rank in now}
+    pairs: dict[str, Iterable[int]] = {f"tp{pair}": (2 * pair, 2 * pair + 1) for pair in range(4)}
+    halves: dict[str, Iterable[int]] = {f"dp{half}": range(half, 8, 2) for half in (0, 1)}
+    for step in range(steps):
+        for rank in now:
+            now[rank] += round(1000 * compute_ms(rank, step))
+        for group, ranks in (pairs | halves).items():
+            end = max(now[rank] for rank in ranks) + 100
+            for rank in ranks:
+                met[rank].append(Met(group, step, now[rank], end))
+                now[rank] = end
+    return met

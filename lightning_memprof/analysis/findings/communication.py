@@ -181,6 +181,8 @@ def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Finding 
     if caused_ns < MAIN_SHARE * waits.waited_ns or steady_ns - hiccup_ns < least_ns:
         return None
     last = sum(meeting.last_rank == rank for meeting in waits.meetings)
+    behind = sum(meeting.cause == rank != meeting.last_rank for meeting in waits.meetings)
+    passed_on = f", and another because of it at {behind}" if behind else ""
     own_ns = waits.own_wait_ns[rank]
     others_ns = round(statistics.median(ns for other, ns in waits.own_wait_ns.items() if other != rank))
     ledgers = [trace.device_ledger or trace.host_ledger for other, trace in ranks.items() if other != rank]
@@ -192,8 +194,8 @@ def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Finding 
         if 2 * len(ranks) < max(each.world_size or 0 for each in ranks.values())
         else severity_of(share),
         sentence=(
-            f"Rank {rank} is the straggler: last at {last} of {len(waits.meetings)} collectives, the others wait "
-            f"{format_ns(others_ns)}."
+            f"Rank {rank} is the straggler: last at {last} of {len(waits.meetings)} collectives{passed_on}, the "
+            f"others wait {format_ns(others_ns)}."
         ),
         why=(
             f"In collectives rank {rank} waits {format_ns(own_ns)} and the median of the other ranks "

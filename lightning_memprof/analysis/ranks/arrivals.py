@@ -52,13 +52,17 @@ class RankTrack(msgspec.Struct, frozen=True):
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """One collective of several ranks: arrival of the median and the last rank, and which rank was last."""
+    """One collective of several ranks: arrival of the median and the last rank, which was last, and who made it late.
+
+    ``cause`` is the last rank, or the rank of another group for which it had waited before.
+    """
 
     kind: Kind
     ranks: int
     middle_ns: int
     last_ns: int
     last_rank: int
+    cause: int
 
 
 class CollectiveWait(msgspec.Struct, frozen=True):
@@ -80,7 +84,7 @@ class CollectiveWait(msgspec.Struct, frozen=True):
 class WindowWaits(msgspec.Struct):
     """The waiting of one window, in nanoseconds.
 
-    ``waited_ns`` is the total wait of the median rank, ``caused_ns`` its part by the rank that arrived last, and
+    ``waited_ns`` is the total wait of the median rank, ``caused_ns`` its part by the rank that causes it, and
     ``largest_ns`` the maximum of that within one step. ``own_wait_ns`` is the wait of each rank. ``clock_error_ns`` is
     the median distance of the ends of one collective on the aligned clocks. ``last_ns`` is when the last rank came to
     each collective, on the clock of the first track, and ``shifts`` by how many collectives tracks begin later.
@@ -259,13 +263,20 @@ class _Group(msgspec.Struct):
     """Ranks that have the same collectives.
 
     ``came_ns`` has a row for each rank and a column for each collective; ``waited_ns`` is by rank, ``until_ns`` the end
-    of their last wait.
+    of their last wait. ``waits`` are those of each collective with their cause, where the ranks meet in several process
+    groups, and ``met`` how many there were at the last collective of each.
     """
 
     ranks: list[int]
     came_ns: NDArray[np.int64]
     waited_ns: NDArray[np.int64]
     until_ns: int = _BEFORE
+    waits: list[tuple[NDArray[np.int64], int]] | None = None
+    met: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def since(self, name: str) -> list[tuple[NDArray[np.int64], int]]:
+        """Return the waits since the last collective of a process group."""
+        return self.waits[self.met.get(name, 0) :] if self.waits else []
 
 
 def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
@@ -286,7 +297,10 @@ def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
             np.array([member.start_ns for member in members], dtype=np.int64) + np.array(later, dtype=np.int64)[:, None]
         )
         group = _Group(
-            [member.rank for member in members], np.asfortranarray(times), np.zeros(len(members), dtype=np.int64)
+            [member.rank for member in members],
+            np.asfortranarray(times),
+            np.zeros(len(members), dtype=np.int64),
+            waits=[] if len({name for (_, name, _), _ in keys}) > 1 else None,
         )
         groups.append(group)
         for at, (key, last) in enumerate(zip(keys, times.max(axis=0).tolist(), strict=True)):
@@ -311,27 +325,51 @@ def _wait(kind: Kind, parts: list[tuple[_Group, int]], last: int) -> Meeting | N
         return None
     half = len(everyone) // 2
     middle = int(np.partition(everyone, half)[half])
-    rank = next(
-        group.ranks[int(waited.argmin())] for (group, _), waited in zip(parts, waits, strict=True) if not waited.min()
+    last_of, place = next(
+        (group, int(waited.argmin())) for (group, _), waited in zip(parts, waits, strict=True) if not waited.min()
     )
+    cause = _cause(kind[1], [group for group, _ in parts], last_of, place, middle)
     for (group, _), waited in zip(parts, waits, strict=True):
         most = last - group.until_ns
         if most > 0:
-            group.waited_ns += np.minimum(waited, most)
+            until_last = np.minimum(waited, most)
+            group.waited_ns += until_last
             group.until_ns = last
-    return Meeting(kind, len(everyone), last - middle, last, rank)
+            if group.waits is not None:
+                group.waits.append((until_last, cause))
+        if group.waits is not None:
+            group.met[kind[1]] = len(group.waits)
+    return Meeting(kind, len(everyone), last - middle, last, last_of.ranks[place], cause)
+
+
+def _cause(name: str, groups: Sequence[_Group], last_of: _Group, place: int, middle: int) -> int:
+    """Return the rank that makes others wait ``middle`` ns: the last one, or for which that one has waited longer.
+
+    Ranks that meet in several process groups, as in tensor and data parallelism, are late together: those that share
+    one with the late rank wait for it there, and then come last to the others.
+    """
+    own = Counter[int]()
+    for waited, cause in last_of.since(name):
+        own[cause] += int(waited[place])
+    if not own:
+        return last_of.ranks[place]
+    others = np.concatenate(
+        [sum((waited for waited, _ in group.since(name)), np.zeros(len(group.ranks), np.int64)) for group in groups]
+    )
+    longer = own.total() - int(np.median(others))
+    return own.most_common(1)[0][0] if 2 * longer >= middle > 0 else last_of.ranks[place]
 
 
 def _share(waits: WindowWaits, steps: float) -> None:
-    """Assign the wait of the median rank, each moment once, to the rank that arrived last."""
+    """Assign the wait of the median rank, each moment once, to the rank that causes it."""
     until = 0
     parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for collective in sorted(waits.meetings, key=lambda meeting: meeting.middle_ns):
         begin = max(collective.middle_ns, until)
         if collective.last_ns > begin:
             waits.waited_ns += collective.last_ns - begin
-            waits.caused_ns[collective.last_rank] += collective.last_ns - begin
-            parts[collective.last_rank].append((begin, collective.last_ns - begin))
+            waits.caused_ns[collective.cause] += collective.last_ns - begin
+            parts[collective.cause].append((begin, collective.last_ns - begin))
             until = collective.last_ns
     if waits.meetings:
         times = [collective.middle_ns for collective in waits.meetings]

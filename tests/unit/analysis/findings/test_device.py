@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from device_traces import BASE_NS, GEMM, Recording
+from device_traces import BASE_NS, GEMM, Recording, paired_ranks
 from ledger_lines import held, out_of_bounds
 from lightning_memprof.analysis.findings import Finding, Severity, examine_files
 from lightning_memprof.analysis.ledger.ranks import across_ranks
@@ -689,6 +689,25 @@ def test_the_rank_that_arrives_last_in_bare_traces_is_the_straggler(tmp_path: Pa
     assert finding.numbers["own_wait_ns"] < 100_000
     assert finding.next_steps[0].startswith("Rank 3 computes for")
     assert finding.next_steps[1].startswith("See all ranks on one timeline: lightning-memprof merge -o merged.json.gz ")
+
+
+def test_a_rank_that_makes_its_partner_in_tensor_parallelism_late_is_the_straggler(tmp_path: Path) -> None:
+    reports = []
+    for rank, calls in paired_ranks(lambda rank, step: 20.0 if rank == 5 else 10.0).items():
+        made = Recording()
+        for before, call in zip([made.now, *(call.end_us for call in calls)], calls, strict=False):
+            if call.start_us > before:
+                made.launch(call.start_us - before, at=before)
+            made.launch(call.end_us - call.start_us, NCCL, 21, call.start_us)
+            made.events[-1]["args"] |= {"Collective name": "allreduce", "Process Group Name": call.group}
+        info = {"backend": "nccl", "rank": rank, "world_size": 8}
+        path = made.write(tmp_path / f"rank{rank}.pt.trace.json", distributedInfo=info)
+        reports.append(trace_report(path))
+    finding = next(finding for finding in across(reports) if finding.rule == "straggler_trace")
+    # At six of its own pair; its partner and it are last at the six of each half.
+    assert finding.sentence.startswith(
+        "Rank 5 is the straggler: last at 12 of 36 collectives, and another because of it at 6, the others"
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from device_traces import paired_ranks
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Severity, verdict
 from lightning_memprof.analysis.findings.communication import straggler
@@ -76,6 +78,41 @@ def test_a_trace_that_begins_one_collective_later_is_shifted_to_where_the_ends_a
     waits = window_waits(tracks(whole, shorter))
     assert len(waits.meetings) == 4
     assert waits.caused_ns == {1: 4 * 4 * MS}
+
+
+def tensor_parallel(compute_ms: Callable[[int, int], float]) -> list[RankTrack]:
+    return [
+        RankTrack(
+            rank=rank, host="h", keys=tuple((("all_reduce", call.group, 4), call.step) for call in calls), base_ns=0,
+            start_ns=[call.start_us * 1000 for call in calls],
+            duration_ns=[(call.end_us - call.start_us) * 1000 for call in calls],
+        )
+        for rank, calls in paired_ranks(compute_ms).items()
+    ]  # fmt: skip
+
+
+def test_a_rank_that_makes_its_partner_late_causes_what_others_wait_for_the_partner() -> None:
+    waits = window_waits(tensor_parallel(lambda rank, step: 20.0 if rank == 5 else 10.0), steps=6)
+    assert set(waits.caused_ns) == {5}
+    assert {meeting.last_rank for meeting in waits.meetings if meeting.kind[1] == "dp0" and meeting.cause == 5} == {4}
+
+
+@pytest.mark.parametrize(
+    "compute_ms",
+    [
+        pytest.param(lambda rank, step: 13.0 if rank in {2, 3} else 10.0, id="both of a pair are late"),
+        pytest.param(
+            lambda rank, step: 20.0 if (rank, step % 2) in {(5, 0), (0, 1)} else 10.0, id="all waited alike before"
+        ),
+    ],
+)
+def test_a_rank_is_late_by_itself_where_it_has_waited_no_longer_than_the_others(
+    compute_ms: Callable[[int, int], float],
+) -> None:
+    waits = window_waits(tensor_parallel(compute_ms), steps=6)
+    pairs = [meeting for meeting in waits.meetings if meeting.kind[1].startswith("tp")]
+    assert {meeting.cause for meeting in pairs} == {meeting.last_rank for meeting in pairs}
+    assert set(waits.caused_ns) <= {rank for rank in range(8) if max(compute_ms(rank, step) for step in (0, 1)) > 10}
 
 
 def test_a_summary_comes_back_as_it_was_written_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
