@@ -70,6 +70,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "recomputation": PASSES,
     "registered_hook_bound": ("forward_hook", "backward_hook"),
     "slow_steps": ("stall", *WORK, "untracked"),
+    "slower_steps": (*AWAKE, "validation", "checkpoint"),
     "small_batch": (*WORK, "callback", "module_hook", "logging", "transfer", "untracked", "self_log", "data_wait"),
     "data_memory": ("data_set",),
     "steady_growth": ("requested",),

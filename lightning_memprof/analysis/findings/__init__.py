@@ -23,7 +23,7 @@ from lightning_memprof.analysis.findings import (
 from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files
 from lightning_memprof.analysis.findings.gpu import allocator, collectives, holders, idle, waits
 from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity
-from lightning_memprof.analysis.findings.program import lines, loops, passes, python
+from lightning_memprof.analysis.findings.program import lines, loops, passes, python, slowing
 from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.analysis.trace.model import TraceReport
@@ -78,6 +78,7 @@ RULES: Final[tuple[Rule, ...]] = (
     host.core_wait,
     host.between_steps,
     host.slow_steps,
+    slowing.slower_steps,
     host.gc_pauses,
     communication.memory_imbalance,
     memory.peak_elsewhere,

@@ -151,8 +151,8 @@ def validation_memory(facts: Facts) -> Finding | None:
             f"{format_bytes(growth.added_bytes)} at its end."
         ),
         why=(
-            f"RSS rises steadily from {format_bytes(growth.start_bytes)} over {growth.steps} batches of a "
-            "validation: something of each batch is kept. It grows with the validation set."
+            f"Memory rises steadily from an RSS of {format_bytes(growth.start_bytes)} over {growth.steps} batches of "
+            "a validation: something of each batch is kept. It grows with the validation set."
         ),
         next_steps=(
             f"Aggregate in {model}.validation_step, in a metric or a sum, instead of keeping each batch's outputs.",

@@ -1,4 +1,4 @@
-"""Memory that grows steadily, in steps, workers and validations; its holders; memory that windows leave behind."""
+"""What grows steadily: memory in steps, workers and validations, its holders, what windows leave; the time of steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.units import GIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from lightning_memprof.artifacts.series import HolderRow, ProcessRow, PulseRow
 
@@ -100,19 +101,16 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     four quarters rise one after the other.
     """
     segments = _segments(rows, column, max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))))
-    if sum(map(len, segments)) < MIN_STEPS:
+    is_short = len(rows) < SHORT_RUN_STEPS
+    rise = _steady_rise(segments, is_scarce=is_short)
+    if rise is None:
         return None
-    slope = _median_slope(segments)
-    points = _joined(segments, slope)
+    slope, points = rise
+    values = [value for _, value in points]
     steps = points[-1][0] - points[0][0]
     start = segments[0][0][1]
     added = round(slope * steps)
-    is_short = len(rows) < SHORT_RUN_STEPS
-    min_share = SHORT_RUN_MIN_SHARE if is_short else MIN_SHARE
-    values = [value for _, value in points]
-    if not _rises(values) or added < max(MIN_BYTES, min_share * start):
-        return None
-    if _rising_share(segments) < MIN_RISING or (is_short and _is_scattered(segments, slope)):
+    if added < max(MIN_BYTES, (SHORT_RUN_MIN_SHARE if is_short else MIN_SHARE) * start):
         return None
     eighth = len(values) // 8
     return Growth(
@@ -122,6 +120,46 @@ def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
         steps=steps,
         has_ended=statistics.median(values[-eighth:]) <= statistics.median(values[-2 * eighth : -eighth]),
     )
+
+
+class Slowing(msgspec.Struct, frozen=True, kw_only=True):
+    """A steady slope of a time: ns per step, and the ns that it added to ``start_ns`` in ``steps`` from ``first``."""
+
+    per_step_ns: float
+    added_ns: int
+    start_ns: int
+    steps: int
+    first: int
+
+
+def steady_slowing(rows: Sequence[PulseRow], column: str, without: str | None = None) -> Slowing | None:
+    """Return the slope of a column of ns, less another one, if it rises steadily after the warmup, else None.
+
+    As :func:`steady_growth`, without a least size; the slope must stand out in a long run, too.
+    """
+    if without is not None:
+        rows = [replace(row, **{column: max((row[column] or 0) - (row[without] or 0), 0)}) for row in rows]
+    segments = _segments(rows, column, max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))))
+    rise = _steady_rise(segments, is_scarce=True)
+    if rise is None:
+        return None
+    slope, points = rise
+    first, steps = points[0][0], points[-1][0] - points[0][0]
+    middle = statistics.median(value - slope * (step - first) for step, value in points)
+    return Slowing(
+        per_step_ns=slope, added_ns=round(slope * steps), start_ns=max(round(middle), 1), steps=steps, first=first
+    )
+
+
+def _steady_rise(segments: list[list[Point]], *, is_scarce: bool) -> tuple[float, list[tuple[int, float]]] | None:
+    """Return the slope of segments and their points, joined, if they rise steadily; None if not, or for few points."""
+    if sum(map(len, segments)) < MIN_STEPS:
+        return None
+    slope = _median_slope(segments)
+    points = _joined(segments, slope)
+    if slope <= 0 or not _rises([value for _, value in points]) or _rising_share(segments) < MIN_RISING:
+        return None
+    return None if is_scarce and _is_scattered(segments, slope) else (slope, points)
 
 
 def _rises(values: Sequence[float]) -> bool:
@@ -240,21 +278,32 @@ def size_when_full(holder: HolderRow) -> int | None:
 
 
 def worker_growth(rows: Sequence[ProcessRow]) -> Growth | None:
-    """Return the slope of the private memory of DataLoader workers if it rises until the end, else None.
+    """Return the slope of the memory of DataLoader workers if it rises until the end, else None.
+
+    Of their private memory, else of what they have besides that of the main process: in their first seconds workers
+    copy the pages that they write, so that private memory alone seems to grow less and less.
+    """
+    loaded = Counter[int]()
+    for row in rows:
+        loaded[row.step or 0] += row.batches or 0 if row.kind == "worker" else 0
+    samples = [row for row in rows if row.kind == "workers" and row.step is not None and row.private_bytes is not None]
+    private = [(row.step or 0, row.private_bytes or 0) for row in samples]
+    found = _until_the_end(private, loaded)
+    if found is not None or any(row.shared_bytes is None for row in samples):
+        return found
+    return _until_the_end(
+        [(step, size + (row.shared_bytes or 0)) for (step, size), row in zip(private, samples, strict=True)], loaded
+    )
+
+
+def _until_the_end(samples: Sequence[Point], loaded: Mapping[int, int]) -> Growth | None:
+    """Return the slope of samples if they rise until the end, else None.
 
     The first sample is excluded where more than three are known, else the rate must not fall: workers start, and copy
     what they touch. So does the main process in a garbage collection or a window, and its workers keep the old pages: a
     slope rises between any two samples, and without the largest rise the others still have a third of the rate. Workers
     that start anew have other samples, and those that loaded nothing since the last one have none.
     """
-    loaded = Counter[int]()
-    for row in rows:
-        loaded[row.step or 0] += row.batches or 0 if row.kind == "worker" else 0
-    samples = [
-        (row.step, row.private_bytes)
-        for row in rows
-        if row.kind == "workers" and row.step is not None and row.private_bytes is not None
-    ]
     idle = {after for (before, _), (after, _) in itertools.pairwise(samples) if 0 < loaded[after] == loaded[before]}
     known = [(step, size) for step, size in samples if step not in idle]
     is_short = len(known) == MIN_SAMPLES
@@ -293,23 +342,22 @@ def copied_on_write(rows: Sequence[ProcessRow]) -> float:
 
 
 def validation_growth(rows: Sequence[ProcessRow]) -> Growth | None:
-    """Return the largest steady rise of RSS over the batches of a validation, its ``steps``; None without one.
+    """Return the largest steady rise of memory over the batches of a validation, its ``steps``; None without one.
 
-    Where the bytes of the C allocator are known they rise by half of it or more: RSS includes free blocks of a
-    fragmented heap, which the program does not keep.
+    Of the blocks that the C allocator has given out, where they are known: RSS includes free ones, which the program
+    does not keep, and does not rise while these are used again. RSS must rise by half as much.
     """
     found = []
     for row in rows:
-        sizes = row.rss_bytes[1:]
+        resident = row.rss_bytes[1:]
+        sizes = row.heap_bytes[1:] or resident
         if row.kind != "validation" or not row.batches or len(sizes) < MIN_BATCHES or not _rises(sizes):
             continue
         added = sizes[-1] - sizes[0]
-        if row.heap_bytes and 2 * (row.heap_bytes[-1] - row.heap_bytes[1]) < added:
-            continue
-        if added >= max(MIN_BYTES, SHORT_RUN_MIN_SHARE * sizes[0]):
+        if 2 * (resident[-1] - resident[0]) >= added >= max(MIN_BYTES, SHORT_RUN_MIN_SHARE * resident[0]):
             apart = round(row.batches / len(row.rss_bytes)) * (len(sizes) - 1)
             found.append(
-                Growth(bytes_per_step=added / apart, added_bytes=added, start_bytes=sizes[0], steps=row.batches)
+                Growth(bytes_per_step=added / apart, added_bytes=added, start_bytes=resident[0], steps=row.batches)
             )
     return max(found, key=lambda growth: growth.added_bytes, default=None)
 

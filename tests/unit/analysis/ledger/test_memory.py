@@ -207,6 +207,19 @@ def test_workers_that_have_loaded_all_batches_before_the_last_sample_grew_until_
     assert (found.bytes_per_step, found.added_bytes, found.steps) == (6 * MIB, 120 * MIB, 20)
 
 
+def test_pages_that_workers_copy_in_their_first_seconds_hide_no_steady_growth() -> None:
+    private, shared = (53, 97, 202, 286, 451), (354, 352, 278, 218, 218)
+    rows = [
+        ProcessRow(kind="workers", step=step, private_bytes=own * MIB, shared_bytes=common * MIB)
+        for step, own, common in zip((2, 9, 14, 18, 56), private, shared, strict=True)
+    ]
+    found = worker_growth(rows)
+    assert found is not None
+    assert found.added_bytes == (451 + 218 - 97 - 352) * MIB
+    copied = [replace(row, shared_bytes=(500 - own) * MIB) for row, own in zip(rows, private, strict=True)]
+    assert worker_growth(copied) is None
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -265,3 +278,13 @@ def test_a_fragmented_heap_is_not_kept_by_a_validation(kept: int, is_found: bool
     heap = [100 * MIB + batch * kept for batch in range(32)]
     row = ProcessRow(kind="validation", batches=32, rss_bytes=sizes, heap_bytes=heap)
     assert (validation_growth([row]) is not None) == is_found
+
+
+@pytest.mark.parametrize(("free", "is_found"), [(12, True), (28, False)])
+def test_a_validation_that_first_uses_freed_memory_again_grows_by_what_it_keeps(free: int, is_found: bool) -> None:
+    heap = [(200 + 4 * batch) * MIB for batch in range(32)]
+    resident = [(500 + 4 * max(batch - free, 0)) * MIB for batch in range(32)]
+    found = validation_growth([ProcessRow(kind="validation", batches=32, rss_bytes=resident, heap_bytes=heap)])
+    assert (found is not None) == is_found
+    if found is not None:
+        assert (found.bytes_per_step, found.added_bytes) == (4 * MIB, 120 * MIB)
