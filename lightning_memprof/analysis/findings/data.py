@@ -310,14 +310,16 @@ def _cause(
     if (turns := takes_turns(rank)) is not None:
         return f": its {workers} workers take turns at a lock{f' in {turns.lock}' if turns.lock else ''}"
     part = _slowest_part(ledger, few)
+    in_sampler = part is not None and part[1] == "sampler"
     if few is not None and few.period is not None:
         owners = {line.name.rpartition(".")[0] for line in ledger.of("data_wait") if line.name.endswith(METHODS)}
         source = f" for {owners.pop()}" if len(owners) == 1 else ""
         return f": {few.subject.lower()} waits {format_ns(few.mean_ns)}{source} (num_workers={workers or 0})"
-    if workers and (slow := slow_function(rank)) is not None:
+    if workers and not in_sampler and (slow := slow_function(rank)) is not None:
         return f": {slow.function} takes {percent(slow.share)} of a fetch"
     if workers:
-        return f": {format_count(workers, 'worker')} cannot keep up{in_workers(rank)}"
+        behind = f": {format_count(workers, 'worker')} cannot keep up{in_workers(rank)}"
+        return ", mostly in the sampler" if in_sampler else behind
     named, at = f", mostly in {_named(loaders, *part)}" if part else "", line_of_samples(rank, part)
     source = has(at, "it", named.rpartition(" ")[2]) if at else ""
     return "" if workers is None else f"{named}{one_by_one(rank, ledger)[0]} (num_workers=0){source}"

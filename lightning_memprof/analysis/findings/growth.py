@@ -105,9 +105,7 @@ def memory_growth(facts: Facts) -> Finding | None:
     growth, rank, title, source = max(found, key=lambda entry: entry[0].added_bytes)
     holders = Holders(_bounded(rank.read(HolderRow).rows, rank), growth)
     full = steps_until_full(facts, rank, growth.bytes_per_step, on_host=source == RSS)
-    # What the C allocator keeps of freed memory reaches a limit.
-    is_settling = holders.is_free and (growth.has_ended or (growth.is_short and full is None))
-    if holders.ends or is_settling:
+    if holders.ends or (growth.is_settling(is_fatal=full is not None) and holders.is_free):
         return None
     holder = holders.main
     share = growth.added_bytes / growth.start_bytes if growth.start_bytes else 1.0

@@ -92,6 +92,10 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the allocator's pools may still be filling."""
         return self.steps < SHORT_RUN_STEPS
 
+    def is_settling(self, *, is_fatal: bool) -> bool:
+        """Return whether freed memory that the C allocator keeps grows no more, or will settle before the run ends."""
+        return self.has_ended or (self.is_short and not is_fatal)
+
 
 def steady_growth(rows: Sequence[PulseRow], column: str) -> Growth | None:
     """Return the slope of a column of bytes if it rises steadily after the warmup, else None.

@@ -39,7 +39,7 @@ PHASES: Final[Mapping[str, _Phase]] = {
     "backward_ns": _Phase(
         ("backward", "backward_hook"),
         "the backward pass",
-        "Detach what one step hands to the next (hidden states, sums of losses): backward goes through all of it.",
+        "Detach what one step hands to the next (hidden states, losses): backward runs through earlier steps, too.",
     ),
     "optimizer_ns": _Phase(
         ("optimizer",),

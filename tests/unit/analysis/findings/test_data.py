@@ -75,6 +75,13 @@ def test_the_part_of_loading_is_named_also_where_the_recorded_steps_wait_less(
     assert ("DataLoader(num_workers=" in finding.next_steps[0]) == (part != "Images.sampler")
 
 
+def test_a_slow_sampler_is_named_for_workers_which_do_not_run_it(tmp_path: Path) -> None:
+    loaders = {"dataloaders": [{"num_workers": 2}]}
+    finding = found(tmp_path, FakeRun(phases=waits, training=loaders, loading=("Images.sampler",)))["input_bound"]
+    assert finding.sentence.endswith(", mostly in the sampler.")
+    assert finding.next_steps[0].startswith("Make the sampler faster")
+
+
 @pytest.mark.parametrize(
     ("threads", "busy", "least", "most"),
     [
