@@ -68,7 +68,9 @@ RECORD: Final = (
 def slower_steps(facts: Facts) -> Finding | None:
     """Find steps that take longer and longer, and the phase in which they do.
 
-    Recovers the time above that of the first steps: of a steady slope half of its rise, at most the phase's lines.
+    Recovers at most the time above that of the first steps: of a steady slope half of its rise, and no more than the
+    phase's lines. It recovers nothing where the batches themselves get larger. A finding that names the code in the
+    same lines comes before it.
     """
     found = [worst for rank in facts.run.ranks if rank.rank in facts.ledgers and (worst := _of_rank(rank)) is not None]
     if not found:
@@ -76,7 +78,7 @@ def slower_steps(facts: Facts) -> Finding | None:
     rank, column, steps, slowing = max(found, key=lambda each: each[3].added_ns)
     ledger, phase = facts.ledgers[rank.rank], PHASES[column]
     excess = min(steps.added_ns / 2, ledger.ns(*phase.parts))
-    worth = Recovery(unit="ns", min=excess, max=excess, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=0, max=excess, whole=ledger.running_ns)
     of_part = {part: next((line.name for line in ledger.of(part) if line.name), "") for part in phase.parts}
     hook = of_part.get("forward_hook", "")
     name = next((name for name in of_part.values() if name), "")
