@@ -46,7 +46,7 @@ from lightning_memprof.analysis.findings.traces import (
 from lightning_memprof.analysis.ledger.model import TimeLedger, total
 from lightning_memprof.analysis.ledger.run import RESTART
 from lightning_memprof.analysis.run.model import Rank
-from lightning_memprof.analysis.steps.workers import loading, private_memory
+from lightning_memprof.analysis.steps.workers import loading, private_memory, workers_end
 from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import ProcessRow, ThroughputRow
@@ -58,6 +58,7 @@ MIN_COST_NS: Final = 1_000_000
 MIN_TURNS: Final = 4
 # If the first fetch of each epoch holds this share of the wait, workers restart every epoch.
 EPOCH_STARTS_SHARE: Final = 0.5
+SETTINGS: Final = ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
 METHODS: Final = (".fetch", ".collate", ".sampler")
 MOST_OF_WAIT: Final = 0.5
 MORE_WORKERS: Final = 4
@@ -313,6 +314,7 @@ def _cause(
     in_sampler = part is not None and part[1] == "sampler"
     if few is not None and few.period is not None:
         owners = {line.name.rpartition(".")[0] for line in ledger.of("data_wait") if line.name.endswith(METHODS)}
+        owners = {"workers that start again"} if workers_end(rank) else owners
         source = f" for {owners.pop()}" if len(owners) == 1 else ""
         return f": {few.subject.lower()} waits {format_ns(few.mean_ns)}{source} (num_workers={workers or 0})"
     if workers and not in_sampler and (slow := slow_function(rank)) is not None:
@@ -345,8 +347,7 @@ def _named(loaders: Sequence[DataLoaderFacts], owner: str, part: str) -> str:
 
 
 def _settings(loader: DataLoaderFacts) -> str:
-    names = ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
-    return ", ".join(f"{name}={loader.fields[name]}" for name in names if name in loader.fields)
+    return ", ".join(f"{name}={loader.fields[name]}" for name in SETTINGS if name in loader.fields)
 
 
 def _next_steps(
@@ -365,9 +366,8 @@ def _next_steps(
     loader, slow = loaders[0], slow_function(rank)
     method = slow.function if slow is not None else sample_method(loaders)
     steps, workers = [*one_by_one(rank, ledger)[1]], loader.num_workers or 0
-    cores = rank.facts.cpu_count
-    epochs = at_epoch_starts >= EPOCH_STARTS_SHARE
-    share = SHARE if loader.is_iterable else ""
+    cores, share = rank.facts.cpu_count, SHARE if loader.is_iterable else ""
+    restart = at_epoch_starts >= EPOCH_STARTS_SHARE or workers_end(rank)
     faster = f"ake {_named(loaders, *part)} faster: {FASTER[part[1]]}" if part is not None else ""
     steps += of_samples(at) if (at := line_of_samples(rank, part)) is not None else ()
     if part is not None and part[1] == "sampler":
@@ -378,13 +378,13 @@ def _next_steps(
         steps.append(f"num_workers is 0: use DataLoader(num_workers={wanted}, persistent_workers=True){also}.{share}")
     else:
         keep = [KEEP_WORKERS] if loader.persistent_workers is False else []
-        steps += keep if epochs else []
-        if in_few_steps and not epochs:
+        steps += keep if restart else []
+        if in_few_steps and not restart:
             # Batches in stock cover a few slow ones; they do not help workers that are slower than the training.
             prefetch = loader.prefetch_factor or DEFAULT_PREFETCH
             steps.append(f"prefetch_factor is {prefetch}: use DataLoader(prefetch_factor={2 * prefetch}).")
         steps.append((measured or more_workers(workers, cores, method)) + share)
-        steps += keep if not epochs else []
+        steps += keep if not restart else []
     if loader.pin_memory is False and not rank.facts.is_cpu:
         steps.append("pin_memory is False: use DataLoader(pin_memory=True) to overlap copies with the step.")
     return (*steps, LESS_PER_SAMPLE.format(method=method))

@@ -204,3 +204,11 @@ def _spans(rank: Rank) -> Iterator[tuple[ProcessRow, ProcessRow]]:
         samples = list(found)
         if len(samples) > 1:
             yield samples[0], samples[-1]
+
+
+def workers_end(rank: Rank) -> bool:
+    """Return whether workers end and others start within an epoch, as those of a short loader that begins again."""
+    loaders = rank.training.dataloaders if rank.training is not None else []
+    processes = {row.pid for row in rank.read(ProcessRow).rows if row.kind == "worker"}
+    is_one_epoch = len({row["epoch"] for row in rank.pulse}) == 1
+    return is_one_epoch and len(loaders) > 1 and len(processes) > 2 * sum(each.num_workers or 0 for each in loaders)

@@ -128,6 +128,23 @@ def test_no_part_is_named_where_two_take_less_than_half_each(tmp_path: Path) -> 
     assert "mostly" not in sentence
 
 
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_short_loader_that_begins_again_within_an_epoch_keeps_its_workers(tmp_path: Path, *, restart: bool) -> None:
+    def every_fifth(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "data_wait": 80_000_000 if step % 5 == 0 else 1_000_000}
+
+    loader = {"num_workers": 1, "persistent_workers": False, "prefetch_factor": 2}
+    fake = FakeRun(steps=60, phases=every_fifth, training={"dataloaders": [loader, loader]}, trace=False)
+    directory = make_run(tmp_path, fake)
+    rows = [{"kind": "worker", "step": step, "pid": 7 + restart * step, "worker": 0} for step in range(0, 60, 5)]
+    path = directory / "processes.rank00000.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (finding,) = (each for each in examine(Facts.of(load_run(directory))) if each.rule == "input_bound")
+    assert ("every 5th step waits 80.0 ms for workers that start again" in finding.sentence) == restart
+    assert ("persistent_workers=True" in finding.next_steps[0]) == restart
+    assert ("prefetch_factor is 2" in finding.next_steps[0]) != restart
+
+
 def test_a_wait_in_every_tenth_step_is_told_with_its_length(tmp_path: Path) -> None:
     def shards(_: int, step: int) -> Mapping[str, int]:
         return {**HEALTHY, "data_wait": 400_000_000 if step % 10 == 9 else 100_000}
