@@ -97,8 +97,8 @@ def worker_memory(facts: Facts) -> Finding | None:
             f"step{facts.on_rank(rank)}{': they copy objects of the main process' if is_copy else ''}."
         ),
         why=(
-            f"The private memory of {format_count(workers, 'worker')} rose steadily by "
-            f"{format_bytes(growth.added_bytes)} in {growth.steps} steps to {format_bytes(held)}: 1 GiB more every "
+            f"The memory of {format_count(workers, 'worker')} rose steadily by {format_bytes(growth.added_bytes)} in "
+            f"{growth.steps} steps; {format_bytes(held)} are private. It rises by 1 GiB every "
             f"{GIB / growth.bytes_per_step:,.0f} steps. "
             + (
                 f"{percent(copied)} of it was shared before: pages are copied when a reference count changes."

@@ -264,7 +264,7 @@ class _Group(msgspec.Struct):
 
     ``came_ns`` has a row for each rank and a column for each collective; ``waited_ns`` is by rank, ``until_ns`` the end
     of their last wait. ``waits`` are those of each collective with their cause, where the ranks meet in several process
-    groups, and ``met`` how many there were at the last collective of each.
+    groups, and ``met`` their count, with ``waited_ns``, after the last collective of each.
     """
 
     ranks: list[int]
@@ -272,11 +272,19 @@ class _Group(msgspec.Struct):
     waited_ns: NDArray[np.int64]
     until_ns: int = _BEFORE
     waits: list[tuple[NDArray[np.int64], int]] | None = None
-    met: dict[str, int] = msgspec.field(default_factory=dict)
+    met: dict[str, tuple[int, NDArray[np.int64]]] = msgspec.field(default_factory=dict)
 
     def since(self, name: str) -> list[tuple[NDArray[np.int64], int]]:
         """Return the waits since the last collective of a process group."""
-        return self.waits[self.met.get(name, 0) :] if self.waits else []
+        if self.waits is None:
+            return []
+        return self.waits[self.met[name][0] :] if name in self.met else self.waits
+
+    def waited_since(self, name: str) -> NDArray[np.int64]:
+        """Return the sum of these waits, by rank."""
+        if self.waits is None:
+            return np.zeros_like(self.waited_ns)
+        return self.waited_ns - self.met[name][1] if name in self.met else self.waited_ns
 
 
 def _meet(waits: WindowWaits, tracks: Sequence[RankTrack]) -> None:
@@ -338,7 +346,7 @@ def _wait(kind: Kind, parts: list[tuple[_Group, int]], last: int) -> Meeting | N
             if group.waits is not None:
                 group.waits.append((until_last, cause))
         if group.waits is not None:
-            group.met[kind[1]] = len(group.waits)
+            group.met[kind[1]] = len(group.waits), group.waited_ns.copy()
     return Meeting(kind, len(everyone), last - middle, last, last_of.ranks[place], cause)
 
 
@@ -353,10 +361,7 @@ def _cause(name: str, groups: Sequence[_Group], last_of: _Group, place: int, mid
         own[cause] += int(waited[place])
     if not own:
         return last_of.ranks[place]
-    others = np.concatenate(
-        [sum((waited for waited, _ in group.since(name)), np.zeros(len(group.ranks), np.int64)) for group in groups]
-    )
-    longer = own.total() - int(np.median(others))
+    longer = own.total() - int(np.median(np.concatenate([group.waited_since(name) for group in groups])))
     return own.most_common(1)[0][0] if 2 * longer >= middle > 0 else last_of.ranks[place]
 
 

@@ -136,7 +136,7 @@ class Places:
     """The places in the program around events.
 
     Attributes:
-        texts: by number: ``train_step (train.py:12)``, what it calls first: ``argsort in train_step (train.py:12)``.
+        texts: by number: ``train_step (train.py:12)``, and for a call in it ``argsort in train_step (train.py:12)``.
     """
 
     def __init__(self, columns: TraceColumns) -> None:

@@ -7,13 +7,13 @@ from typing import Final, NamedTuple
 
 from lightning_memprof.analysis.findings.model import Facts, Finding, Recovery
 from lightning_memprof.analysis.ledger.growth import Slowing, steady_slowing
-from lightning_memprof.analysis.ledger.model import HostPart
+from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger, total
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.units import format_ns, percent
 
 # Batches of other lengths, and other programs on the machine, make as much of a difference.
-LEAST_RISE: Final = 0.2
-# The phase has as much of the rise.
+MIN_RISE: Final = 0.2
+# The phase has as much of the rise, and a name as much of the phase.
 EXPLAINS: Final = 0.5
 
 
@@ -79,15 +79,14 @@ def slower_steps(facts: Facts) -> Finding | None:
     ledger, phase = facts.ledgers[rank.rank], PHASES[column]
     excess = min(steps.added_ns / 2, ledger.ns(*phase.parts))
     worth = Recovery(unit="ns", min=0, max=excess, whole=ledger.running_ns)
-    of_part = {part: next((line.name for line in ledger.of(part) if line.name), "") for part in phase.parts}
-    hook = of_part.get("forward_hook", "")
-    name = next((name for name in of_part.values() if name), "")
-    mostly = f", mostly in {phase.name}" + (f" (forward hook {hook})" if hook else f" ({name})" if name else "")
+    hook = _main(ledger, "forward_hook") if column == "forward_ns" else ""
+    name = _main(ledger, *phase.parts)
+    part = f", which calls the forward hook {hook}" if hook else f" (largest part: {name})" if name else ""
     return Finding(
         rule="slower_steps",
         sentence=(
             f"Steps get slower: each takes {format_ns(steps.per_step_ns)} longer than the one before"
-            f"{facts.on_rank(rank)}{mostly}."
+            f"{facts.on_rank(rank)}, mostly in {phase.name}{part}."
         ),
         why=(
             f"Over {steps.steps} steps they rise steadily from {format_ns(steps.start_ns)} to "
@@ -114,10 +113,18 @@ def slower_steps(facts: Facts) -> Finding | None:
     )
 
 
+def _main(ledger: TimeLedger, *parts: HostPart) -> str:
+    """Return the name whose lines have more than half of the time of parts, empty where none has."""
+    lines = ledger.of(*parts)
+    names = {line.name for line in lines if line.name}
+    held = {name: total(line for line in lines if line.name == name) for name in names}
+    return next((name for name, ns in held.items() if ns > EXPLAINS * ledger.ns(*parts)), "")
+
+
 def _of_rank(rank: Rank) -> tuple[Rank, str, Slowing, Slowing] | None:
     """Return the phase with most of a rank's rise, and the rise of the steps and of the phase; None without one."""
     steps = steady_slowing(rank.pulse, "duration_ns", without="core_wait_ns")
-    if steps is None or steps.added_ns < LEAST_RISE * steps.start_ns:
+    if steps is None or steps.added_ns < MIN_RISE * steps.start_ns:
         return None
     phases = {column: found for column in PHASES if (found := steady_slowing(rank.pulse, column)) is not None}
     column = max(phases, key=lambda each: phases[each].added_ns, default=None)

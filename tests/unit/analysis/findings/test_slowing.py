@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, Severity, examine
+from lightning_memprof.analysis.findings.program.slowing import slower_steps
+from lightning_memprof.analysis.ledger.model import TimeLine
 from lightning_memprof.analysis.run.load import load_run
 
 MS = 1_000_000
@@ -98,3 +101,36 @@ def test_what_names_the_code_comes_before_it(tmp_path: Path) -> None:
     run = load_run(make_run(tmp_path, FakeRun(steps=60, phases=phases, trace=False, memory=None, training=loaders)))
     rules = [finding.rule for finding in examine(Facts.of(run))]
     assert rules.index("input_bound") < rules.index("slower_steps")
+
+
+@pytest.mark.parametrize(
+    ("phase", "line", "words", "step"),
+    [
+        pytest.param(
+            "forward",
+            TimeLine(part="forward_hook", name="watch (net.py:7)", ns=1.0),
+            "the forward pass, which calls the forward hook watch (net.py:7).",
+            "Remove the forward hook watch (net.py:7) after use",
+            id="a forward hook",
+        ),
+        pytest.param(
+            "callbacks",
+            TimeLine(part="callback", name="EMA.on_train_batch_end", ns=1e9),
+            "callbacks (largest part: EMA.on_train_batch_end).",
+            "Find what EMA.on_train_batch_end keeps",
+            id="a callback",
+        ),
+    ],
+)
+def test_what_the_ledger_has_in_the_phase_is_named(
+    tmp_path: Path, phase: str, line: TimeLine, words: str, step: str
+) -> None:
+    def phases(_: int, number: int) -> Phases:
+        return {**HEALTHY, phase: HEALTHY[phase] + number * MS}
+
+    facts = Facts.of(load_run(make_run(tmp_path, FakeRun(steps=60, phases=phases, trace=False, memory=None))))
+    vars(facts)["ledgers"] = {0: replace(facts.ledgers[0], lines=(*facts.ledgers[0].lines, line))}
+    finding = slower_steps(facts)
+    assert finding is not None
+    assert finding.sentence.endswith(words)
+    assert finding.next_steps[0].startswith(step)
