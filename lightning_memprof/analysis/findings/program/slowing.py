@@ -117,8 +117,8 @@ def _main(ledger: TimeLedger, *parts: HostPart) -> str:
     """Return the name whose lines have more than half of the time of parts, empty where none has."""
     lines = ledger.of(*parts)
     names = {line.name for line in lines if line.name}
-    held = {name: total(line for line in lines if line.name == name) for name in names}
-    return next((name for name, ns in held.items() if ns > EXPLAINS * ledger.ns(*parts)), "")
+    spent = {name: total(line for line in lines if line.name == name) for name in names}
+    return next((name for name, ns in spent.items() if ns > EXPLAINS * ledger.ns(*parts)), "")
 
 
 def _of_rank(rank: Rank) -> tuple[Rank, str, Slowing, Slowing] | None:
