@@ -12,7 +12,7 @@ import pytest
 import lightning_memprof
 from fake_runs import make_run
 from lightning_memprof.cli.main import COMMANDS, main
-from lightning_memprof.errors import MemprofError
+from lightning_memprof.errors import ArtifactError, MemprofError
 
 UNIMPORTABLE = """
 import sys
@@ -115,6 +115,25 @@ def test_ctrl_c_is_exit_code_130_and_says_nothing(as_lightning_does_it, monkeypa
     monkeypatch.setattr("lightning_memprof.cli.show.show", interrupted)
     assert main(["show", "x"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (RuntimeError("release unlocked lock"), 130, ""),
+        (ArtifactError("a.json: cannot be removed"), 1, "lightning-memprof: error: a.json: cannot be removed\n"),
+    ],
+)
+def test_of_errors_that_ctrl_c_causes_only_ours_are_told(error, status, said, monkeypatch, capsys):
+    def interrupted(targets, form, options, **_: object):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise error
+
+    monkeypatch.setattr("lightning_memprof.cli.show.show", interrupted)
+    assert main(["show", "x"]) == status
+    assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.slow
