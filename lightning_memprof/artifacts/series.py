@@ -263,7 +263,8 @@ class GarbageRow(SeriesRow):
 class ThroughputRow(SeriesRow, gc=False, omit_defaults=False):
     """The size of a step's batch, its duration, its FLOP, and the device's peak in FLOP/s.
 
-    Of a batch of sequences also the positions, those that are padding, and of these the ones beyond its longest sample.
+    ``elements`` are those of all tensors of the batch. Of a batch of sequences also the positions, those that are
+    padding, and of these the ones beyond its longest sample.
     """
 
     series = "throughput"
@@ -276,6 +277,7 @@ class ThroughputRow(SeriesRow, gc=False, omit_defaults=False):
     positions: Int64 | None = None
     padded: Int64 | None = None
     beyond_longest: Int64 | None = None
+    elements: Int64 | None = None
 
 
 class SavedTensorsRow(SeriesRow):

@@ -73,6 +73,7 @@ class FakeRun:
         actions: further ones of each recorded step, in its optimizer step.
         padding: positions of a recorded batch, those that are padding, and of these the ones beyond the longest sample.
         samples: of a batch, where ``padding`` is set.
+        elements: of a rank's batch in a recorded step.
         core_wait_ns: step to the wait for a core since the previous reading; None is a step without a reading.
         other_profiler: step to the number of a profiler that is not ours; None where there is none.
 
@@ -93,6 +94,7 @@ class FakeRun:
     loading: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
     padding: tuple[int, int, int] | None = None
+    elements: Callable[[int, int], int] | None = None
     samples: int = 32
     core_wait_ns: Callable[[int], int | None] = lambda _: None
     other_profiler: Callable[[int], int | None] = lambda _: None
@@ -259,11 +261,12 @@ def _write_window(sink: Sink, window: Window, fake: FakeRun) -> None:
                 uss = rss // 2 if point in (Point.BATCH_START, Point.BATCH_END) else None
                 write(mark, rss_bytes=rss, uss_bytes=uss, vms_bytes=4 * rss, peak_rss_bytes=rss + 8 * MIB)
     sink.write_rows(window, "hooks", hooks)
-    if fake.padding is not None:
+    if fake.padding is not None or fake.elements is not None:
         names = ("samples", "positions", "padded", "beyond_longest")
-        counts = dict(zip(names, (fake.samples, *fake.padding), strict=True))
+        counts = dict(zip(names, (fake.samples, *(fake.padding or (0, 0, 0))), strict=True))
         with sink.series(window, "throughput") as write:
             for step in recorded:
+                counts["elements"] = fake.elements(sink.rank, step) if fake.elements is not None else 0
                 write(Mark(step, step, Point.STEP_END, True, START_NS + step * 20_000_000), **counts)
     if fake.device_bytes is not None:
         _write_allocator(sink, window, fake)

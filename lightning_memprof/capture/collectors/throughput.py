@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
-from lightning_memprof.capture.sources.batches import Padding, batch_padding, batch_samples
+from lightning_memprof.capture.sources.batches import Padding, batch_elements, batch_padding, batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.methods import compiled_methods
 from lightning_memprof.capture.torch_internals import (
@@ -29,12 +30,11 @@ log = logging.getLogger(__name__)
 _COMPILED: Final = "operations are not counted: a part of the model is compiled, and counting would change how it runs"
 _MODES: Final = "operations are not counted: another torch dispatch mode was active in every step"
 _NOTHING: Final = "operations are not counted: no matrix product, convolution or attention ran"
-_NONE: Final = (None, None, None)
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Throughput(Collector):
-    """Samples, tokens and padding of each recorded step's batch, and the operations of one step on request.
+    """Samples, elements, tokens and padding of each recorded step's batch, and the operations of one step on request.
 
     Rows are written when the window has closed: no step waits for a count that is still on the device. Operations are
     counted once, in the run's first window: in a warmup step, or without one in a recorded step, whose times then
@@ -97,36 +97,49 @@ class Throughput(Collector):
                     write(mark, row)
 
 
+@dataclass
+class _Counts:
+    """Sizes of one batch; a count may be a tensor."""
+
+    samples: Any = None
+    tokens: Any = None
+    elements: int | None = None
+    padding: Padding | None = None
+
+
 class _Batches:
     """Sizes of the batches, by step."""
 
     def __init__(self, samples: Callable[[Any], int | None], tokens: Callable[[Any], int] | None) -> None:
         self._counters = (samples, tokens)
-        self._counts: tuple[Any, Any, Padding | None] = _NONE
+        self._counts = _Counts()
         self._start_ns = 0
-        self._steps: list[tuple[Mark, int, tuple[Any, Any, Padding | None]]] = []
+        self._steps: list[tuple[Mark, int, _Counts]] = []
 
     def count(self, batch: Any) -> None:
         samples, tokens = self._counters
-        self._counts = (samples(batch), None, None)
-        self._counts = (self._counts[0], None, batch_padding(batch))
+        # One at a time: what raises leaves the others known.
+        self._counts = counts = _Counts(samples=samples(batch))
+        counts.elements = batch_elements(batch)
+        counts.padding = batch_padding(batch)
         if tokens is not None:
-            self._counts = (self._counts[0], tokens(batch), self._counts[2])
+            counts.tokens = tokens(batch)
 
     def on_mark(self, mark: Mark) -> None:
         if mark.point is Point.STEP_START:
             self._start_ns = mark.time_ns
-            self._counts = _NONE
+            self._counts = _Counts()
         elif mark.point is Point.STEP_END and mark.recorded:
             self._steps.append((mark, mark.time_ns - self._start_ns, self._counts))
 
     def rows(self) -> list[tuple[Mark, ThroughputRow]]:
         """Return the rows; a count that is a tensor is read here."""
         rows = []
-        for mark, duration_ns, (samples, tokens, padding) in self._steps:
-            row = ThroughputRow(samples=_whole(samples), tokens=_whole(tokens), duration_ns=duration_ns)
-            if padding is not None:
-                row.positions, row.padded, row.beyond_longest = map(_whole, padding)
+        for mark, duration_ns, counts in self._steps:
+            row = ThroughputRow(samples=_whole(counts.samples), tokens=_whole(counts.tokens), duration_ns=duration_ns)
+            row.elements = counts.elements
+            if counts.padding is not None:
+                row.positions, row.padded, row.beyond_longest = map(_whole, counts.padding)
             rows.append((mark, row))
         return rows
 

@@ -1,4 +1,4 @@
-"""Samples in a batch, and padding in one of sequences, as far as the values of its tensors show it."""
+"""Samples and elements of a batch, and padding in one of sequences, as far as the values of its tensors show it."""
 
 from __future__ import annotations
 
@@ -43,6 +43,16 @@ def batch_samples(batch: Any, depth: int = _DEPTH) -> int | None:
     if isinstance(batch, Sequence) and batch and all(isinstance(part, (str, bytes)) for part in batch):
         return len(batch)
     return next((samples for _, part in _parts(batch) if (samples := batch_samples(part, depth - 1)) is not None), None)
+
+
+def batch_elements(batch: Any, depth: int = _DEPTH) -> int | None:
+    """Return the number of elements of all tensors in a batch; None without a tensor."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    if depth == 0:
+        return None
+    counts = [count for _, part in _parts(batch) if (count := batch_elements(part, depth - 1)) is not None]
+    return sum(counts) if counts else None
 
 
 def batch_padding(batch: Any) -> Padding | None:

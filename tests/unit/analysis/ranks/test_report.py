@@ -287,6 +287,39 @@ def test_a_rank_that_computes_longer_than_others_on_the_same_cores_is_an_info(
     assert ("cores of one machine" in found.why) == (severity is Severity.INFO)
 
 
+@pytest.mark.parametrize(
+    ("elements", "cause", "words"),
+    [
+        ((2000, 4000), "compute", "Rank 1 gets 4,000 elements per batch, the others 2,000."),
+        ((2000, 4000), "data_wait", "Check the data of rank 1"),
+        ((2000, 2200), "compute", "Compare rank 1 with the others"),
+    ],
+)
+def test_a_rank_that_computes_longer_for_its_larger_batches_gets_a_sampler_as_its_remedy(
+    tmp_path: Path, elements: tuple[int, int], cause: Cause, words: str
+) -> None:
+    directory = make_run(tmp_path, FakeRun(world_size=2, elements=lambda rank, _: elements[rank]))
+    assert words in next_step_of_rank_1(directory, cause)
+
+
+def test_a_few_large_batches_of_a_late_rank_are_not_its_size(tmp_path: Path) -> None:
+    sizes = iter([1000, 1000, 1000, 9000] * 9)
+    directory = make_run(tmp_path, FakeRun(world_size=2, elements=lambda rank, _: 1500 if rank == 0 else next(sizes)))
+    assert "Compare rank 1 with the others" in next_step_of_rank_1(directory, "compute")
+
+
+def next_step_of_rank_1(directory: Path, cause: Cause) -> str:
+    facts = Facts.of(load_run(directory))
+    assert facts.ranks is not None
+    late = Straggler(
+        rank=1, host="a", step_ns=100 * MS, caused_ns=50 * MS, caused_share=1.0, cause=cause, own_ns=60 * MS,
+        others_ns=10 * MS, callback=None,
+    )  # fmt: skip
+    found = straggler(replace(facts, ranks=replace(facts.ranks, straggler=late)))
+    assert found is not None
+    return found.next_steps[0]
+
+
 @pytest.mark.parametrize(("steps", "late"), [([2, 3], None), ([2, 3, 4], 1)])
 def test_who_is_last_in_two_steps_on_shared_cores_is_chance(tmp_path: Path, steps: list[int], late: int | None) -> None:
     directory = make_run(tmp_path, FakeRun(world_size=2))

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.throughput import FlopCount
-from lightning_memprof.capture.sources.batches import batch_samples
+from lightning_memprof.capture.sources.batches import batch_elements, batch_samples
 from lightning_memprof.collectors import Throughput
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Point, Schedule
@@ -75,6 +75,20 @@ def test_a_batch_that_holds_itself_ends() -> None:
     batch: list[Any] = []
     batch.append(batch)
     assert batch_samples(batch) is None
+    assert batch_elements(batch) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "elements"),
+    [
+        (torch.zeros(3, 4), 12),
+        ({"x": torch.zeros(3, 4), "more": [torch.zeros(2), "text", None, torch.tensor(1)]}, 15),
+        (["text"], None),
+        (None, None),
+    ],
+)
+def test_elements_are_those_of_all_tensors(batch: Any, elements: int | None) -> None:
+    assert batch_elements(batch) == elements
 
 
 @pytest.mark.parametrize("options", [{"samples": 3}, {"tokens": "len"}, {"flops": "yes"}])
@@ -110,9 +124,9 @@ def test_each_recorded_step_has_one_row_with_its_batch(tmp_path: Path) -> None:
     with context(tmp_path) as run:
         drive(run, [Throughput(tokens=lambda batch: batch.numel())])
     found = rows(tmp_path)
-    assert [(row["step"], row["point"], row["samples"], row["tokens"]) for row in found] == [
-        (2, "step_end", 3, 6),
-        (3, "step_end", 4, 8),
+    assert [(row["step"], row["point"], row["samples"], row["tokens"], row["elements"]) for row in found] == [
+        (2, "step_end", 3, 6, 6),
+        (3, "step_end", 4, 8, 8),
     ]
     assert all(row["duration_ns"] > 0 and row["recorded"] for row in found)
     assert all(row["flops"] is None and row["peak_flops"] is None for row in found)
