@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ArtifactError", "ConfigError", "MemprofError", "ReportError"]
+__all__ = ["ArtifactError", "ConfigError", "MemprofError", "ReportError", "is_ctrl_c"]
 
 
 class MemprofError(Exception):
@@ -19,3 +19,8 @@ class ArtifactError(MemprofError):
 
 class ReportError(MemprofError):
     """A view of a run cannot be produced."""
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Return whether an error is Ctrl-C: amid a wait of ``threading`` it becomes "release unlocked lock"."""
+    return type(error) is RuntimeError and isinstance(error.__context__, KeyboardInterrupt) and "lock" in str(error)

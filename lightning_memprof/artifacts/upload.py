@@ -245,7 +245,9 @@ class Uploads:
         self._answered.clear()
         self._flushed, self._progress = self._live, time.monotonic()
         self._order(_FLUSH)
-        while not self._answered.wait(0.01) and self._thread.is_alive():
+        # Ctrl-C amid Event.wait may become a RuntimeError, in time.sleep never.
+        while not self._answered.is_set() and self._thread.is_alive():
+            time.sleep(0.01)
             largest = max((_size(self._root / name) for name in names if name not in self._done), default=0)
             bound = LAST_LOOK_S if was_given_up else self._patience_s + largest / MIB
             if time.monotonic() - self._progress > bound:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal
 
 from lightning_memprof.artifacts.secrets import masked
+from lightning_memprof.errors import is_ctrl_c
 
 if TYPE_CHECKING:
     from lightning_memprof.artifacts.manifest import ManifestWriter
@@ -43,7 +44,13 @@ class Faults:
         self.disabled: set[str] = set()
 
     def report(self, collector: str, where: str, window: int | None, error: BaseException) -> None:
-        """Write that ``collector`` failed, and disable it."""
+        """Write that ``collector`` failed, and disable it; Ctrl-C is raised.
+
+        Raises:
+            KeyboardInterrupt: the error is Ctrl-C.
+        """
+        if is_ctrl_c(error):
+            raise KeyboardInterrupt from error
         first = collector not in self.disabled
         self.disabled.add(collector)
         with suppress(OSError):

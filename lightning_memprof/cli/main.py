@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_memprof import __version__
 from lightning_memprof.cli.command import ClosedOutput, Command
-from lightning_memprof.errors import MemprofError
+from lightning_memprof.errors import MemprofError, is_ctrl_c
 
 COMMANDS: Final = (
     "demo", "show", "trigger", "merge", "view", "watch", "report", "compare", "export", "estimate", "try", "doctor",
@@ -77,15 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except SystemExit as stop:
         # Lightning calls exit(1) while it handles Ctrl-C.
-        status = INTERRUPTED if _follows_ctrl_c(stop) else stop.code
+        status = INTERRUPTED if isinstance(stop.__context__, KeyboardInterrupt) else stop.code
         return status if isinstance(status, int) else FAILED
     except BrokenPipeError:
         # The interpreter flushes stdout again at exit, and would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
-        if _follows_ctrl_c(error) and not isinstance(error, MemprofError):
-            # Ctrl-C amid threading.Condition.wait becomes "release unlocked lock".
+        if is_ctrl_c(error):
             return INTERRUPTED
         if "--debug" in own and not isinstance(error, ArgumentError):
             raise
@@ -174,12 +173,6 @@ def _new_parser(description: str, *, usage: str | None = None) -> ArgumentParser
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
-
-
-def _follows_ctrl_c(error: BaseException) -> bool:
-    """Return whether the error arose while Ctrl-C was handled."""
-    context = error.__context__
-    return context is not None and (isinstance(context, KeyboardInterrupt) or _follows_ctrl_c(context))
 
 
 def _complain(error: Exception) -> int:

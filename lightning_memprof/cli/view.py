@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_memprof.artifacts.own_program import uninterrupted
 from lightning_memprof.cli.command import Command, open_in_browser, opened_run, parse_numbers, sigterm_as_ctrl_c
 from lightning_memprof.errors import ConfigError, ReportError
 
@@ -260,20 +261,23 @@ def _tensorboard(options: Namespace) -> int:
         print(f"tensorboard --logdir {shlex.quote(shown_path(directory))}", flush=True)
         # A new session, to end all its processes together: the profiler tab reads each run in a process that outlives
         # TensorBoard.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        process: subprocess.Popen[str] | None = None
         try:
+            with uninterrupted():
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
             return _follow(process, browser=not options.no_browser)
         except KeyboardInterrupt:
             return 0
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
 
 
 def tensorboard_directory(paths: Sequence[Path]) -> Path:

@@ -104,7 +104,13 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
             callbacks=tuple(_overridden(users, _FIT_HOOKS)),
             within=tuple(_within(trainer, (*_POINT_HOOKS, *_MODULE_HOOKS))),
             transfers=tuple(_transfers(trainer)),
-            unusual=(f"{module}.on_validation_start", f"{module}.on_train_epoch_end", "save_checkpoint"),
+            unusual=(
+                # Before the workers of the validation start.
+                f"{module}.on_validation_model_zero_grad",
+                f"{module}.on_validation_start",
+                f"{module}.on_train_epoch_end",
+                "save_checkpoint",
+            ),
             validation=f"{strategy}.validation_step",
         )
     prefix = _PREFIX[stage]

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ import msgspec
 import psutil
 
 from lightning_memprof.analysis.trial import Measured
+from lightning_memprof.artifacts.own_program import uninterrupted
 from lightning_memprof.trial.attach import VARIABLE
 from lightning_memprof.trial.task import Task, result_path
 from lightning_memprof.units import format_bytes
@@ -30,7 +30,6 @@ _LOG: Final = "output.txt"
 _POLL_S: Final = 0.02
 # Reading shared pages takes about a millisecond.
 _LOOK_S: Final = 0.05
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Process:
@@ -141,29 +140,12 @@ def started(
     """Start a process that ends with the context; the arguments are those of :class:`Process`."""
     process: Process | None = None
     try:
-        with _uninterrupted():
+        with uninterrupted():
             process = Process(program, task, time_limit_s, environment)
         yield process
     finally:
         if process is not None:
             process.close()
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Raise Ctrl-C and SIGTERM after the context: amid a start, the process would be lost and continue."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in _ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for arrival in arrived:
-            signal.raise_signal(arrival)
 
 
 def run_task(program: Sequence[str], task: Task, time_limit_s: float) -> Measured:

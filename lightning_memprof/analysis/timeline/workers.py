@@ -83,7 +83,8 @@ class Worker:
 
     def __init__(self) -> None:
         command = own_program("lightning_memprof.analysis.timeline.worker")
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # A terminal sends Ctrl-C to all processes of its session; this one ends its workers itself.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise AssertionError("Popen returned no pipes")

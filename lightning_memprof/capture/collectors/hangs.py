@@ -226,8 +226,9 @@ class _Watch:
         # A full disk or a missing directory costs the heartbeat only.
         with suppress(OSError):
             self.reports.beat(self._place())
-        # Writing and asking take time: the place is that of the report.
-        asked, limit, row = self.reports.asked(), self._limit(), self._place()
+        # Writing and asking take time: the place is that of the report, and the limit that of its step.
+        asked, row = self.reports.asked(), self._place()
+        limit = self._limit()
         # The clock of a step that has ended is that of the last one until the next one starts.
         start = 0 if row.waited_ns is None else self._clock_start()
         is_late = bool(start) and (row.waited_ns or 0) > limit

@@ -32,7 +32,7 @@ _MOST_S: Final = 60.0
 # Processor time is counted in ticks of 10 ms: over a few of them a rate is noise.
 _LAST_SAMPLE_S: Final = 0.02
 # A driver that hangs must not hang the training.
-_PATIENCE_S: Final = 5.0
+_PATIENCE_S: Final = 15.0
 _IDLE: Final = frozenset({"idle", "iowait"})
 # Linux includes these in user and nice as well.
 _COUNTED_TWICE: Final = frozenset({"guest", "guest_nice"})
