@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 import traceback
@@ -22,6 +21,8 @@ import configurations
 import recorded
 import torch
 import workload
+
+from ports import free_port
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,7 +46,7 @@ class Pair:
 
     def __init__(self, ranks: int = 1) -> None:
         context = multiprocessing.get_context("spawn")
-        ports = (_free_port(), _free_port())
+        ports = (free_port(), free_port())
         self._processes: list[SpawnProcess] = []
         self._sides: list[list[Connection[Any, Any]]] = [[], []]
         with ExitStack() as theirs:
@@ -178,12 +179,6 @@ def _wait_for_pages(directories: list[Path], jobs: tuple[workload.Job, ...]) -> 
         deadline = time.monotonic() + PAGE_S
         while known[job.name].page and not recorded.has_page(directory) and time.monotonic() < deadline:
             time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _keep_to_one_core(rank: int) -> None:

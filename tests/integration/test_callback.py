@@ -329,14 +329,19 @@ def test_snapshots_and_regions_work_at_any_point_of_the_program(tmp_path: Path) 
 
 
 def test_callbacks_of_the_user_are_timed_and_the_rest_of_the_step_is_not_theirs(tmp_path: Path) -> None:
+    spent: list[int] = []
+
     class Slow(pl.Callback):
         def on_after_backward(self, *_: Any) -> None:
+            began = time.perf_counter_ns()
             time.sleep(0.02)
+            spent.append(time.perf_counter_ns() - began)
 
     trainer(tmp_path, Slow(), recorder()).fit(Perceptron(), loader(6))
-    for row in read_pulse(only_run(tmp_path) / "pulse.rank00000.csv"):
-        assert 20_000_000 < (row["callbacks_ns"] or 0) < 60_000_000
-        assert (row["backward_ns"] or 0) < (row["duration_ns"] or 0) - 20_000_000
+    rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
+    for row, slept in zip(rows, spent, strict=True):
+        assert slept <= (row["callbacks_ns"] or 0) <= (row["duration_ns"] or 0)
+        assert (row["backward_ns"] or 0) <= (row["duration_ns"] or 0) - slept
 
 
 def test_manual_optimization_is_split_into_the_same_phases(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from lightning_memprof import load_run
 from lightning_memprof.report.document import Document
 from lightning_memprof.report.printers.values import words_text
+from ports import free_port
 from training import only_run
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -54,9 +54,7 @@ def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path, 
 
 @pytest.mark.timeout(300)
 def test_all_ranks_end_with_one_exit_code_where_that_is_asked_for(tmp_path: Path, forked: None) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     started = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0"}
     started |= {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
     ranks = [
@@ -87,7 +85,9 @@ def test_the_page_names_the_fault_of_one_of_two_ranks_and_nothing_in_a_healthy_t
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     program = runpy.run_path(str(SUPPORT.parent / "programs" / "hangs.py"))
-    monkeypatch.setattr(sys, "argv", ["hangs.py", "--strategies", strategy, "--faults", faults, "--healthy", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["hangs.py", "--strategies", strategy, "--faults", faults, "--healthy", "1", "--parallel", "2"]
+    )
     assert program["main"]() == 0, capsys.readouterr().out
 
 

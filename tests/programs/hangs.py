@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 from lightning_memprof import load_run
 from measured import table, write_fragment
+from ports import free_port
 
 PROGRAM: Final = Path(__file__).resolve().parents[1] / "support" / "faulty_ranks.py"
 # The first report is at most a quarter of the limit late.
@@ -66,9 +66,7 @@ def waits(strategy: str) -> str:
 
 def start(directory: Path, fault: str, strategy: str) -> list[subprocess.Popen[bytes]]:
     """Start both ranks; their output is in ``out0`` and ``out1``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     common = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parent),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hang_reports import is_reported
 from lightning_memprof import MemProfilerCallback
 from lightning_memprof.artifacts.naming import hangs_name
 from lightning_memprof.collectors import Hangs, Pulse
@@ -34,9 +35,7 @@ class Hanging(Perceptron):
     def wait(self) -> None:
         rows = [DIRECTORY / "log" / "memprofiler" / hangs_name(rank) for rank in range(RANKS)]
         until = time.monotonic() + 120
-        while time.monotonic() < until and not all(
-            path.exists() and path.read_bytes().endswith(b"\n") for path in rows
-        ):
+        while time.monotonic() < until and not all(is_reported(path, 3) for path in rows):
             time.sleep(0.05)
         if ABORTS:
             time.sleep(3600)

@@ -111,7 +111,7 @@ def differences(before: State, after: State) -> list[str]:
     ]
 
 
-def leftovers(before: State, directory: Path | None = None, patience: float = 8.0) -> list[str]:
+def leftovers(before: State, directory: Path | None = None, patience: float = 30.0) -> list[str]:
     """The differences between ``before`` and now, after up to ``patience`` seconds for what is already ending."""
     found = differences(before, state(directory))
     if not found:

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -20,12 +19,13 @@ import torch._inductor.config  # noqa: F401 the profiler imports it late, once f
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from ports import free_port
 from training import Perceptron, loader, trainer
 
-STARTS_WITHIN = 20.0
+STARTS_WITHIN = 60.0
 CLOSES_WITHIN = 40.0
 MOST_CLOSED = 3
-ENDS_WITHIN = 10.0
+ENDS_WITHIN = 30.0
 
 
 def fit(directory: Path, rank: int, port: int) -> None:
@@ -73,9 +73,7 @@ def closed_windows(manifest: Path) -> int:
 
 def pair(directory: Path, victim: int, closed: int, delay: float) -> dict[str, object]:
     directory.mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pids = [fork(directory, rank, port) for rank in range(2)]
     manifest = directory / f"log/memprofiler/manifest.rank{victim:05d}.jsonl"
     deadline = time.monotonic() + STARTS_WITHIN

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired
 
+from ports import free_port
 from warm_python import Popen, shared
 
 # What could change what a rank imports or records.
@@ -24,9 +24,7 @@ def launch(script: str, directory: Path, *options: str, world: int) -> list[int]
     """
     directory.mkdir(parents=True)
     support = Path(__file__).parent
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     common = {name: value for name, value in os.environ.items() if name not in _OURS} | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "NODE_RANK": "0",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(support),

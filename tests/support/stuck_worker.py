@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from hang_reports import is_reported
 from lightning_memprof import MemProfilerCallback
 from lightning_memprof.artifacts.naming import hangs_name
 from lightning_memprof.collectors import Hangs, Pulse
@@ -32,7 +33,7 @@ class Stuck(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         report, until = DIRECTORY / "log" / "memprofiler" / hangs_name(0), time.monotonic() + 120
         while index == 41 and time.monotonic() < until:
-            if report.exists() and report.read_bytes().endswith(b"\n"):
+            if is_reported(report, 20 if WORKERS >= 0 else 7):
                 os.kill(TRAINING, signal.SIGKILL)
                 break
             time.sleep(0.05)  # waits

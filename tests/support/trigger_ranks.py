@@ -1,6 +1,7 @@
 """One rank of a two-rank DDP fit that is long enough to be asked for a window: ``python trigger_ranks.py DIRECTORY``.
 
-Rank 0 writes ``going`` when its training is under way. Late in it both ranks ask for a window themselves.
+Rank 0 writes ``going`` when its training is under way, and waits for the request. Late in it both
+ranks ask for a window themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, StageSchedules
+from lightning_memprof.artifacts.trigger import read_plan, read_request
 from lightning_memprof.collectors import HostMemory, Pulse
 from training import Perceptron, loader, trainer
 
@@ -33,8 +35,16 @@ class Slow(pl.Callback):
         time.sleep(0.01)
         if batch_idx == 5 and trainer.is_global_zero:
             (self.directory / "going").touch()
+            self.wait_for_a_request()
         if batch_idx == CALL:
             self.memprof.trigger(active=4)
+
+    def wait_for_a_request(self) -> None:
+        """Whoever asks may take long on a busy machine."""
+        run, until = self.memprof.run_directory, time.monotonic() + 60
+        assert run is not None
+        while read_request(run) is None and read_plan(run) is None and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def main(directory: Path) -> None:

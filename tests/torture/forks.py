@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,8 +21,11 @@ import psutil
 import registry
 import torch._inductor.config  # noqa: F401 the profiler imports it late, once for each child
 
+from ports import free_port
+
 CELL_SECONDS = 150.0
-ORPHAN_SECONDS = 8.0
+# A worker of a DataLoader looks for its parent every 5 s.
+ORPHAN_SECONDS = 30.0
 # prctl(2): what a cell leaves running becomes a child of this process, and is found; a rank dies with this process.
 SET_CHILD_SUBREAPER = 36
 SET_PDEATHSIG = 1
@@ -61,9 +63,7 @@ def run(directory: Path, asked: dict[str, Any], healthy: dict[int, judge.Healthy
 def live(directory: Path, chosen: fault.Fault, moment: moments.Moment, world: int, *, ours: bool) -> judge.Lived:
     """Fork the ranks, wait for them, and give what they left."""
     directory.mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     cells = [fault.Cell(chosen, moment, world, rank, ours, directory) for rank in range(world)]
     pids = [fork(cell, port) for cell in cells]
     codes = wait(pids)

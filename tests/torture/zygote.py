@@ -7,6 +7,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     # Not above: a spawned worker of a data loader loads this file again, and need not load Lightning for it.
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
     import forks
 
     forks.serve(Path(sys.argv[1]))

@@ -76,7 +76,7 @@ class Files:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()
@@ -231,8 +231,7 @@ def test_growing_files_follow_finished_ones_and_are_uploaded_at_the_end(root: Pa
     name = "/bucket/exp/memprofiler/manifest.rank00000.jsonl"
     files = Files(root)
     files.write("a")
-    until(lambda: bool(system.exists(name)))
-    assert system.cat_file(name) == files.manifest.read_bytes()
+    until(lambda: bool(system.exists(name)) and system.cat_file(name) == files.manifest.read_bytes())
     files.write("b")
     assert files.finish() == []
     assert system.cat_file(name) == files.manifest.read_bytes()
@@ -252,7 +251,8 @@ def test_the_end_of_a_run_waits_a_limited_time_for_a_store_that_does_not_answer(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(30))
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(700))
+    monkeypatch.setattr(upload, "LAST_LOOK_S", 60)
     files = Files(root, pace=Pace(patience_s=0.1))
     files.write("a")
     assert set(files.settle()) == {"a", "memprofiler/manifest.rank00000.jsonl"}
@@ -263,32 +263,32 @@ def test_the_end_of_a_run_waits_a_limited_time_for_a_store_that_does_not_answer(
 
 def test_a_store_that_did_not_answer_gets_only_a_moment_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(30))
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(700))
     files = Files(root, pace=Pace(patience_s=0.1))
     files.write("a")
     files.settle()
-    files.uploads._patience_s = 20
+    files.uploads._patience_s = 600
     started = time.monotonic()
     assert "a" in files.finish()
     gate.set()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 300
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_wait_for_a_store_that_does_not_answer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(30))
-    files = Files(root)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: gate.wait(700))
+    files = Files(root, pace=Pace(patience_s=600))
     files.write("a")
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        files.settle()
+    with monkeypatch.context() as waiting:
+        # It asks for the sizes of files that it waits for.
+        waiting.setattr(upload, "_size", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            files.settle()
     assert "a" in files.finish()
     gate.set()
-    timer.join()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 300
 
 
 def test_a_host_that_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,10 +308,17 @@ def test_a_place_is_claimed_by_another_process_which_says_why_not(tmp_path: Path
         claim_url("nowhere://x")
 
 
-def test_runs_of_one_place_are_numbered_also_where_two_claim_at_once() -> None:
+def test_runs_of_one_place_are_numbered_also_where_two_claim_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("memory").pipe_file("/bucket/exp/memprofiler/manifest.rank00000.jsonl", b"")
     assert claim_remote(Remote(URL)) == 2
-    barrier = threading.Barrier(4)
+    barrier, opened, lock = threading.Barrier(4), MemoryFileSystem._open, threading.Lock()
+
+    def one_at_a_time(*given: Any, **named: Any) -> Any:
+        """As a store does, and this one in memory does not, which looks for the file first."""
+        with lock:
+            return opened(*given, **named)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", one_at_a_time)
 
     def claim(_: int) -> int:
         barrier.wait()
@@ -440,15 +447,18 @@ def test_a_process_that_no_signal_ends_is_left_alone(
         pass
 
 
-def test_a_process_ends_though_a_fork_of_this_one_holds_its_pipe(root: Path, tmp_path: Path) -> None:
+def test_a_process_ends_though_a_fork_of_this_one_holds_its_pipe(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "_CLOSE_S", 60)
     files = Files(root, f"file://{tmp_path}/there")
-    stdin = process_of(files).stdin
-    assert stdin is not None
-    held = os.dup(stdin.fileno())
-    started = time.monotonic()
+    process = process_of(files)
+    assert process.stdin is not None
+    held = os.dup(process.stdin.fileno())
     files.finish()
     os.close(held)
-    assert time.monotonic() - started < 5
+    # It has ended by itself.
+    assert process.returncode == 0
 
 
 @pytest.mark.slow

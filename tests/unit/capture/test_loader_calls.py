@@ -157,15 +157,15 @@ def test_a_data_set_without_python_methods_has_the_whole_fetch(tmp_path: Path) -
 
 
 def test_the_queue_is_full_where_the_loop_is_slow_and_empty_where_it_is_fast(tmp_path: Path) -> None:
-    def ready(seconds: float, place: str) -> list[int]:
+    def ready(seconds: float, place: str, batch: int) -> list[int]:
         samples = Images()
         samples.transform = Chain()
-        loader = DataLoader(samples, batch_size=10, num_workers=1, prefetch_factor=3, multiprocessing_context="fork")
+        loader = DataLoader(samples, batch_size=batch, num_workers=1, prefetch_factor=3, multiprocessing_context="fork")
         lead, _ = recorded(tmp_path / place, loader, lambda: time.sleep(seconds))
         return ready_batches(lead)
 
-    assert ready(0.3, "slow")[-1] == 3
-    assert ready(0.0, "fast")[-1] == 0
+    assert ready(0.3, "slow", 10)[-1] == 3
+    assert ready(0.0, "fast", 40)[-1] == 0
 
 
 class Pinned:
@@ -185,8 +185,12 @@ def test_pinning_is_timed_once_per_batch_in_its_thread(tmp_path: Path) -> None:
 
     def loop() -> None:
         while (batch := work.get()) is not None:
+            began = time.perf_counter_ns()
             _utils.pin_memory.pin_memory(batch)
+            spent.append(time.perf_counter_ns() - began)
             done.release()
+
+    spent: list[int] = []
 
     done = threading.Semaphore(0)
     thread = threading.Thread(target=loop)
@@ -198,7 +202,7 @@ def test_pinning_is_timed_once_per_batch_in_its_thread(tmp_path: Path) -> None:
         work.put(None)
         thread.join()
     assert _utils.pin_memory.pin_memory is before
-    assert 10 * MS <= (pinning_ns(lead) or 0) <= 30 * MS
+    assert 10 * MS <= (pinning_ns(lead) or 0) <= max(spent)
 
 
 class Broken(Dataset[torch.Tensor]):

@@ -199,20 +199,20 @@ def test_opening_and_saving_a_window_is_not_time_of_a_step(tmp_path: Path) -> No
         def _call(self, occasion: Any, what: Any) -> None:
             super()._call(occasion, what)
             if occasion in ("enter", "exit"):
-                time.sleep(0.05)
+                time.sleep(0.3)
 
     fake, slow = FakeCollector(follows=True), Slow("slow")
     with context(tmp_path) as run, session(run, Schedule(), [fake, slow]) as made:
         drive(made, range(6))
         pauses = [row["ns"] for row in read_rows(run.sink.manifest.path)[0] if row["kind"] == "pause"]
-    assert max(record.duration_ns for record in fake.steps) < 50_000_000
+    assert max(record.duration_ns for record in fake.steps) < 300_000_000
     overhead = made.facts()["overhead"]
-    assert overhead["windows_ns"] >= 100_000_000
-    assert overhead["collectors_ns"]["slow"] >= 100_000_000
-    assert overhead["collectors_ns"]["fake"] < 50_000_000
-    assert 0 < overhead["pulse_ns"] < 50_000_000
+    assert overhead["windows_ns"] >= 600_000_000
+    assert overhead["collectors_ns"]["slow"] >= 600_000_000
+    assert overhead["collectors_ns"]["fake"] < 300_000_000
+    assert 0 < overhead["pulse_ns"] < 300_000_000
     assert len(pauses) == 2
-    assert 100_000_000 <= sum(pauses) <= overhead["windows_ns"]
+    assert 600_000_000 <= sum(pauses) <= overhead["windows_ns"]
 
 
 def test_time_that_a_collector_charges_is_not_the_pulses_also_after_the_last_step(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def answer(directory: Path, step: int) -> threading.Thread:
     """Be rank 0 once."""
 
     def wait() -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (request := read_request(directory)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert request is not None

@@ -13,7 +13,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -24,6 +24,7 @@ from lightning_memprof.cli.command import sigterm_as_ctrl_c
 from lightning_memprof.cli.main import main
 from lightning_memprof.cli.view import tensorboard_directory
 from lightning_memprof.errors import ReportError
+from ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -44,9 +45,10 @@ sys.exit(main(sys.argv[3:]))
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in found]
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return list(found)
 
 
 @contextmanager
@@ -226,7 +228,7 @@ def test_tensorboard_is_started_on_the_directory_of_the_traces_and_ended_with_al
         began = processes_of_the_profiler_tab(process.pid)
         process.send_signal(end)
         assert process.wait(20) == 0
-        assert psutil.wait_procs(began, timeout=5)[1] == []
+        assert psutil.wait_procs(began, timeout=30)[1] == []
         with pytest.raises(OSError, match="refused"):
             urllib.request.urlopen(address, timeout=20)  # noqa: S310 it is ours
     finally:

@@ -14,6 +14,7 @@ from werkzeug.wrappers import Request, Response
 
 from lightning_memprof.tensorboard import offline
 from lightning_memprof.tensorboard.offline import OfflineProfilerPage, Reachable
+from ports import free_port
 
 INDEX = files("torch_tb_profiler").joinpath("static", "index.html").read_text()
 TRACE = files("torch_tb_profiler").joinpath("static", "trace_embedding.html").read_text()
@@ -160,8 +161,8 @@ def test_a_host_is_reachable_if_it_accepts_connections(monkeypatch):
     for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+        # Before it listens no other process may have it.
+        listening.bind(("127.0.0.1", port := free_port()))
         assert not Reachable("127.0.0.1", port)()
         listening.listen()
         assert Reachable("127.0.0.1", port)()

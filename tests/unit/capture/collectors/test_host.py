@@ -58,7 +58,7 @@ def test_the_unique_size_is_read_while_the_others_save(tmp_path: Path, monkeypat
     read = psutil.Process.memory_full_info
 
     def slow(process: psutil.Process) -> Any:
-        others.append(saved.wait(5))
+        others.append(saved.wait(60))
         return read(process)
 
     monkeypatch.setattr(psutil.Process, "memory_full_info", slow)
@@ -123,8 +123,10 @@ def test_a_thread_that_computes_in_a_short_window_is_watched_for_longer(tmp_path
     spinning = threading.Thread(target=spin)
     spinning.start()
     try:
-        time.sleep(0.05)
-        log.on_step(record(1, window=0))
+        until = time.monotonic() + 60
+        while not log._busy and time.monotonic() < until:
+            time.sleep(0.05)
+            log.on_step(record(1, window=0))
         log.on_step(record(2))
         time.sleep(0.3)
         log.on_step(record(3))

@@ -98,9 +98,11 @@ def test_a_window_shorter_than_the_interval_has_one_sample_in_base_units(tmp_pat
 
 def test_samples_come_at_the_interval_in_order_of_time(tmp_path: Path) -> None:
     with context(tmp_path) as run:
+        began = time.monotonic()
         record(run, SystemStats(interval=0.1), step_s=0.12)
+        most = (time.monotonic() - began) / 0.1 + 2
     times = [row["time_ns"] for row in rows(tmp_path)]
-    assert 2 <= len(times) <= 6
+    assert 2 <= len(times) <= most
     assert all(later - earlier > 0 for earlier, later in pairwise(times))
 
 
@@ -154,13 +156,17 @@ def test_a_sample_that_fails_is_the_collectors_error_and_the_thread_ends(
 
     monkeypatch.setattr(psutil, "swap_memory", fail)
     with context(tmp_path) as run:
-        record(run, SystemStats())
+        record(run, SystemStats(interval=60))
         assert "system" in run.faults.disabled
     assert not sampling()
 
 
 def test_an_exception_in_the_training_ends_the_thread_and_keeps_the_samples(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), context(tmp_path) as run, session(run, WINDOW, [SystemStats()]) as made:
+    with (
+        pytest.raises(ZeroDivisionError),
+        context(tmp_path) as run,
+        session(run, WINDOW, [SystemStats(interval=60)]) as made,
+    ):
         drive(made, range(6), lambda step: 1 // (3 - step))
     assert not sampling()
     assert len(rows(tmp_path)) == 1
@@ -168,7 +174,7 @@ def test_an_exception_in_the_training_ends_the_thread_and_keeps_the_samples(tmp_
 
 def test_always_samples_outside_of_windows_into_its_own_file(tmp_path: Path) -> None:
     with context(tmp_path) as run:
-        assert record(run, SystemStats(interval=0.1, always=True), step_s=0.05, steps=4) == [1, 2, 2, 2]
+        assert record(run, SystemStats(interval=0.1, always=True), step_s=0.2, steps=4) == [1, 2, 2, 2]
     assert not sampling()
     file = tmp_path / "memprofiler" / system_name(0)
     whole = read_series(file)
@@ -184,7 +190,7 @@ def test_always_writes_while_the_run_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "memprofiler" / system_name(0)
     with context(tmp_path) as run, session(run, lambda _: WINDOW(0), [SystemStats(interval=0.1, always=True)]) as made:
         drive(made, range(2))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not file.read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert json.loads(file.read_text().splitlines()[0])["load_1m"] >= 0
@@ -195,7 +201,7 @@ def test_the_ranks_gpu_is_found_by_its_uuid(uuid: str, tmp_path: Path, monkeypat
     nvml = FakeNvml(uuid="GPU-11111111-2222")
     with FakeCuda().installed(), nvml.installed(), context(tmp_path, "cuda:3") as run:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))
-        record(run, SystemStats())
+        record(run, SystemStats(interval=60))
         assert not reasons(run)
     (row,) = rows(tmp_path)
     assert {name: value for name, value in row.items() if name.startswith("gpu")} == {
@@ -210,7 +216,7 @@ def test_the_ranks_gpu_is_found_by_its_uuid(uuid: str, tmp_path: Path, monkeypat
 def test_a_figure_that_a_gpu_does_not_have_is_none(tmp_path: Path) -> None:
     nvml = FakeNvml(figures={"utilization": None, "memory": GIB, "power": None, "temperature": 40})
     with FakeCuda().installed(), nvml.installed(), context(tmp_path, "cuda:0") as run:
-        record(run, SystemStats())
+        record(run, SystemStats(interval=60))
     (row,) = rows(tmp_path)
     assert row["gpu0_utilization_percent"] is row["gpu0_power_w"] is None
     assert row["gpu0_memory_used_bytes"] == GIB

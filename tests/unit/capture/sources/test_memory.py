@@ -60,11 +60,15 @@ def test_without_proc_the_resident_size_is_asked_of_psutil(monkeypatch: pytest.M
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list open files")
 def test_closing_releases_the_file_and_twice_is_harmless() -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    def opened() -> list[Path]:
+        return [path for path in Path("/proc/self/fd").iterdir() if os.path.realpath(path).endswith("/statm")]
+
+    before = len(opened())
     resident = ResidentSize()
+    assert len(opened()) == before + 1
     resident.close()
     resident.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(opened()) == before
 
 
 @pytest.mark.slow
