@@ -306,7 +306,8 @@ def _until_the_end(samples: Sequence[Point], loaded: Mapping[int, int]) -> Growt
     The first sample is excluded where more than three are known, else the rate must not fall: workers start, and copy
     what they touch. So does the main process in a garbage collection or a window, and its workers keep the old pages: a
     slope rises between any two samples, and without the largest rise the others still have a third of the rate. Workers
-    that start anew have other samples, and those that loaded nothing since the last one have none.
+    that start anew have other samples, and those that loaded nothing since the last one have none. Rates are those of
+    loaded batches, of which workers have fewer per step where an epoch ends, else of steps.
     """
     idle = {after for (before, _), (after, _) in itertools.pairwise(samples) if 0 < loaded[after] == loaded[before]}
     known = [(step, size) for step, size in samples if step not in idle]
@@ -314,6 +315,9 @@ def _until_the_end(samples: Sequence[Point], loaded: Mapping[int, int]) -> Growt
     known = known[not is_short :]
     if len(known) < MIN_SAMPLES or any(after < before for (_, before), (_, after) in itertools.pairwise(known)):
         return None
+    (first_step, _), (last_step, _) = known[0], known[-1]
+    if all(0 < loaded[before] < loaded[after] for (before, _), (after, _) in itertools.pairwise(known)):
+        known = [(loaded[step], size) for step, size in known]
     (first, start), (middle, half), (last, end) = known[0], known[len(known) // 2], known[-1]
     if not first < middle < last or end - start < max(MIN_BYTES, SHORT_RUN_MIN_SHARE * start):
         return None
@@ -324,11 +328,10 @@ def _until_the_end(samples: Sequence[Point], loaded: Mapping[int, int]) -> Growt
     jump, apart = max(rises)
     if (end - start - jump) * (last - first) <= FILLING * (end - start) * (last - first - apart):
         return None
-    if any(rise * (last - first) < EVERYWHERE * (end - start) * steps for rise, steps in rises):
+    if any(rise * (last - first) < EVERYWHERE * (end - start) * apart for rise, apart in rises):
         return None
-    return Growth(
-        bytes_per_step=(end - start) / (last - first), added_bytes=end - start, start_bytes=start, steps=last - first
-    )
+    steps = last_step - first_step
+    return Growth(bytes_per_step=(end - start) / steps, added_bytes=end - start, start_bytes=start, steps=steps)
 
 
 def copied_on_write(rows: Sequence[ProcessRow]) -> float:

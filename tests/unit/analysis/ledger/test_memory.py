@@ -207,6 +207,15 @@ def test_workers_that_have_loaded_all_batches_before_the_last_sample_grew_until_
     assert (found.bytes_per_step, found.added_bytes, found.steps) == (6 * MIB, 120 * MIB, 20)
 
 
+def test_workers_that_load_few_batches_at_the_end_of_an_epoch_grow_by_batch() -> None:
+    samples = workers(40, 100, 160, 220, 226)
+    loading = [ProcessRow(kind="worker", step=10 * n, batches=count) for n, count in enumerate((4, 14, 24, 34, 35))]
+    assert worker_growth(samples) is None
+    found = worker_growth([*loading, *samples])
+    assert found is not None
+    assert (found.bytes_per_step, found.added_bytes, found.steps) == (4.2 * MIB, 126 * MIB, 30)
+
+
 def test_pages_that_workers_copy_in_their_first_seconds_hide_no_steady_growth() -> None:
     private, shared = (53, 97, 202, 286, 451), (354, 352, 278, 218, 218)
     rows = [
