@@ -108,9 +108,10 @@ class TrainingFacts(OpenRow):
     """The ``training`` row: the loop and the model, as known when training starts.
 
     ``parameters`` counts numbers, ``threads`` are those of one operator, ``parameter_dtypes`` has bytes by dtype,
-    ``not_optimized`` the paths of modules whose parameters need gradients and are in no optimizer, ``compiled`` those
-    of the modules that torch.compile has compiled, ``""`` for the model. ``clips_itself`` is whether the module has its
-    own ``configure_gradient_clipping``, ``cudnn_benchmark`` whether cuDNN tries its algorithms for each new shape.
+    ``not_optimized`` the paths of modules whose parameters need gradients and are in no optimizer, ``zero_lr`` those in
+    parameter groups whose learning rate is 0, ``compiled`` those of the modules that torch.compile has compiled, ``""``
+    for the model. ``clips_itself`` is whether the module has its own ``configure_gradient_clipping``,
+    ``cudnn_benchmark`` whether cuDNN tries its algorithms for each new shape.
     """
 
     num_batches: Int64 | None = None
@@ -126,6 +127,7 @@ class TrainingFacts(OpenRow):
     largest_parameters: list[ParameterFacts] = msgspec.field(default_factory=list)
     largest_buffers: list[ParameterFacts] = msgspec.field(default_factory=list)
     not_optimized: list[str] = msgspec.field(default_factory=list)
+    zero_lr: list[str] = msgspec.field(default_factory=list)
     compiled: list[str] = msgspec.field(default_factory=list)
     detect_anomaly: bool | None = None
     clips_itself: bool | None = None

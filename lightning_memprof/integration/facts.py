@@ -122,6 +122,7 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         else sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         "optimizers": [_optimizer_facts(optimizer, module) for optimizer in trainer.optimizers],
         "not_optimized": [] if lazy else _not_optimized(module, trainer.optimizers),
+        "zero_lr": [] if lazy else _zero_lr(module, trainer.optimizers),
         "dataloaders": [_loader_facts(loader) for loader in _loaders(trainer)],
         "parameter_dtypes": {} if parameters is None else _bytes_by_dtype(parameters),
         "largest_parameters": [] if lazy else _largest_parameters(module),
@@ -166,20 +167,31 @@ def _largest_parameters(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def _not_optimized(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """Return the paths of the outermost submodules whose parameters all need gradients that no optimizer uses.
+    """Return the paths of submodules whose gradients no optimizer uses.
 
     Empty where the optimizers have none of the model's parameters, as with sharded ones.
     """
     updated = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
-    if updated.isdisjoint(map(id, module.parameters())):
-        return []
+    known = set(map(id, module.parameters()))
+    return [] if updated.isdisjoint(known) else _outermost(module, known - updated)
+
+
+def _zero_lr(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """Return the paths of submodules whose learning rate is 0; with ``initial_lr`` a scheduler raises it."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    idle = [group for group in groups if not any(float(group.get(name) or 0.0) for name in ("lr", "initial_lr"))]
+    return _outermost(module, {id(parameter) for group in idle for parameter in group["params"]})
+
+
+def _outermost(module: torch.nn.Module, parameters: set[int]) -> list[str]:
+    """Return the paths of the outermost submodules of which all parameters that need gradients are of these."""
 
     def below(owner: torch.nn.Module, path: str) -> Iterator[str]:
         for name, child in owner.named_children():
             trained = {id(parameter) for parameter in child.parameters() if parameter.requires_grad}
-            if trained and trained.isdisjoint(updated):
+            if trained and trained <= parameters:
                 yield f"{path}{name}"
-            elif not trained <= updated:
+            elif not trained.isdisjoint(parameters):
                 yield from below(child, f"{path}{name}.")
 
     return list(islice(below(module, ""), _LARGEST))

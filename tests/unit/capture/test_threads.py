@@ -5,8 +5,10 @@ import gc
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
@@ -118,6 +120,29 @@ def test_the_lines_of_the_program_have_the_time_of_the_thread_that_runs_them() -
     assert called == {(MODULE_CALL, "Sorter.forward", "spin")}
     assert "sorted(range(1000), key=lambda number: -number)" in {row.source for row in inside}
     assert all((row.place or "").startswith("test_threads.py:") for row in inside)
+
+
+@pytest.mark.skipif(not Path("/proc/self/timerslack_ns").exists(), reason="waits end late on this system")
+def test_a_function_of_short_calls_has_its_time_and_not_the_operator_that_releases_the_lock_next() -> None:
+    catalog, bought = set(range(12_000)), set(range(40))
+
+    def draw() -> list[int]:
+        return list(catalog - bought)[:4]
+
+    def work() -> None:
+        ends = time.perf_counter() + 60
+        while sampler._looks.total() < 200 and time.perf_counter() < ends:
+            torch.tensor(draw())
+
+    sampler = LineSampler()
+    with sampler:
+        sampler.is_open = True
+        work()
+    looks = Counter[str]()
+    for row in sampler.rows():
+        looks[row.functions[-1]] += row.looks or 0
+    # It takes fifty times as long; a tenth of the looks would be in it.
+    assert 2 * looks["draw"] > looks["work"], looks
 
 
 def test_the_switch_interval_is_as_before_or_what_the_program_has_set_meanwhile() -> None:

@@ -15,6 +15,7 @@ from lightning_memprof.integration.facts import (
     _loader_facts,
     _not_optimized,
     _optimizer_facts,
+    _zero_lr,
     steps_ahead,
     training_facts,
     unreachable,
@@ -235,6 +236,19 @@ def test_modules_that_need_gradients_and_are_in_no_optimizer_are_listed() -> Non
     assert _not_optimized(model, [torch.optim.SGD(model.parameters())]) == []
     # A strategy that shards parameters gives the optimizer others than the model's.
     assert _not_optimized(model, [torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])]) == []
+
+
+def test_modules_whose_learning_rate_is_0_are_listed_without_those_that_a_scheduler_warms_up() -> None:
+    model = Probe()
+    head = {"params": model.head.parameters(), "lr": 0.1}
+    idle = {"params": model.body.parameters(), "lr": 0.0}
+    assert _zero_lr(model, [torch.optim.SGD([head, idle])]) == ["body"]
+    part = {"params": [*model.body["stem"].parameters(), model.head.weight], "lr": torch.tensor(0.0)}
+    assert _zero_lr(model, [torch.optim.SGD([part], lr=0.1)]) == ["body.stem"]
+    warmed = torch.optim.SGD([{"params": model.body.parameters()}], lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(warmed, lambda step: step / 100)
+    assert warmed.param_groups[0]["lr"] == 0
+    assert _zero_lr(model, [warmed]) == []
 
 
 def test_an_optimizer_has_the_children_of_the_model_that_it_updates() -> None:

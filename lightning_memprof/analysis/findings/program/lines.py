@@ -122,6 +122,13 @@ CALLS: Final = (
         COPY_LESS,
         re.compile(r"deepcopy|\bcopy\.copy\(|\.state_dict\("),
     ),
+    (
+        (
+            "Use torch.distributions.Independent(Normal(mean, std), 1) in {name}: a diagonal covariance needs neither "
+            "matrices nor their Cholesky decomposition."
+        ),
+        re.compile(r"MultivariateNormal\(.*(?:diag|eye)"),
+    ),
     (DECOMPOSE, DECOMPOSES),
     (
         "Run one backward for the sum of the losses: each backward with retain_graph=True runs through the same graph.",
@@ -171,9 +178,11 @@ CALLS: Final = (
     ),
     (
         "Make the array first, then one tensor: torch.from_numpy(numpy.stack(parts)), not a tensor for each value.",
-        # Not the one tensor that a function returns of what Python computes for each value: Python takes the time.
+        # Not one tensor of what a function of the program returns, or Python computes for each value: that takes the
+        # time.
         re.compile(
-            r"torch\.(?:tensor|FloatTensor|LongTensor)\((?!(?<=return torch\.tensor\()(?:\[[^\[\]]*\(.* for |\w+\[))"
+            r"torch\.(?:tensor|FloatTensor|LongTensor)\("
+            r"(?!.*\bself\.\w+\(|(?<=return torch\.tensor\()(?:\[[^\[\]]*\(.* for |\w+\[))"
             r"|\.tolist\(\)"
         ),
     ),

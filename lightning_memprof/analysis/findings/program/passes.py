@@ -12,7 +12,7 @@ from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, R
 from lightning_memprof.analysis.ledger.model import TimeLedger, total
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import rank_events
-from lightning_memprof.artifacts.manifest import OptimizerFacts
+from lightning_memprof.artifacts.manifest import OptimizerFacts, TrainingFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.units import format_bytes, format_ns, percent
 
@@ -39,16 +39,16 @@ class _Unused(msgspec.Struct, frozen=True, kw_only=True):
 def unused_gradients(facts: Facts) -> Finding | None:
     """Find backward passes that compute gradients which no optimizer uses.
 
-    Of modules that are in no optimizer: recovers 40% to 100% of their backward, the lower figure where modules before
-    them train. With several optimizers and ``n`` passes per step that all reach all of their parameters: one pass of
-    the optimizer with the shortest backward, to ``n - 1`` of the one with the longest. With two passes that both
-    compute the gradients of one of two optimizers: 40% to 100% of one of these.
+    Of modules that are in no optimizer, or whose learning rate is 0: recovers 40% to 100% of their backward, the lower
+    figure where modules before them train. With several optimizers and ``n`` passes per step that all reach all of
+    their parameters: one pass of the optimizer with the shortest backward, to ``n - 1`` of the one with the longest.
+    With two passes that both compute the gradients of one of two optimizers: 40% to 100% of one of these.
     """
     if (worst := facts.heaviest(lambda ledger: ledger.ns("backward"))) is None or worst[0].training is None:
         return None
     rank, ledger = worst
     training = worst[0].training
-    unused = _not_optimized(training.not_optimized, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
+    unused = _not_optimized(training, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
     if unused is None:
         return None
     worth = Recovery(unit="ns", min=unused.min, max=unused.max, whole=ledger.running_ns)
@@ -137,14 +137,20 @@ def recomputation(facts: Facts) -> Finding | None:
     )
 
 
-def _not_optimized(modules: Iterable[str], ledger: TimeLedger) -> _Unused | None:
-    """Return the module in no optimizer with the longest backward."""
+def _not_optimized(training: TrainingFacts, ledger: TimeLedger) -> _Unused | None:
+    """Return the module that no optimizer changes with the longest backward."""
+    modules = [*training.not_optimized, *training.zero_lr]
     path, ns = max(((path, _backward(ledger, [path])) for path in modules), key=lambda pair: pair[1], default=("", 0.0))
     if not ns:
         return None
     freeze = f"self.{path}.requires_grad_(False)"
+    cause = (
+        "which is in no optimizer"
+        if path in training.not_optimized
+        else "whose learning rate is 0 when training starts"
+    )
     return _Unused(
-        sentence=f"backward computes those of {path}, which is in no optimizer",
+        sentence=f"backward computes those of {path}, {cause}",
         why=f"Backward of {path} takes {format_ns(ns)}",
         next_steps=(f"Freeze it: {freeze}; where nothing before it trains, call it under torch.no_grad().",),
         min=ns * FROZEN[0],

@@ -245,6 +245,12 @@ def test_a_module_in_no_optimizer_whose_gradients_are_computed_is_named(tmp_path
     assert finding.recovers.max == pytest.approx(40e6 * 0.6, rel=0.05)
 
 
+def test_a_module_whose_learning_rate_is_0_is_named_as_one_in_no_optimizer(tmp_path: Path) -> None:
+    finding = found(tmp_path, *node("backbone.0", 100), fake=trained(zero_lr=["backbone"]))["unused_gradients"]
+    assert "those of backbone, whose learning rate is 0 when training starts" in finding.sentence
+    assert "self.backbone.requires_grad_(False)" in finding.next_steps[0]
+
+
 def test_a_module_in_no_optimizer_without_backward_costs_nothing(tmp_path: Path) -> None:
     assert "unused_gradients" not in found(tmp_path, *node("net", 100), fake=trained(not_optimized=["backbone"]))
 

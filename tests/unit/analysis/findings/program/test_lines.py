@@ -132,6 +132,12 @@ CALLED = {
     "tensors of parts": ("return torch.tensor([step.state for step in steps])", None, "Make the array first"),
     "parse": ('return torch.tensor(ast.literal_eval(row["heights"]))', "literal_eval", "Parse each text once"),
     "one tensor of a loop": ("return torch.tensor([index.get(word, 0) for word in words])", None, None),
+    "one tensor of a call": ("return user, torch.tensor([product, *self.draw(user)])", None, None),
+    "diagonal covariance": (
+        "return MultivariateNormal(mean, torch.diag_embed(var))",
+        None,
+        "Use torch.distributions.I",
+    ),
     "one tensor of a part": ("return torch.tensor(numbers[: self.length])", None, None),
     "work of a test": ("time.sleep(0.1)", None, None),
     "penalty": ("squares = [w.pow(2).sum() for w in self.parameters()]", None, "Let the optimizer decay the weights"),
