@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ArtifactError", "ConfigError", "MemprofError", "ReportError", "is_ctrl_c"]
+__all__ = ["ArtifactError", "ConfigError", "MemprofError", "ReportError"]
 
 
 class MemprofError(Exception):

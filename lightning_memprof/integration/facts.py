@@ -177,9 +177,12 @@ def _not_optimized(module: torch.nn.Module, optimizers: Sequence[torch.optim.Opt
 
 
 def _zero_lr(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """Return the paths of submodules whose learning rate is 0; with ``initial_lr`` a scheduler raises it."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    idle = [group for group in groups if not any(float(group.get(name) or 0.0) for name in ("lr", "initial_lr"))]
+    """Return the paths of submodules whose learning rate is 0.
+
+    With ``initial_lr`` a scheduler raises it, and an optimizer without ``lr`` finds its own.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups if group.get("lr") is not None]
+    idle = [group for group in groups if float(group["lr"]) == float(group.get("initial_lr") or 0.0) == 0.0]
     return _outermost(module, {id(parameter) for group in idle for parameter in group["params"]})
 
 

@@ -249,6 +249,9 @@ def test_modules_whose_learning_rate_is_0_are_listed_without_those_that_a_schedu
     torch.optim.lr_scheduler.LambdaLR(warmed, lambda step: step / 100)
     assert warmed.param_groups[0]["lr"] == 0
     assert _zero_lr(model, [warmed]) == []
+    relative = torch.optim.SGD(model.parameters(), lr=0.1)
+    relative.param_groups[0]["lr"] = None
+    assert _zero_lr(model, [relative]) == []
 
 
 def test_an_optimizer_has_the_children_of_the_model_that_it_updates() -> None:
