@@ -149,9 +149,7 @@ def test_a_merge_that_is_ended_leaves_nothing_behind_and_says_nothing(
         write_trace(tmp_path / name, [{**event, "ts": at} for at in range(4000)]) for name in ("a.json", "b.json")
     ]
     command = [sys.executable, "-m", "lightning_memprof", "merge", *map(str, traces), "-o", str(tmp_path / "out.json")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    while not stopped_amid(process.pid, tmp_path / "out.json.partial"):
-        assert process.poll() is None
+    process = stopped_amid(command, tmp_path / "out.json.partial")
     end(process.pid, number)
     process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=60)[1] == b""
@@ -159,17 +157,20 @@ def test_a_merge_that_is_ended_leaves_nothing_behind_and_says_nothing(
     assert not list(tmp_path.glob("*.partial"))
 
 
-def stopped_amid(pid: int, partial: Path) -> bool:
-    """Stop the process if it writes the file: what comes next comes before the file's end, on any machine."""
-    if not partial.exists():
-        time.sleep(0.002)
-        return False
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    if partial.exists():
-        return True
-    os.kill(pid, signal.SIGCONT)
-    return False
+def stopped_amid(command: list[str], partial: Path) -> subprocess.Popen[bytes]:
+    """Start the command, again if it was faster, and stop it while the file is there: a signal comes before its end."""
+    while True:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        while process.poll() is None:
+            if partial.exists():
+                # Not by Popen, which would wait for it, too.
+                os.kill(process.pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+                if partial.exists():
+                    return process
+                os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.002)
+        process.communicate()
 
 
 def test_without_a_result_the_option_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
