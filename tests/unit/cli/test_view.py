@@ -292,3 +292,19 @@ def test_tensorboard_gets_what_it_can_read_and_nothing_else(tmp_path):
     with pytest.raises(ReportError, match=r"TensorBoard reads files named \*\.pt\.trace\.json"):
         tensorboard_directory([tmp_path / "odd.json"])
     assert main(["view", "--tensorboard", "--steps", "1", str(tmp_path)]) == 1
+
+
+def test_ctrl_c_amid_the_start_of_tensorboard_ends_it(tmp_path, monkeypatch):
+    make_run(tmp_path / "version_0", FakeRun())
+    pids: list[int] = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, *given: object, **named: object) -> None:
+            super().__init__(*given, **named)  # type: ignore[call-overload]  # as given
+            pids.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("lightning_memprof.cli.view.subprocess.Popen", Interrupted)
+    assert main(["view", "--tensorboard", "--no-browser", str(tmp_path)]) == 0
+    assert len(pids) == 1
+    assert not psutil.pid_exists(pids[0])

@@ -7,14 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.profilers import PassThroughProfiler
+from torch.utils.data import DataLoader
 
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Position
 from lightning_memprof.capture.session import Session
-from lightning_memprof.integration.driver import StageActions, StepDriver, calling, position_source
+from lightning_memprof.integration.callback import MemProfilerCallback
+from lightning_memprof.integration.driver import StageActions, StepDriver, calling, position_source, stage_actions
 from lightning_memprof.schedule import Action, Point, Schedule
 from lightning_memprof.testing import FakeCollector
 from sessions import POINTS, context, session
+from training import Noise, Perceptron, trainer
 
 FIT = StageActions(
     fetch="fetch",
@@ -222,3 +226,21 @@ def test_a_validation_and_a_checkpoint_make_a_step_unusual(made: Session, fake: 
     trainer.batch()
     made.close()
     assert [record.usual for record in fake.steps] == [True, False, False, True]
+
+
+def test_a_step_is_unusual_before_the_workers_of_its_validation_start(tmp_path: Path) -> None:
+    happened: list[str] = []
+
+    class Names(PassThroughProfiler):
+        def start(self, action_name: str) -> None:
+            happened.append(action_name)
+
+    class Validation(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            happened.append("workers start")
+            return super().__iter__()
+
+    fitted = trainer(tmp_path, profiler=Names(), num_sanity_val_steps=0)
+    fitted.fit(Perceptron(), DataLoader(Noise(2), batch_size=1), Validation(Noise(2), batch_size=1))
+    unusual = stage_actions(fitted, "fit", MemProfilerCallback).unusual
+    assert any(name in unusual for name in happened[: happened.index("workers start")])
