@@ -151,6 +151,8 @@ def test_a_merge_that_is_ended_leaves_nothing_behind_and_says_nothing(
     command = [sys.executable, "-m", "lightning_memprof", "merge", *map(str, traces), "-o", str(tmp_path / "out.json")]
     process = stopped_amid(command, tmp_path / "out.json.partial")
     end(process.pid, number)
+    # What other processes of the group would say, before this one ends them.
+    time.sleep(0.3)
     process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=60)[1] == b""
     assert process.returncode == 130
