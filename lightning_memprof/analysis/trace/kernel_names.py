@@ -34,6 +34,10 @@ _OPERANDS: Final = re.compile(
     r"at_cuda_detail::|thrust::|cub::|.*(?:^|::)(?:array|Array|tuple|pair|integral_constant|memory::\w+|OpaqueType"
     r"|\w*(?:Metadata|OffsetCalculator|Iterator|Policy\d*))\Z"
 )
+# A separator or a bracket; `->` is none.
+_TOKENS: Final = {
+    separator: re.compile(rf"{re.escape(separator)}|[<(\[{{)\]}}]|(?<!-)>") for separator in (",", " ", "::", "(")
+}
 _LONGEST_READ: Final = 20_000
 _DEEPEST: Final = 12
 
@@ -163,15 +167,14 @@ def _bare(argument: str) -> str:
 
 def _split(text: str, separator: str) -> list[str]:
     """Split a name of C++ where no bracket is open."""
-    parts, depth, start, place = [], 0, 0, 0
-    while place < len(text):
-        letter = text[place]
-        if not depth and place > start and text.startswith(separator, place):
-            parts.append(text[start:place].strip())
-            place = start = place + len(separator)
-            continue
-        depth += (letter in "<({[") - (letter in ")}]" or (letter == ">" and text[place - 1] != "-"))
-        place += 1
+    parts, depth, start = [], 0, 0
+    for match in _TOKENS[separator].finditer(text):
+        token = match[0]
+        if token == separator and not depth and match.start() > start:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+        else:
+            depth += (token in "<({[") - (token in ")}]>")
     return [*parts, text[start:].strip()]
 
 
