@@ -41,7 +41,7 @@ from lightning_memprof.analysis.findings.traces import (
     remedies,
     times,
 )
-from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, TimePart, total
 from lightning_memprof.analysis.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.analysis.ledger.work import all_pairs
 from lightning_memprof.analysis.ranks.hangs import first_exception
@@ -142,7 +142,8 @@ def nothing_found(facts: Facts) -> Finding:
 def _bound(facts: Facts, rank: Rank) -> Finding | None:
     """Return the module that bounds forward and backward, None where these are less than half of the step."""
     ledger = facts.ledgers[rank.rank]
-    passes_ns = ledger.ns("forward", "backward")
+    passes = _own_passes(ledger)
+    passes_ns = total(passes)
     # The excess of stalls is that of the passes of a few steps.
     if passes_ns < COMPUTE_BOUND * (ledger.running_ns - ledger.ns("stall")):
         return None
@@ -150,7 +151,8 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     device = trace.device_ledger if trace is not None and trace.steady is not None else None
     # A device that mostly waits is not what bounds the step.
     owner = ledger if device is None or device.ns("compute") < COMPUTE_BOUND * device.step_ns else device
-    heaviest, achieved = heaviest_module(owner.passes or owner.of("forward", "backward")), None
+    own = passes if owner is ledger else owner.passes or owner.of("forward", "backward")
+    heaviest, achieved = heaviest_module(own), None
     forwards, recorded = forwards_per_step(rank), facts.host_ledger(rank)
     module, again = (recorded.forwards if recorded else None) or ("", 1)
     if heaviest is not None and f"{heaviest.module}.".startswith(f"{module}."):
@@ -197,6 +199,16 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
             "duration_ns": ledger.step_ns,
             **(achieved.numbers if achieved else {}),
         },
+    )
+
+
+def _own_passes(ledger: TimeLedger) -> tuple[TimeLine, ...]:
+    """Return the lines of forward and backward, without the one of backward that waits for the collectives of DDP."""
+    met = sum(ledger.communicates(part) for part in MEETING.values())
+    return tuple(
+        line
+        for line in ledger.of("forward", "backward")
+        if line.module or line.operator or line.part == "forward" or line.ns / 2 > met
     )
 
 

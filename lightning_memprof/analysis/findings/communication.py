@@ -18,10 +18,9 @@ from lightning_memprof.analysis.findings.traces import (
 from lightning_memprof.analysis.ledger.model import TimeLedger
 from lightning_memprof.analysis.ledger.ranks import meeting_ranks
 from lightning_memprof.analysis.ranks.arrivals import WindowWaits
+from lightning_memprof.analysis.ranks.lateness import larger_batches
 from lightning_memprof.analysis.ranks.report import Straggler
-from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.trace.model import TraceReport
-from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 SHOWN: Final = 3
@@ -50,9 +49,6 @@ LONGER: Final = (
     "Give all ranks batches of equal size: sort samples by length, and deal them out to the ranks in turn. Rank {rank} "
     "gets {own:,} elements per batch, the others {others:,}."
 )
-# Batches of random lengths differ by less over the recorded steps.
-LARGER: Final = 1.2
-MOST_STEPS: Final = 0.75
 UNKNOWN: Final = "Compare the timeline of rank {rank}{host} before a collective with that of another rank."
 
 
@@ -92,23 +88,8 @@ def straggler(facts: Facts) -> Finding | None:
 
 def _longer(facts: Facts, late: int) -> str | None:
     """Return the remedy of a rank whose batches have more elements than those of the other ranks."""
-    others = {rank.rank: _elements(rank) for rank in facts.run.ranks if rank.in_full}
-    mine = others.pop(late, {})
-    pairs = [
-        (size, statistics.median_low(sizes))
-        for step, size in mine.items()
-        if (sizes := [elements[step] for elements in others.values() if step in elements])
-    ]
-    own, usual = (sum(sizes) for sizes in zip(*pairs, strict=True)) if pairs else (0, 0)
-    if own <= LARGER * usual or sum(size > other for size, other in pairs) < MOST_STEPS * len(pairs):
-        return None
-    return LONGER.format(rank=late, own=own // len(pairs), others=usual // len(pairs))
-
-
-def _elements(rank: Rank) -> dict[int, int]:
-    """Return the elements of the recorded batches, by step."""
-    rows = (row for window in rank.windows for row in window.read(ThroughputRow).recorded)
-    return {row.step: row.elements for row in rows if row.step is not None and row.elements is not None}
+    found = larger_batches(facts.run.ranks, late)
+    return LONGER.format(rank=late, own=found[0], others=found[1]) if found else None
 
 
 def _recovery(caused_ns: float, others: Sequence[TimeLedger]) -> Recovery | None:

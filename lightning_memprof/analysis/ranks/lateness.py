@@ -14,7 +14,7 @@ import msgspec
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.steps.events import action_name, meeting
 from lightning_memprof.analysis.steps.statistics import Breakdown
-from lightning_memprof.artifacts.series import GC_PAUSE
+from lightning_memprof.artifacts.series import GC_PAUSE, ThroughputRow
 
 # Below this part of the step a rank that is never late would not make the run notably faster.
 MIN_WAIT_SHARE: Final = 0.05
@@ -32,6 +32,9 @@ PARTS: Final = 8
 ERRORS: Final = 3.0
 # The others spend at least this part of a rank's lateness in passes, which hold the collectives.
 WAITED: Final = 0.5
+# Batches of random lengths differ by less over the recorded steps.
+LARGER: Final = 1.2
+MOST_STEPS: Final = 0.75
 # GC pauses of this part of the lateness are its cause, in whichever phase they are.
 EXPLAINS: Final = 0.5
 
@@ -93,6 +96,7 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
     late = _late(table, waits, max(MIN_WAIT_NS, MIN_WAIT_SHARE * whole))
     for phase in ("forward", "other"):
         late = late or _late(table, waits, max(MIN_WAIT_NS, least * whole), phase)
+    late = late or _late_by_batches(ranks, table, waits, max(MIN_WAIT_NS, least * whole))
     if late is None:
         return PulseLateness(steps=len(common), late=None)
     rank, caused, share = late
@@ -164,6 +168,40 @@ def _late(
         if waited < WAITED * ns:
             return None
     return rank, ns / steps, ns / caused.total()
+
+
+def _late_by_batches(
+    ranks: Sequence[Rank], table: dict[int, list[Breakdown]], waits: dict[int, list[int]], least_ns: float
+) -> tuple[int, float, float] | None:
+    """Return the rank that computes longer, as ``_late`` does, if its batches are larger than those of the others.
+
+    The kernel counts a wait when it ends, perhaps in another step than the one that it lengthens: on busy cores, only
+    the mean wait tells how much later a rank is for it. That alone shows ranks of equal work as late, too.
+    """
+    mean = {rank: [round(statistics.mean(own))] * len(own) for rank, own in waits.items()}
+    late = _late(table, mean, least_ns, "forward")
+    return late if late is not None and larger_batches(ranks, late[0]) is not None else None
+
+
+def larger_batches(ranks: Sequence[Rank], late: int) -> tuple[int, int] | None:
+    """Return the mean elements of the recorded batches of a rank and of the others, None if its are not larger."""
+    others = {rank.rank: _elements(rank) for rank in ranks if rank.in_full}
+    mine = others.pop(late, {})
+    pairs = [
+        (size, statistics.median_low(sizes))
+        for step, size in mine.items()
+        if (sizes := [elements[step] for elements in others.values() if step in elements])
+    ]
+    own, usual = (sum(sizes) for sizes in zip(*pairs, strict=True)) if pairs else (0, 0)
+    if own <= LARGER * usual or sum(size > other for size, other in pairs) < MOST_STEPS * len(pairs):
+        return None
+    return own // len(pairs), usual // len(pairs)
+
+
+def _elements(rank: Rank) -> dict[int, int]:
+    """Return the elements of the recorded batches, by step."""
+    rows = (row for window in rank.windows for row in window.read(ThroughputRow).recorded)
+    return {row.step: row.elements for row in rows if row.step is not None and row.elements is not None}
 
 
 def _is_steady(late_ns: Sequence[float], least_ns: float) -> bool:

@@ -169,12 +169,12 @@ def _split(text: str, separator: str) -> list[str]:
     """Split a name of C++ where no bracket is open."""
     parts, depth, start = [], 0, 0
     for match in _TOKENS[separator].finditer(text):
-        token = match[0]
-        if token == separator and not depth and match.start() > start:
+        found = match[0]
+        if found == separator and not depth and match.start() > start:
             parts.append(text[start : match.start()].strip())
             start = match.end()
         else:
-            depth += (token in "<({[") - (token in ")}]>")
+            depth += (found in "<({[") - (found in ")}]>")
     return [*parts, text[start:].strip()]
 
 

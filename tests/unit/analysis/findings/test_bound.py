@@ -11,6 +11,7 @@ from device_traces import Recording
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Facts, Finding, examine_files, nothing_in_files
 from lightning_memprof.analysis.findings.bound import nothing_found
+from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, TimePart
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.report import trace_report
 
@@ -336,3 +337,21 @@ def test_waiting_for_a_late_rank_is_not_called_the_backward_pass(tmp_path: Path)
     found = nothing_found(Facts.of(run))
     assert found.sentence == "Waiting for other ranks takes 60% of each step."
     assert "the second largest part is the backward pass 20%" in found.why
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "sentence"),
+    [(40, "Compute-bound: the model takes 60% of each step"), (5, "Compute-bound: the model takes 100% of each step")],
+)
+def test_backward_outside_operators_is_no_computation_where_its_collectives_wait(
+    wait_ms: int, sentence: str, tmp_path: Path
+) -> None:
+    def line(part: TimePart, ms: int, module: str = "", operator: str = "") -> TimeLine:
+        return TimeLine(part=part, module=module, operator=operator, ns=ms * 1e6)
+
+    passes = (*(line("forward", 20, module, "aten::addmm") for module in ("a", "b", "c")), line("backward", 40))
+    met = (line("rank_wait", wait_ms), line("collective", 2))
+    ledger = TimeLedger(step_ns=1e8, median_ns=1e8, steps=20, basis="", lines=passes, communication=met)
+    facts = Facts.of(load_run(make_run(tmp_path, FakeRun(world_size=2))))
+    vars(facts)["ledgers"] = {0: ledger, 1: ledger}
+    assert nothing_found(facts).sentence.startswith(sentence)

@@ -147,6 +147,25 @@ def test_what_a_rank_waits_longer_for_a_core_than_the_others_is_not_its_lateness
     assert (found.late.caused_ns if found.late else None) == (late_ms * MS if late_ms else None)
 
 
+@pytest.mark.parametrize(("elements", "late_ms"), [((1000, 2000), 25), ((1000, 1000), None), ((2000, 1000), None)])
+def test_a_rank_with_larger_batches_is_late_where_waits_for_a_core_vary_more_than_its_lateness(
+    elements: tuple[int, int], late_ms: int | None, tmp_path: Path
+) -> None:
+    def phases(rank: int, _step: int) -> dict[str, int]:
+        more = {"forward": 30} if rank == 1 else {"backward": 30}
+        return {name: (ms + more.get(name, 0)) * MS for name, ms in USUAL.items()}
+
+    def waiting(rank: Rank) -> Rank:
+        waits = [[160, 0, 0, 0], [0, 60, 60, 60]][rank.rank]
+        rows = (replace(row, core_wait_ns=waits[at % 4] * MS) for at, row in enumerate(rank.pulse, start=1))
+        return replace(rank, pulse=tuple(rows))
+
+    fake = FakeRun(steps=32, world_size=2, phases=phases, elements=lambda rank, _: elements[rank], windows=((30, 31),))
+    found = pulse_lateness([waiting(rank) for rank in load_run(make_run(tmp_path, fake)).ranks])
+    assert found is not None
+    assert (found.late.caused_ns if found.late else None) == (late_ms * MS if late_ms else None)
+
+
 def test_the_next_step_names_the_data_set_that_a_late_rank_waits_for(tmp_path: Path) -> None:
     def phases(rank: int, _step: int) -> dict[str, int]:
         more = {"data_wait": 30} if rank == 1 else {"backward": 30}
