@@ -204,7 +204,8 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
 
 def _own_passes(ledger: TimeLedger) -> tuple[TimeLine, ...]:
     """Return the lines of forward and backward, without the one of backward that waits for the collectives of DDP."""
-    met = sum(ledger.communicates(part) for part in MEETING.values())
+    # Waits that are lines of their own are not in the passes.
+    met = sum(ledger.communicates(part) for part in MEETING.values()) - ledger.ns("rank_wait")
     return tuple(
         line
         for line in ledger.of("forward", "backward")

@@ -340,18 +340,23 @@ def test_waiting_for_a_late_rank_is_not_called_the_backward_pass(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("wait_ms", "sentence"),
-    [(40, "Compute-bound: the model takes 60% of each step"), (5, "Compute-bound: the model takes 100% of each step")],
+    ("wait_ms", "apart_ms", "sentence"),
+    [
+        (40, 0, "Compute-bound: the model takes 60% of each step"),
+        (5, 0, "Compute-bound: the model takes 100% of each step"),
+        (40, 40, "Compute-bound: the model takes 100% of each step"),
+    ],
 )
 def test_backward_outside_operators_is_no_computation_where_its_collectives_wait(
-    wait_ms: int, sentence: str, tmp_path: Path
+    wait_ms: int, apart_ms: int, sentence: str, tmp_path: Path
 ) -> None:
     def line(part: TimePart, ms: int, module: str = "", operator: str = "") -> TimeLine:
         return TimeLine(part=part, module=module, operator=operator, ns=ms * 1e6)
 
     passes = (*(line("forward", 20, module, "aten::addmm") for module in ("a", "b", "c")), line("backward", 40))
     met = (line("rank_wait", wait_ms), line("collective", 2))
-    ledger = TimeLedger(step_ns=1e8, median_ns=1e8, steps=20, basis="", lines=passes, communication=met)
+    lines = (*passes, line("rank_wait", apart_ms))
+    ledger = TimeLedger(step_ns=1e8, median_ns=1e8, steps=20, basis="", lines=lines, communication=met)
     facts = Facts.of(load_run(make_run(tmp_path, FakeRun(world_size=2))))
     vars(facts)["ledgers"] = {0: ledger, 1: ledger}
     assert nothing_found(facts).sentence.startswith(sentence)
