@@ -465,7 +465,7 @@ class Sentences(Model):
         super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(40))))
 
 
-# On busy cores calls that lost their core seem long, in one run of forty too many of them: what fails twice is a defect.
+# On busy cores, calls that lost theirs seem long, in one run of forty too many of them. What fails twice is a defect.
 @pytest.mark.flaky(reruns=1)
 @pytest.mark.parametrize("samples", [1, 16])
 def test_single_sentences_whose_gradients_accumulate_are_a_small_batch(shown: Any, samples: int) -> None:
