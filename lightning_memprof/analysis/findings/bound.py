@@ -142,7 +142,7 @@ def nothing_found(facts: Facts) -> Finding:
 def _bound(facts: Facts, rank: Rank) -> Finding | None:
     """Return the module that bounds forward and backward, None where these are less than half of the step."""
     ledger = facts.ledgers[rank.rank]
-    passes_ns = total(passes := _own_passes(ledger))
+    passes_ns = total(_own_passes(ledger))
     # The excess of stalls is that of the passes of a few steps.
     if passes_ns < COMPUTE_BOUND * (ledger.running_ns - ledger.ns("stall")):
         return None
@@ -150,8 +150,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     device = trace.device_ledger if trace is not None and trace.steady is not None else None
     # A device that mostly waits is not what bounds the step.
     owner = ledger if device is None or device.ns("compute") < COMPUTE_BOUND * device.step_ns else device
-    achieved, on_device = None, owner.passes or owner.of("forward", "backward")
-    heaviest = heaviest_module(passes if owner is ledger else on_device)
+    heaviest, achieved = heaviest_module(owner.passes or _own_passes(owner)), None
     forwards, recorded = forwards_per_step(rank), facts.host_ledger(rank)
     module, again = (recorded.forwards if recorded else None) or ("", 1)
     if heaviest is not None and f"{heaviest.module}.".startswith(f"{module}."):

@@ -43,6 +43,16 @@ def compared(
     return found
 
 
+def late_by(phase: str, waits_in: str) -> Callable[[int, int], dict[str, int]]:
+    """Rank 1 does 30 ms more in a phase, and rank 0 waits as long in another one."""
+
+    def phases(rank: int, _step: int) -> dict[str, int]:
+        longer = phase if rank == 1 else waits_in
+        return {name: (ms + 30 * (name == longer)) * MS for name, ms in USUAL.items()}
+
+    return phases
+
+
 @pytest.mark.parametrize(
     ("phase", "cause"),
     [("data_wait", "data_wait"), ("callbacks", "callbacks"), ("other", "other"), ("forward", "compute")],
@@ -119,11 +129,9 @@ def test_a_longer_forward_is_late_where_the_others_wait_in_collectives_outside_t
 def test_ranks_on_one_machine_have_a_straggler_if_waits_for_a_core_do_not_explain_it(
     core_wait_ns: int | None, severity: Severity, tmp_path: Path
 ) -> None:
-    def phases(rank: int, _step: int) -> dict[str, int]:
-        more = {"forward": 30} if rank == 1 else {"other": 30}
-        return {name: (ms + more.get(name, 0)) * MS for name, ms in USUAL.items()}
-
-    run = make_run(tmp_path, FakeRun(world_size=2, phases=phases, core_wait_ns=lambda _: core_wait_ns))
+    run = make_run(
+        tmp_path, FakeRun(world_size=2, phases=late_by("forward", "other"), core_wait_ns=lambda _: core_wait_ns)
+    )
     found = straggler(Facts.of(load_run(run)))
     assert found is not None
     assert found.severity is severity
@@ -134,14 +142,10 @@ def test_ranks_on_one_machine_have_a_straggler_if_waits_for_a_core_do_not_explai
 def test_what_a_rank_waits_longer_for_a_core_than_the_others_is_not_its_lateness(
     wait_ms: tuple[int, int], late_ms: int | None, tmp_path: Path
 ) -> None:
-    def phases(rank: int, _step: int) -> dict[str, int]:
-        more = {"forward": 30} if rank == 1 else {"backward": 30}
-        return {name: (ms + more.get(name, 0)) * MS for name, ms in USUAL.items()}
-
     def waiting(rank: Rank, ms: int) -> Rank:
         return replace(rank, pulse=tuple(replace(row, core_wait_ns=ms * MS) for row in rank.pulse))
 
-    ranks = load_run(make_run(tmp_path, FakeRun(world_size=2, phases=phases))).ranks
+    ranks = load_run(make_run(tmp_path, FakeRun(world_size=2, phases=late_by("forward", "backward")))).ranks
     found = pulse_lateness([waiting(rank, ms) for rank, ms in zip(ranks, wait_ms, strict=True)])
     assert found is not None
     assert (found.late.caused_ns if found.late else None) == (late_ms * MS if late_ms else None)
@@ -151,27 +155,27 @@ def test_what_a_rank_waits_longer_for_a_core_than_the_others_is_not_its_lateness
 def test_a_rank_with_larger_batches_is_late_where_waits_for_a_core_vary_more_than_its_lateness(
     elements: tuple[int, int], late_ms: int | None, tmp_path: Path
 ) -> None:
-    def phases(rank: int, _step: int) -> dict[str, int]:
-        more = {"forward": 30} if rank == 1 else {"backward": 30}
-        return {name: (ms + more.get(name, 0)) * MS for name, ms in USUAL.items()}
-
     def waiting(rank: Rank) -> Rank:
         waits = [[160, 0, 0, 0], [0, 60, 60, 60]][rank.rank]
         rows = (replace(row, core_wait_ns=waits[at % 4] * MS) for at, row in enumerate(rank.pulse, start=1))
         return replace(rank, pulse=tuple(rows))
 
-    fake = FakeRun(steps=32, world_size=2, phases=phases, elements=lambda rank, _: elements[rank], windows=((30, 31),))
+    fake = FakeRun(
+        steps=32,
+        world_size=2,
+        phases=late_by("forward", "backward"),
+        elements=lambda rank, _: elements[rank],
+        windows=((30, 31),),
+    )
     found = pulse_lateness([waiting(rank) for rank in load_run(make_run(tmp_path, fake)).ranks])
     assert found is not None
     assert (found.late.caused_ns if found.late else None) == (late_ms * MS if late_ms else None)
 
 
 def test_the_next_step_names_the_data_set_that_a_late_rank_waits_for(tmp_path: Path) -> None:
-    def phases(rank: int, _step: int) -> dict[str, int]:
-        more = {"data_wait": 30} if rank == 1 else {"backward": 30}
-        return {name: (ms + more.get(name, 0)) * MS for name, ms in USUAL.items()}
-
-    run = make_run(tmp_path, FakeRun(world_size=2, phases=phases, loading=("Magnetograms.fetch",)))
+    run = make_run(
+        tmp_path, FakeRun(world_size=2, phases=late_by("data_wait", "backward"), loading=("Magnetograms.fetch",))
+    )
     found = straggler(Facts.of(load_run(run)))
     assert found is not None
     assert found.next_steps[0].startswith("Check the data of rank 1, mostly Magnetograms: ")
