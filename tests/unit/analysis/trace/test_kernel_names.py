@@ -13,6 +13,8 @@ MUL = "at::native::binary_internal::MulFunctor<float>"
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
+        ("at::native::f<(x->y), at::native::CUDAFunctor_add<float>>(int)", "f<CUDAFunctor_add<float>>"),
+        ("::cub::scan<int>(x)", "::cub::scan"),
         (
             (
                 "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(at::"
