@@ -54,6 +54,9 @@ class TrainingFeed(Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Return the Trainer's optimizers; empty before it has any."""
 
+    def is_over(self) -> bool:
+        """Return whether the run of the Trainer has ended, also where no hook has ended the recording yet."""
+
 
 class DeviceTimer(Protocol):
     """Timestamps on the device's own clock, read when the device has reached them."""

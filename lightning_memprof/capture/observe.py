@@ -2,14 +2,16 @@
 
 A wrapper goes into the class, where calls of other instances pass through it: the object is pickled and copied as
 before. It goes onto the instance only where the instance already has the attribute, as a compiled model has, or an
-optimizer with a learning-rate scheduler.
+optimizer with a learning-rate scheduler; its pickles and copies are those of that attribute.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import inspect
+import operator
 import os
 import signal
 import sys
@@ -45,6 +47,16 @@ class Link:
     def take_over(self, other: Link) -> None:
         """Connect to the method below ``other``, whose wrapper has ended."""
         self.call, self.below, self.is_own = other.call, other.below, other.is_own
+
+
+class _OnInstance(functools.partial):  # type: ignore[type-arg]
+    """The wrapper of an instance's own attribute: its copies and pickles are the attribute itself."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, ((vars(self)[_LINK].below,), 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(vars(self)[_LINK].below, memo)
 
 
 @contextmanager
@@ -85,7 +97,7 @@ def replaced(place: Any, name: str, wrap: Callable[[Link], Callable[..., Any]]) 
 
 def _put_wrapper(place: Any, name: str, wrap: Callable[[Link], Callable[..., Any]]) -> tuple[Link, Callable[..., Any]]:
     link = Link(place, name)
-    wrapper = wrap(link)
+    wrapper = wrap(link) if isinstance(place, type) else _OnInstance(wrap(link))
     vars(wrapper)[_LINK] = link
     put(place, name, wrapper)
     return link, wrapper

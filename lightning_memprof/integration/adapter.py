@@ -6,6 +6,7 @@ import logging
 import signal
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,6 +17,7 @@ from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.observe import deferred
 from lightning_memprof.errors import ConfigError, MemprofError
+from lightning_memprof.integration import live_runs
 from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.background import start_report
 from lightning_memprof.integration.place import claim_place
@@ -104,6 +106,7 @@ class Adapter(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Claim a directory and prepare the run."""
+        live_runs.end_abandoned(trainer)
         if self.steps_aside(trainer):
             return
         stage = getattr(stage, "value", stage)
@@ -114,8 +117,10 @@ class Adapter(Callback):
         if trainer.is_global_zero:
             self._log_lines.show()
         try:
-            attachment = Attachment(trainer, stage, settings, self._place, Adapter)
+            attachment = Attachment(trainer, stage, settings, self._place, Adapter, self)
+            attachment.ended_early = partial(self._finish, trainer, attachment, None)
             self._attachments[id(trainer)] = attachment
+            live_runs.add(attachment)
             attachment.tensors.changed = self._choose_hooks
             self._choose_hooks()
         except MemprofError:
@@ -174,8 +179,14 @@ class Adapter(Callback):
         """Finish every file."""
         self._end(trainer, None)
 
-    def ended(self, trainer: Trainer, attachment: Attachment, exception: BaseException | None) -> None:
-        """Called after every file is written; for overriding."""
+    def ended(self, trainer: Trainer, attachment: Attachment, reason: str | None) -> None:
+        """Called after every file is written; for overriding.
+
+        Args:
+            trainer: of the run.
+            attachment: the run.
+            reason: why it is not finished, usually its exception; None if it is.
+        """
 
     @property
     def attachment(self) -> Attachment | None:
@@ -221,13 +232,19 @@ class Adapter(Callback):
             self._guarded(trainer, Attachment.stop)
 
     def _end(self, trainer: Trainer, exception: BaseException | None) -> None:
-        attachment = self._attachments.pop(id(trainer), None)
-        if attachment is None:
-            return
+        attachment = self._attachments.get(id(trainer))
+        if attachment is not None:
+            self._finish(trainer, attachment, exception)
+
+    def _finish(
+        self, trainer: Trainer, attachment: Attachment, exception: BaseException | None, reason: str | None = None
+    ) -> None:
+        live_runs.discard(attachment)
+        if self._attachments.get(id(trainer)) is attachment:
+            del self._attachments[id(trainer)]
         with deferred(signal.SIGCHLD) as arrived:
             try:
-                attachment.end(exception)
-                self.ended(trainer, attachment, exception)
+                self.ended(trainer, attachment, attachment.end(exception, reason))
                 if attachment.wants_report and trainer.is_global_zero:
                     start_report(attachment.place)
             except Exception as error:

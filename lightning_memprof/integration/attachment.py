@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
@@ -25,9 +26,10 @@ from lightning_memprof.capture.triggers.watch import TriggerWatch
 from lightning_memprof.integration.background import RankSummaries
 from lightning_memprof.integration.context import available_collectors, build_context
 from lightning_memprof.integration.curves import Curves, curves_of
-from lightning_memprof.integration.driver import StepDriver, position_source, stage_actions
+from lightning_memprof.integration.driver import StepDriver, joined, position_source, stage_actions
 from lightning_memprof.integration.facts import steps_ahead, training_facts, unreachable
 from lightning_memprof.integration.feeds import ActionTap, TensorFeed
+from lightning_memprof.integration.live_runs import Endings
 from lightning_memprof.integration.place import release_place
 from lightning_memprof.integration.settings import Settings
 from lightning_memprof.schedule import Schedule
@@ -35,6 +37,7 @@ from lightning_memprof.units import MIB, format_count
 
 log = logging.getLogger(__name__)
 
+_INTERRUPTED: Final = "Lightning called neither on_exception nor teardown"
 # If many small objects took the last byte, no report could be made. It is never touched: address space only.
 _RESERVE_BYTES: Final = 32 * MIB
 
@@ -48,18 +51,34 @@ class Attachment:
         settings: the settings of this rank.
         place: where the files of the run go.
         ours: the type of our adapters, whose hooks are not callbacks of the user.
+        owner: the adapter whose run it is.
+
+    Attributes:
+        ended_early: called with the reason to end the run where no hook of Lightning does; None if it is finished.
 
     Raises:
         ConfigError: a collector that the user requires is not available in this run.
     """
 
-    def __init__(self, trainer: Trainer, stage: str, settings: Settings, place: RunPlace, ours: type[Callback]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        stage: str,
+        settings: Settings,
+        place: RunPlace,
+        ours: type[Callback],
+        owner: Callback,
+    ) -> None:
         self.place = place
         self.tensors = TensorFeed(trainer)
-        self._trainer = trainer
+        self.trainer = trainer
+        self.ended_early: Callable[[str | None], None] = lambda _: None
+        self._process = os.getpid()
+        self._raised: str | None = None
         self._stage = stage
         self._settings = settings
         self._ours = ours
+        self._owner = owner
         self._ended = False
         self._batches_before = 0
         self._interrupts = ExitStack()
@@ -75,6 +94,7 @@ class Attachment:
             self.session = Session(self.run, settings.schedule, collectors, self._window_closed, self.triggers)
             self._oom = _MemoryWatch(self.run, available)
         except BaseException as error:
+            self._ended = True
             self.run.sink.manifest.append("end", status="exception", exception=describe(error), steps=0)
             self.run.sink.close()
             release_place(self.run.sink)
@@ -92,7 +112,7 @@ class Attachment:
 
     def start(self) -> None:
         """Start recording: the loop of the stage is about to run, loaders and optimizers are known."""
-        trainer, sink = self._trainer, self.run.sink
+        trainer, sink = self.trainer, self.run.sink
         if self._stage == "fit":
             sink.manifest.append("training", **training_facts(trainer))
         if message := unreachable(trainer, self._stage, self._settings.schedule):
@@ -103,11 +123,14 @@ class Attachment:
                 log.warning("%s", message)
         position = position_source(trainer, self._stage, self._settings.schedule)
         driver = StepDriver(self.session, stage_actions(trainer, self._stage, self._ours), position)
+        endings = Endings(trainer, self._owner, self._loop_raised, self.abandon)
         self._batches_before = self._batches_seen()
         self.session.open()
         self.triggers.start()
         kept = self._interrupts.enter_context(kept_interrupts())
-        self._tap.install(*driver.handlers(), kept, self.session.clock.log)
+        both = zip(driver.handlers(), endings.handlers(), strict=True)
+        starts, stops = (joined(self.session.clock.log, first, second) for first, second in both)
+        self._tap.install(starts, stops, kept, self.session.clock.log)
 
     def _record_every_step(self, steps: int) -> str:
         schedule = Schedule(wait=0, warmup=0, active=steps, repeat=1)
@@ -128,7 +151,7 @@ class Attachment:
             self.session.close(reason=reason)
         recorded, seen = self.session.facts()["steps"], self._batches_seen() - self._batches_before
         if self._stage == "fit" and recorded < seen // 2:
-            profiler = type(self._trainer.profiler).__name__  # type: ignore[attr-defined]
+            profiler = type(self.trainer.profiler).__name__  # type: ignore[attr-defined]
             message = (
                 f"{recorded} of {seen} steps were recorded: {profiler} does not call start and stop for every action"
             )
@@ -136,15 +159,44 @@ class Attachment:
             log.warning("%s", message)
 
     def _batches_seen(self) -> int:
-        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        return self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
-    def end(self, exception: BaseException | None = None) -> None:
-        """Finish every file; nothing is written afterwards."""
+    def abandon(self, reason: str | None = None) -> None:
+        """End the run because no hook of Lightning does.
+
+        Args:
+            reason: why it is not finished; None is the exception that left the training loop, if there was one.
+        """
+        # A forked process has the run, too.
+        if not self._ended and os.getpid() == self._process:
+            is_interrupted = self.trainer.state.stopped and not self.trainer.state.finished
+            self.ended_early(self._raised or reason or (_INTERRUPTED if is_interrupted else None))
+
+    def __del__(self) -> None:
+        """End a run whose Trainer is garbage."""
+        if hasattr(self, "run"):
+            self.abandon()
+
+    def _loop_raised(self, error: BaseException) -> None:
+        # The text only: the exception holds the memory of its frames.
+        self._raised = describe(error)
+
+    def end(self, exception: BaseException | None = None, reason: str | None = None) -> str | None:
+        """Finish every file, once; nothing is written afterwards.
+
+        Args:
+            exception: what ended the run, if it is known.
+            reason: why the run is not finished, if there is no exception.
+
+        Returns:
+            Why the run is not finished; None if it is.
+        """
+        if exception is not None:
+            reason = describe(exception)
         if self._ended:
-            return
+            return reason
         self._ended = True
         sink = self.run.sink
-        reason = None if exception is None else describe(exception)
         if sink.uploads is not None and exception is not None and not isinstance(exception, Exception):
             sink.uploads.hurry()
         try:
@@ -162,9 +214,10 @@ class Attachment:
             if named.exists():
                 sink.list_artifact(ArtifactSpec(path=named, type="series", collector="snapshots"))
         finally:
-            status = "finished" if exception is None else "exception"
+            status = "finished" if reason is None else "exception"
             sink.manifest.append("end", status=status, exception=reason, **self.session.facts())
             sink.close()
+        return reason
 
     def release(self) -> None:
         """Wait until the last files are at the URL of the run, if it has one, and remove the working copy."""

@@ -162,7 +162,7 @@ class MemProfilerCallback(Adapter):
         """Return the stream for the summary; None is standard output."""
         return None
 
-    def ended(self, trainer: Trainer, attachment: Attachment, exception: BaseException | None) -> None:
+    def ended(self, trainer: Trainer, attachment: Attachment, reason: str | None) -> None:
         """Print the summary."""
         if isinstance(profiler := trainer.profiler, ExtendedPyTorchProfiler):  # type: ignore[attr-defined]
             profiler.take(attachment)
@@ -171,7 +171,7 @@ class MemProfilerCallback(Adapter):
         place = attachment.place
         if self._output.loggers:
             send_report(trainer, attachment.run.sink)
-        if exception is not None or not self._output.summary:
+        if reason is not None or not self._output.summary:
             log.info("recorded in %s; show it with: lightning-memprof show %s", place.location, place.location)
             return
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Final
@@ -205,7 +205,7 @@ class StepDriver:
         before, after = self._points()
         for name in actions.unusual:
             before.setdefault(name, self._session.unusual)
-        return self._joined(before, starts), self._joined(stops, after)
+        return joined(clock.log, before, starts), joined(clock.log, stops, after)
 
     def _points(self) -> tuple[Handlers, Handlers]:
         """Return what happens before the start and after the stop of an action."""
@@ -226,13 +226,6 @@ class StepDriver:
         if actions.before_optimizer_step is not None:
             starts[actions.before_optimizer_step] = marking(Point.BEFORE_OPTIMIZER_STEP)
         return starts, stops
-
-    def _joined(self, first: Handlers, second: Handlers) -> Handlers:
-        """Return the handlers of both, where an action has two as one."""
-        log = self._session.clock.log
-        return first | {
-            name: _both(log, first[name], handler) if name in first else handler for name, handler in second.items()
-        }
 
     def _fetch(self) -> None:
         if self._between_steps:
@@ -261,6 +254,13 @@ class StepDriver:
     def _batch_end(self) -> None:
         self._mark_batch_end()
         self._between_steps = True
+
+
+def joined(log: Log, first: Mapping[str, Handler], second: Mapping[str, Handler]) -> Handlers:
+    """Return the handlers of both, where an action has two as one."""
+    return {**first} | {
+        name: _both(log, first[name], handler) if name in first else handler for name, handler in second.items()
+    }
 
 
 def calling(log: Log, handler: Handler) -> Callable[[], None]:

@@ -9,7 +9,8 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from lightning_memprof.capture.observe import wrapped
+from lightning_memprof.capture.observe import original_of, place_of, wrapped
+from lightning_memprof.integration.live_runs import is_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
     from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.profilers import Profiler
 
     from lightning_memprof.capture.observe import Link
 
@@ -32,7 +34,8 @@ class ActionTap:
     A profiler's ``profile`` is a generator: 1 µs for each of the 20 actions of a step. Where the profiler is idle, the
     tap replaces it by a lookup of one context per action name, and the profiler's own ``start`` and ``stop`` are not
     called. Any other profiler keeps ``profile``; the tap wraps its ``start`` and ``stop``, so that its own timing never
-    includes ours.
+    includes ours. The wrappers are in the profiler's class: the profiler is pickled and copied as without the tap, by
+    workers that a DataLoader spawns for instance.
 
     Actions of other threads than the one that installs the tap are passed to the profiler only: ranges must be opened
     and closed in the same thread.
@@ -84,14 +87,17 @@ class ActionTap:
             # A program may put numbers into the names of its own actions.
             return actions.setdefault(name, action) if len(actions) < _MOST_NAMES else action
 
-        profiler, own = self._profiler, vars(self._profiler)
+        profiler = self._profiler
         is_idle = {name: _is_idle(profiler, name) for name in ("start", "stop", "profile")}
         for name in ("start", "stop"):
-            wrap = partial(_wrapper, actions.get, added, is_idle=is_idle[name], is_start=name == "start")
-            self._installed.enter_context(wrapped(profiler, name, wrap))
+            wrap = partial(
+                _wrapper, actions.get, added, profiler, name, is_idle=is_idle[name], is_start=name == "start"
+            )
+            self._installed.enter_context(wrapped(place_of(profiler, name), name, wrap))
         if all(is_idle.values()):
-            lookup = partial(_lookup, actions.get, added, own, (own["start"], own["stop"]))
-            self._installed.enter_context(wrapped(profiler, "profile", lookup))
+            self._installed.enter_context(
+                wrapped(type(profiler), "profile", partial(_lookup, actions.get, added, profiler))
+            )
         self.is_installed = True
 
     def remove(self) -> None:
@@ -186,42 +192,44 @@ def _ignore(actions: dict[str, _Action]) -> None:
 def _wrapper(
     known: Callable[[str], _Action | None],
     added: Callable[[str], _Action],
+    profiler: Profiler,
+    name: str,
     link: Link,
     *,
     is_idle: bool,
     is_start: bool,
-) -> Callable[[str], None]:
-    """Return a profiler's ``start`` or ``stop``."""
+) -> Callable[..., None]:
+    """Return ``start`` or ``stop`` for one profiler; calls of other instances of its class pass through."""
+    is_own = name in vars(profiler)
 
-    def start(action_name: str) -> None:
-        (known(action_name) or added(action_name)).__enter__()
-        if not is_idle:
-            link.call(action_name)
+    def start(self: Profiler, action_name: str) -> None:
+        if self is profiler:
+            (known(action_name) or added(action_name)).__enter__()
+        if not (is_idle and self is profiler):
+            link.call(*(() if is_own else (self,)), action_name)
 
-    def stop(action_name: str) -> None:
-        if not is_idle:
-            link.call(action_name)
-        (known(action_name) or added(action_name)).__exit__()
+    def stop(self: Profiler, action_name: str) -> None:
+        if not (is_idle and self is profiler):
+            link.call(*(() if is_own else (self,)), action_name)
+        if self is profiler:
+            (known(action_name) or added(action_name)).__exit__()
 
-    return start if is_start else stop
+    made = start if is_start else stop
+    return partial(made, profiler) if is_own else made
 
 
 def _lookup(
-    known: Callable[[str], _Action | None],
-    added: Callable[[str], _Action],
-    own: dict[str, Any],
-    taps: tuple[Any, Any],
-    link: Link,
-) -> Callable[[str], AbstractContextManager[Any]]:
-    """Return a profiler's ``profile`` for the time in which its ``start`` and ``stop`` are those of the tap."""
-    start, stop = taps
+    known: Callable[[str], _Action | None], added: Callable[[str], _Action], profiler: Profiler, link: Link
+) -> Callable[..., AbstractContextManager[Any]]:
+    """Return ``profile`` for one profiler for the time in which its ``start`` and ``stop`` are those of the tap."""
+    kind, own = type(profiler), vars(profiler)
+    start, stop = kind.start, kind.stop
 
-    def profile(action_name: str) -> AbstractContextManager[Any]:
-        try:
-            is_ours = own["start"] is start and own["stop"] is stop
-        except KeyError:
-            is_ours = False
-        return (known(action_name) or added(action_name)) if is_ours else link.call(action_name)
+    def profile(self: Profiler, action_name: str) -> AbstractContextManager[Any]:
+        is_ours = kind.start is start and kind.stop is stop and "start" not in own and "stop" not in own
+        if self is profiler and is_ours:
+            return known(action_name) or added(action_name)
+        return link.call(self, action_name)  # type: ignore[no-any-return]
 
     return profile
 
@@ -257,6 +265,10 @@ class TensorFeed:
         """Return whether the Trainer has the callback itself."""
         return any(each is callback for each in self._trainer.callbacks)  # type: ignore[attr-defined]
 
+    def is_over(self) -> bool:
+        """Return whether the run of the Trainer has ended, with or without its hooks."""
+        return is_over(self._trainer)
+
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Return the Trainer's optimizers."""
         return tuple(self._trainer.optimizers)
@@ -264,10 +276,12 @@ class TensorFeed:
 
 def _is_idle(profiler: Any, name: str) -> bool:
     """Return whether the profiler's own method is declared to do nothing; call it before wrapping."""
-    if name in vars(profiler):
+    method = getattr(type(profiler), name)
+    if name in vars(profiler) or original_of(method) is not method:
+        # The program's attribute, or the tap of another run.
         return False
     if name == "profile":
-        return getattr(type(profiler).profile, "__qualname__", "") == "Profiler.profile"
+        return getattr(method, "__qualname__", "") == "Profiler.profile"
     return getattr(type(profiler), "idle_actions", False) or (
         type(profiler).__name__ == "PassThroughProfiler" and type(profiler).__module__.endswith(".base")
     )

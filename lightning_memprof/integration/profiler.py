@@ -34,6 +34,7 @@ from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.capture.faults import describe as fault_text
 from lightning_memprof.capture.torch_internals import _profiler_enabled
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.integration import live_runs
 from lightning_memprof.integration.adapter import Adapter
 from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.function_events import function_events
@@ -214,6 +215,9 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
                 "use True and delete the traces afterwards"
             )
         trainer = self._trainer()
+        if trainer is not None:
+            # Its host leaves the Trainer with it.
+            live_runs.end_abandoned(trainer)
         if trainer is None or any(adapter.leads(trainer) for adapter in _adapters(trainer)):
             return
         trainer.callbacks.append(_ProfilerHost(self))  # type: ignore[attr-defined]
@@ -333,7 +337,7 @@ class _ProfilerHost(Adapter):
         """Return the settings of the profiler."""
         return self._profiler.own_settings()
 
-    def ended(self, trainer: Trainer, attachment: Any, exception: BaseException | None) -> None:
+    def ended(self, trainer: Trainer, attachment: Any, reason: str | None) -> None:
         """Leave the Trainer. The list is new: Lightning is iterating over the old one."""
         self._profiler.take(attachment)
         log.info("recorded in %s; show it with: lightning-memprof show %s", *[attachment.place.location] * 2)

@@ -42,6 +42,9 @@ def pytorch_lightning_callbacks() -> list[Any]:
 def _register(module_name: str) -> list[Any]:
     # An exception in an entry point would break every Trainer of the program.
     try:
+        # Importing it takes seconds; where it is not loaded there is no run.
+        if (live_runs := sys.modules.get("lightning_memprof.integration.live_runs")) is not None:
+            live_runs.end_abandoned()
         _wrap_init_profiler(sys.modules.get(module_name))
         return _attached_callbacks()
     except Exception:

@@ -88,6 +88,9 @@ class Tensors:
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self.given_optimizers
 
+    def is_over(self) -> bool:
+        return False
+
 
 @contextmanager
 def context(directory: Path, device: str = "cpu", on_error: OnError = "warn") -> Iterator[RunContext]:
