@@ -199,6 +199,15 @@ def deferred(number: int) -> Iterator[list[int]]:
         handler(arrived[-1], None)
 
 
+def hide_frame(error: BaseException) -> None:
+    """Remove the calling frame from the traceback of an exception that it raises again next, with ``raise``.
+
+    The program sees the traceback that it has without our wrapper. Python 3.10 adds the frame again.
+    """
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+
+
 def take_out(pop: Callable[[], Any], push: Callable[[Any], object], is_own: Callable[[Any], bool]) -> None:
     """Remove an entry from any place in one of torch's stacks: the program's own entries need not nest with ours.
 

@@ -9,7 +9,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from lightning_memprof.capture.observe import original_of, place_of, wrapped
+from lightning_memprof.capture.observe import hide_frame, original_of, place_of, wrapped
 from lightning_memprof.integration.live_runs import is_over
 
 if TYPE_CHECKING:
@@ -206,11 +206,19 @@ def _wrapper(
         if self is profiler:
             (known(action_name) or added(action_name)).__enter__()
         if not (is_idle and self is profiler):
-            link.call(*(() if is_own else (self,)), action_name)
+            try:
+                link.call(*(() if is_own else (self,)), action_name)
+            except BaseException as error:
+                hide_frame(error)
+                raise
 
     def stop(self: Profiler, action_name: str) -> None:
         if not (is_idle and self is profiler):
-            link.call(*(() if is_own else (self,)), action_name)
+            try:
+                link.call(*(() if is_own else (self,)), action_name)
+            except BaseException as error:
+                hide_frame(error)
+                raise
         if self is profiler:
             (known(action_name) or added(action_name)).__exit__()
 

@@ -13,10 +13,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
-from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.collectors import ModuleMemory, ModuleRss
+from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 pytestmark = pytest.mark.slow

@@ -17,10 +17,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from training import Perceptron, loader, manifest, only_run, trainer
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.capture.torch_internals import _profiler_enabled
+from training import Perceptron, loader, manifest, only_run, trainer
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 pytestmark = pytest.mark.slow

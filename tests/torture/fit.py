@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import moments
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memprof import Collector, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
@@ -39,6 +39,8 @@ from lightning_memprof.collectors import (
 from training import Perceptron
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning_memprof import Mark, RunContext
     from lightning_memprof.collectors import Window
 
@@ -113,8 +115,35 @@ class Striking(pl.Callback):
         if self.cell.fault.place == "teardown":
             self.cell.strike()
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.cell.strike_again("on_exception")
+
     def close(self) -> None:
         os.close(self._trail)
+
+
+class Logging(CSVLogger):
+    """The user's logger."""
+
+    def __init__(self, cell: fault.Cell, log_dir: Path) -> None:
+        super().__init__(log_dir.parent, name="", version=log_dir.name)
+        self._cell = cell
+
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        self._cell.strike_again("finalize")
+
+
+class Alone(SingleDeviceStrategy):
+    """The user's strategy for one process."""
+
+    def __init__(self, cell: fault.Cell) -> None:
+        super().__init__("cpu")
+        self._cell = cell
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._cell.strike_again("teardown")
 
 
 class Fetched(data.Batches):
@@ -178,9 +207,11 @@ def fit(cell: fault.Cell) -> pl.LightningModule:
     striking = Striking(cell)
     cell.notes["model"] = model
     try:
-        trainer = pl.Trainer(**_options(cell, cell.log_dir), callbacks=[striking, *_ours(cell)])
+        trainer = cell.notes["trainer"] = pl.Trainer(**_options(cell, cell.log_dir), callbacks=[striking, *_ours(cell)])
         trainer.fit(model, _loader(cell), DataLoader(data.Batches(1), batch_size=None))
     finally:
+        # It holds the loops and their workers.
+        cell.notes.pop("trainer", None)
         striking.close()
     return model
 
@@ -206,12 +237,14 @@ def next_fit(cell: fault.Cell) -> str:
 def _options(cell: fault.Cell, log_dir: Any) -> dict[str, Any]:
     options = _quiet() | {
         "devices": cell.world,
-        "logger": CSVLogger(log_dir.parent, name="", version=log_dir.name),
+        "logger": Logging(cell, log_dir),
         "val_check_interval": 1,
         "limit_val_batches": 1,
         "profiler": ExtendedPyTorchProfiler() if cell.ours else None,
     }
-    return options | ({"strategy": DDPStrategy(process_group_backend="gloo")} if cell.world > 1 else {})
+    if cell.world > 1:
+        return options | {"strategy": DDPStrategy(process_group_backend="gloo")}
+    return options | ({"strategy": Alone(cell)} if cell.fault.then == "teardown" else {})
 
 
 def _quiet() -> dict[str, Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 KILLED = -9
-PIDS = re.compile(r"\d+")
+PIDS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
+import traceback
 from contextlib import _GeneratorContextManager
 from typing import Any
 
@@ -171,6 +173,41 @@ def test_what_the_profiler_itself_raises_is_the_users() -> None:
     with pytest.raises(ValueError, match="never started"):
         profiler.stop("never started")
     tap.remove()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 adds the frame again")
+@pytest.mark.parametrize("name", ["start", "stop"])
+def test_an_exception_of_the_profiler_has_the_traceback_and_the_context_that_it_has_without_the_tap(name: str) -> None:
+    class Failing(Told):
+        def start(self, action_name: str) -> None:
+            if name == "start":
+                raise OSError
+
+        def stop(self, action_name: str) -> None:
+            if name == "stop":
+                raise OSError
+
+    def raised(profiler: Profiler) -> list[list[str]]:
+        found = []
+        error: BaseException | None
+        try:
+            with profiler.profile("a"):
+                pass
+        except OSError as caught:
+            error = caught
+        while error is not None:
+            found.append([frame.name for frame in traceback.extract_tb(error.__traceback__)])
+            error = error.__context__
+        return found
+
+    profiler = Failing([])
+    before = raised(profiler)
+    tap = ActionTap(profiler, ignore)
+    tap.install({"a": lambda: None}, {"a": lambda: None}, [])
+    try:
+        assert raised(profiler) == before
+    finally:
+        tap.remove()
 
 
 def test_a_listener_may_leave_while_it_is_told() -> None:
