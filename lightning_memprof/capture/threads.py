@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from lightning_memprof.artifacts.secrets import masking
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow, ProcessRow
+from lightning_memprof.capture.packages import PACKAGES
 from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.sources.user_hooks import hook_name
 
@@ -46,7 +47,6 @@ _INSTRUCTION: Final = operator.attrgetter("f_lasti")
 _GLOBALS: Final = operator.attrgetter("f_globals")
 # Arguments of one call by `starmap`, which needs no memory for it.
 _ONCE: Final[tuple[tuple[()]]] = ((),)
-_TRAINERS: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 # Calls of the Trainer by the program.
 _ENTRIES: Final = ("fit", "validate", "test", "predict")
 # They are of the function that runs them.
@@ -313,7 +313,7 @@ class LineSampler:
         package = str(names.get("__name__", "")).partition(".")[0]
         if package == "torch" and code.co_name == "_call_impl":
             kind = _Kind.MODULE_CALL
-        elif package in _TRAINERS:
+        elif package in PACKAGES:
             kind = _Kind.ENTRY if code.co_name in _ENTRIES else _Kind.TRAINER
         elif package == __name__.partition(".")[0]:
             kind = _Kind.OURS

@@ -14,6 +14,7 @@ from lightning_memprof.capture.base import RunContext, TimedPart, no_training_st
 from lightning_memprof.capture.budget import Ledger
 from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.faults import Faults
+from lightning_memprof.capture.packages import lightning_class
 from lightning_memprof.capture.sources.methods import unsupported_method
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.driver import stage_function
@@ -121,8 +122,7 @@ def _unavailable(collector: Collector, run: RunContext) -> str | None:
 
 
 def _profiler_conflict(profiler: Any) -> str | None:
-    names = [base.__name__ for base in type(profiler).__mro__]
-    if "PyTorchProfiler" in names and "ExtendedPyTorchProfiler" not in names:
+    if lightning_class(profiler, "PyTorchProfiler") and not getattr(profiler, "idle_actions", False):
         return "Lightning's PyTorchProfiler owns torch.profiler in this run"
     return None
 

@@ -15,6 +15,7 @@ import torch
 from lightning_memprof.artifacts.naming import curves_path
 from lightning_memprof.artifacts.series import PulseRow
 from lightning_memprof.artifacts.sink import ArtifactSpec, Sink
+from lightning_memprof.capture.packages import lightning_class
 from lightning_memprof.capture.sources.memory import peak_reserved_bytes
 from lightning_memprof.integration.loggers import remove_rows, save_rows
 from lightning_memprof.units import MIB
@@ -77,9 +78,7 @@ def curves_of(trainer: Trainer, stage: str, settings: Settings, sink: Sink, faul
 
     Only a fit whose Trainer has a logger has curves, on the ranks that record windows with every collector.
     """
-    loggers = [
-        logger for logger in trainer.loggers if "DummyLogger" not in {base.__name__ for base in type(logger).__mro__}
-    ]
+    loggers = [logger for logger in trainer.loggers if not lightning_class(logger, "DummyLogger")]
     if stage != "fit" or not settings.output.curves or not loggers:
         return None
     if not settings.every_collector and not trainer.is_global_zero:

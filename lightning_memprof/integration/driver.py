@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Final
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Position
 from lightning_memprof.capture.clock import LEAVE
+from lightning_memprof.capture.packages import overrides
 from lightning_memprof.capture.session import Session
 from lightning_memprof.schedule import Action, Point
 
@@ -130,9 +131,7 @@ def stage_actions(trainer: Trainer, stage: str, ours: type[Callback]) -> StageAc
 def _overridden(callbacks: list[Any], hooks: tuple[str, ...]) -> Iterator[str]:
     for callback in callbacks:
         for hook in hooks:
-            method = getattr(type(callback), hook, None)
-            is_base = getattr(method, "__qualname__", "") == f"Callback.{hook}"
-            if not is_base or hook in vars(callback):
+            if overrides(callback, "Callback", hook):
                 yield f"[Callback]{callback.state_key}.{hook}"
         yield f"[Callback]{callback.state_key}.on_save_checkpoint"
 
@@ -142,7 +141,7 @@ def _within(trainer: Trainer, hooks: tuple[str, ...]) -> Iterator[str]:
     module = trainer.lightning_module
     used = {"configure_gradient_clipping": trainer.gradient_clip_val, "lr_scheduler_step": trainer.lr_scheduler_configs}
     for hook in hooks:
-        if used.get(hook) or _is_overridden(module, LightningModule, hook):
+        if used.get(hook) or overrides(module, "LightningModule", hook):
             yield f"[LightningModule]{type(module).__name__}.{hook}"
     yield from _of_data(trainer, _LOADERS)
 
@@ -155,16 +154,12 @@ def _transfers(trainer: Trainer) -> Iterator[str]:
 def _of_data(trainer: Trainer, hooks: tuple[str, ...]) -> Iterator[str]:
     """Yield the hooks that the model or the data module overrides."""
     for owner, base in (
-        (trainer.lightning_module, LightningModule),
-        (trainer.datamodule, LightningDataModule),  # type: ignore[attr-defined]
+        (trainer.lightning_module, "LightningModule"),
+        (trainer.datamodule, "LightningDataModule"),  # type: ignore[attr-defined]
     ):
         for hook in hooks:
-            if owner is not None and _is_overridden(owner, base, hook):
-                yield f"[{base.__name__}]{type(owner).__name__}.{hook}"
-
-
-def _is_overridden(owner: Any, base: type, hook: str) -> bool:
-    return hook in vars(owner) or getattr(type(owner), hook, None) is not getattr(base, hook, None)
+            if owner is not None and overrides(owner, base, hook):
+                yield f"[{base}]{type(owner).__name__}.{hook}"
 
 
 class StepDriver:

@@ -17,13 +17,13 @@ from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-import lightning
 import psutil
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
+from lightning_memprof.capture.packages import lightning_class, overrides
 from lightning_memprof.capture.sources.compiled import compiled_modules
 from lightning_memprof.capture.sources.memory import cgroup_cores, cgroup_memory, mapped_files, usable_cpus
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, local_storage
@@ -41,7 +41,6 @@ _LARGEST: Final = 5
 _MOST_OBJECTS: Final = 1000
 # Of a group of parameters, what is not a setting.
 _NAMES: Final = frozenset({"params", "param_names", "name"})
-_LIGHTNING: Final = frozenset({"lightning", "pytorch_lightning"})
 
 
 def run_facts(
@@ -67,7 +66,7 @@ def run_facts(
         "environment": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "lightning": lightning.__version__,
+            "lightning": _lightning_version(trainer),
             "lightning_memprof": lightning_memprof.__version__,
             "platform": platform.platform(),
             "cpu_count": os.cpu_count(),
@@ -79,6 +78,13 @@ def run_facts(
             "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         },
     }
+
+
+def _lightning_version(trainer: Trainer) -> str:
+    """Return the version of the package that the Trainer is from."""
+    own = lightning_class(trainer, "Trainer")
+    package = "lightning" if own is None else own.__module__.partition(".")[0]
+    return str(sys.modules[package].__version__)
 
 
 def _memory_facts(device: torch.device) -> dict[str, int | None]:
@@ -128,8 +134,7 @@ def training_facts(trainer: Trainer) -> dict[str, Any]:
         "largest_parameters": [] if lazy else _largest_parameters(module),
         "largest_buffers": [] if lazy else _largest_buffers(module),
         "detect_anomaly": torch.is_anomaly_enabled(),
-        # Not Lightning's `is_overridden`: that of the other distribution raises.
-        "clips_itself": type(module).configure_gradient_clipping.__module__.split(".")[0] not in _LIGHTNING,
+        "clips_itself": overrides(module, "LightningModule", "configure_gradient_clipping"),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "profiler": type(trainer.profiler).__name__,  # type: ignore[attr-defined]
         "threads": torch.get_num_threads(),

@@ -10,6 +10,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_memprof.capture.observe import hide_frame, original_of, place_of, wrapped
+from lightning_memprof.capture.packages import overrides
 from lightning_memprof.integration.live_runs import is_over
 
 if TYPE_CHECKING:
@@ -289,7 +290,5 @@ def _is_idle(profiler: Any, name: str) -> bool:
         # The program's attribute, or the tap of another run.
         return False
     if name == "profile":
-        return getattr(method, "__qualname__", "") == "Profiler.profile"
-    return getattr(type(profiler), "idle_actions", False) or (
-        type(profiler).__name__ == "PassThroughProfiler" and type(profiler).__module__.endswith(".base")
-    )
+        return not overrides(profiler, "Profiler", "profile")
+    return getattr(type(profiler), "idle_actions", False) or not overrides(profiler, "PassThroughProfiler", name)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import ArtifactSpec, Sink
+from lightning_memprof.capture.packages import lightning_class
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.printers.terminal import print_document
 from lightning_memprof.report.sections import run_document
@@ -61,18 +62,17 @@ def _write_report(sink: Sink) -> tuple[Path, Path]:
 
 
 def _send(logger: Any, files: tuple[Path, Path], step: int) -> bool:
-    """Send the files to one logger; False where it accepts none. Class names decide: no logger has to be installed."""
+    """Send the files to one logger; False where it accepts none."""
     machine, text = files
-    kinds = {base.__name__ for base in type(logger).__mro__}
-    if "TensorBoardLogger" in kinds:
+    if lightning_class(logger, "TensorBoardLogger"):
         # Markdown: an indented block keeps the columns aligned.
         page = "\n".join(f"    {line}" for line in text.read_text(encoding="utf-8").splitlines())
         logger.experiment.add_text(_FOLDER, page, step)
         logger.experiment.flush()
-    elif "MLFlowLogger" in kinds:
+    elif lightning_class(logger, "MLFlowLogger"):
         for path in files:
             logger.experiment.log_artifact(logger.run_id, str(path), _FOLDER)
-    elif "WandbLogger" in kinds:
+    elif lightning_class(logger, "WandbLogger"):
         for path in (machine, text):
             name = f"{_FOLDER}-{path.suffix.removeprefix('.')}-{logger.version or 'run'}"
             logger.experiment.log_artifact(str(path), name=name, type=_FOLDER)
@@ -89,16 +89,12 @@ def save_rows(logger: Any) -> None:
     Raises:
         Exception: the exception of ``CSVLogger.save``; the rows stay in the buffer.
     """
-    if _is_csv(logger) and getattr(logger.experiment, "metrics", None):
+    if lightning_class(logger, "CSVLogger") and getattr(logger.experiment, "metrics", None):
         logger.save()
 
 
 def remove_rows(logger: Any, prefixes: tuple[str, ...]) -> None:
     """Remove the rows of our curves from the buffer of a ``CSVLogger``; rows of the program stay."""
-    rows = getattr(logger.experiment, "metrics", None) if _is_csv(logger) else None
+    rows = getattr(logger.experiment, "metrics", None) if lightning_class(logger, "CSVLogger") else None
     if isinstance(rows, list):
         rows[:] = [row for row in rows if not any(prefix in name for name in row for prefix in prefixes)]
-
-
-def _is_csv(logger: Any) -> bool:
-    return any(base.__name__ == "CSVLogger" for base in type(logger).__mro__)

@@ -15,7 +15,6 @@ from typing import Any, Final, cast
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import ManifestWriter
@@ -23,6 +22,7 @@ from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_nam
 from lightning_memprof.artifacts.remote import check_url, claim_url, is_url, url_path
 from lightning_memprof.artifacts.secrets import has_password
 from lightning_memprof.artifacts.sink import RunPlace, Sink, claim_run_place
+from lightning_memprof.capture.packages import lightning_class
 from lightning_memprof.errors import MemprofError
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def _log_dir(trainer: Trainer) -> Any:
     if not trainer.loggers:
         return trainer.default_root_dir
     logger = trainer.loggers[0]
-    return logger.log_dir if isinstance(logger, (TensorBoardLogger, CSVLogger)) else logger.save_dir
+    return logger.log_dir if lightning_class(logger, "TensorBoardLogger", "CSVLogger") else logger.save_dir
 
 
 def _from_rank_0(trainer: Trainer, found: _Agreed | None) -> _Agreed | None:

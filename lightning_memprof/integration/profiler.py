@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Final
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction
 
@@ -279,7 +278,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
 
     def _is_trainers(self, action_name: str) -> bool:
         if (trainer := self._trainer()) is not None and (
-            trainer.state.status is TrainerStatus.RUNNING or action_name == "save_checkpoint"
+            trainer.state.status == "running" or action_name == "save_checkpoint"
         ):
             return True
         return action_name.startswith(_OF_TRAINERS)

@@ -32,6 +32,7 @@ from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.loader_workers import counted_workers, stuck_workers
+from lightning_memprof.capture.packages import PACKAGES
 from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.threads import calls_of_error, calls_of_thread, line_of, running_threads
 from lightning_memprof.capture.torch_internals import _dump_fr_trace_json, _dump_nccl_trace_json
@@ -71,7 +72,6 @@ _ABORTED: Final = "hang_aborted"
 # As EX_TEMPFAIL of sysexits.h: to be tried again.
 ABORTED: Final = 75
 _LAST_COLLECTIVES: Final = 100
-_TRAINERS: Final = ("lightning", "pytorch_lightning")
 _OURS: Final = "lightning_memprof"
 _LOADER: Final = "torch.utils.data.dataloader"
 _VALIDATION: Final = ".loops.evaluation_loop"
@@ -472,7 +472,7 @@ def _place(calls: Iterable[Call]) -> tuple[str | None, str | None]:
     for call in calls:
         code, _, names = call
         package = str(names.get("__name__", "")).partition(".")[0]
-        if found is not None and package in _TRAINERS:
+        if found is not None and package in PACKAGES:
             return found
         if found is None and _is_program(call):
             line = line_of(call)

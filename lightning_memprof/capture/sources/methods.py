@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_memprof.capture.observe import Link, original_of, place_of, wrapped
+from lightning_memprof.capture.packages import PACKAGES
 from lightning_memprof.capture.sources.compiled import is_redirected
 from lightning_memprof.errors import ConfigError
 
@@ -24,7 +25,6 @@ IN_COMPILED: Final = "a compiled part of the model may call it: torch would reco
 _TRAINERS: Final = frozenset(
     {"backward", "optimizer_zero_grad", "configure_gradient_clipping", "transfer_batch_to_device"}
 )
-_LIGHTNING: Final = frozenset({"lightning", "pytorch_lightning"})
 
 
 class MethodCall:
@@ -245,7 +245,7 @@ def _may_be_called_by_compiled(model: nn.Module, name: str) -> bool:
     if not compiled_methods(model) - {name}:
         return False
     is_lightnings = any(
-        name in vars(base) for base in type(model).__mro__ if base.__module__.partition(".")[0] in _LIGHTNING
+        name in vars(base) for base in type(model).__mro__ if base.__module__.partition(".")[0] in PACKAGES
     )
     is_hook = name in _TRAINERS or name.endswith("_step") or name.startswith("on_")
     return not (is_lightnings and is_hook)

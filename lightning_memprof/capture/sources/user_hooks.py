@@ -14,6 +14,7 @@ from typing import Any, Final
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from lightning_memprof.capture.packages import PACKAGES
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.torch_internals import _RecordFunctionFast
 
@@ -24,7 +25,7 @@ _BACKWARD: Final = (
     *("_global_backward_hooks", "_global_backward_pre_hooks"),
 )
 # Weight normalization, sharding and ourselves: their hooks are part of the model, and they look for them by class.
-_NOT_THE_PROGRAMS: Final = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memprof")
+_NOT_THE_PROGRAMS: Final = PACKAGES | {"torch", "lightning_memprof"}
 _LOCAL: Final = "<locals>."
 
 
