@@ -21,6 +21,7 @@ from lightning_memprof.analysis import estimate as model
 from lightning_memprof.analysis.batches import largest_fitting
 from lightning_memprof.analysis.estimate import Alternative
 from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.capture.packages import lightning_class
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
@@ -114,6 +115,11 @@ def estimate(
         ConfigError: a value is invalid.
         MemprofError: the training cannot run without data.
     """
+    if lightning_class(model, "LightningModule") not in {LightningModule, None}:
+        raise MemprofError(
+            f"estimate: {type(model).__name__} is a LightningModule of pytorch_lightning, and lightning.pytorch is "
+            "simulated: derive it from that, or use the command lightning-memprof estimate, which takes both"
+        )
     given = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
     data = {name: value for name, value in given.items() if value is not None}
     fit = Fit(trainer=_arguments(trainer), model=model, data=data, program=type(model).__name__)

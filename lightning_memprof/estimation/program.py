@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_memprof.errors import MemprofError
+from lightning_memprof.estimation.aliases import replaced_packages
 
 _CLI: Final = ("fit",)
 _CONFIG: Final = ("--config", "-c")
@@ -70,28 +71,29 @@ def require_program(program: Sequence[str], command: str = "estimate") -> None:
 
 
 def run_program(program: Sequence[str]) -> None:
-    """Run a program in this process, as Python would.
+    """Run a program in this process, as Python would; ``pytorch_lightning`` in it is ``lightning.pytorch``.
 
     Args:
         program: as for :func:`require_program`.
     """
-    argv, path = sys.argv, list(sys.path)
+    argv = sys.argv
     first, rest = program[0], list(program[1:])
-    try:
-        if first.startswith("-m"):
-            module, rest = (first[2:], rest) if first[2:] else (rest[0], rest[1:])
-            sys.argv = [module, *rest]
-            sys.path.insert(0, os.getcwd())  # noqa: PTH109 what python -m inserts
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        elif is_cli(program):
-            from lightning.pytorch.cli import LightningCLI
+    with replaced_packages():
+        try:
+            if first.startswith("-m"):
+                module, rest = (first[2:], rest) if first[2:] else (rest[0], rest[1:])
+                sys.argv = [module, *rest]
+                sys.path.insert(0, os.getcwd())  # noqa: PTH109 what python -m inserts
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            elif is_cli(program):
+                from lightning.pytorch.cli import LightningCLI
 
-            sys.argv = ["lightning", first, *rest]
-            sys.path.insert(0, os.getcwd())  # noqa: PTH109 configurations name the user's own modules
-            LightningCLI(save_config_callback=None)
-        else:
-            sys.argv = [first, *rest]
-            sys.path.insert(0, str(Path(first).resolve().parent))
-            runpy.run_path(first, run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = argv, path
+                sys.argv = ["lightning", first, *rest]
+                sys.path.insert(0, os.getcwd())  # noqa: PTH109 configurations name the user's own modules
+                LightningCLI(save_config_callback=None)
+            else:
+                sys.argv = [first, *rest]
+                sys.path.insert(0, str(Path(first).resolve().parent))
+                runpy.run_path(first, run_name="__main__")
+        finally:
+            sys.argv = argv

@@ -1,4 +1,4 @@
-"""Entry points that Lightning calls in every ``Trainer()``: a tried program may train in processes that it starts."""
+"""The entry point that Lightning calls in every ``Trainer()``: a tried program may train in processes that it starts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,4 @@ def lightning_callbacks() -> list[Any]:
         from lightning_memprof.trial.program import prepare
 
         prepare()
-    return []
-
-
-def pytorch_lightning_callbacks() -> list[Any]:
-    """Return no callbacks.
-
-    Raises:
-        MemprofError: the program is being tried; its training would run unchanged, to its end.
-    """
-    if os.environ.get(VARIABLE):
-        from lightning_memprof.errors import MemprofError
-
-        raise MemprofError("the Trainer is that of pytorch_lightning: import lightning.pytorch to try the program")
     return []

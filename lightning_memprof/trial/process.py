@@ -17,6 +17,7 @@ import psutil
 
 from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.artifacts.own_program import uninterrupted
+from lightning_memprof.estimation import aliases
 from lightning_memprof.trial.attach import VARIABLE
 from lightning_memprof.trial.task import Task, result_path
 from lightning_memprof.units import format_bytes
@@ -56,6 +57,8 @@ class Process:
             # It would write where the user's experiments are.
             "WANDB_MODE": "offline",
             "LIGHTNING_MEMPROF": "1" if task.is_recorded else "",
+            # Processes that the program starts have Lightning's other package replaced, too.
+            "PYTHONPATH": os.pathsep.join(filter(None, (aliases.FOLDER, os.environ.get("PYTHONPATH")))),
             # Imported modules of the user have no cache where they had none.
             "PYTHONDONTWRITEBYTECODE": "1",
         }
