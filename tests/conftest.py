@@ -8,12 +8,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 import leaks
 from warm_python import Popen, WarmPython, share
+
+if TYPE_CHECKING:
+    from training import Package
 
 # Read when torch is loaded. Threads that are out of work sleep: by default they spin, on cores that other tests need,
 # and on a busy machine some trainings take ten times the CPU.
@@ -178,3 +182,11 @@ def run_program(
 def forked(monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython) -> None:
     """Fork each Python program that the test, or the package in its process, starts: see ``run_program``."""
     monkeypatch.setattr(subprocess, "Popen", Popen)
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def package(request: pytest.FixtureRequest) -> Package:
+    """Each of Lightning's two packages: for tests whose result depends on its types, enums, loggers or states."""
+    from training import Package
+
+    return Package(request.param)

@@ -7,21 +7,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-_LIBRARIES: Final = frozenset(
-    {
-        "functorch",
-        "lightning",
-        "lightning_fabric",
-        "lightning_memprof",
-        "lightning_utilities",
-        "numpy",
-        "pytorch_lightning",
-        "torch",
-        "torchmetrics",
-        "torchvision",
-        "triton",
-    }
-)
+from lightning_memprof.packages import PACKAGES
+
+_LIBRARIES: Final = PACKAGES | {
+    "functorch", "lightning_memprof", "lightning_utilities", "numpy", "torch", "torchmetrics", "torchvision", "triton",
+}  # fmt: skip
 _STANDARD: Final = frozenset(sys.stdlib_module_names)
 _LIBRARY_PATH: Final = re.compile(
     r"(?:^|/)(?:site-packages|dist-packages)/"

@@ -21,9 +21,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from lightning_memprof.artifacts.secrets import masking
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow, ProcessRow
-from lightning_memprof.capture.packages import PACKAGES
 from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.sources.user_hooks import hook_name
+from lightning_memprof.packages import PACKAGES
 
 # Of a core.
 _NOTABLE: Final = 0.05

@@ -21,7 +21,6 @@ from lightning_memprof.analysis import estimate as model
 from lightning_memprof.analysis.batches import largest_fitting
 from lightning_memprof.analysis.estimate import Alternative
 from lightning_memprof.capture.observe import Link, wrapped
-from lightning_memprof.capture.packages import lightning_class
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta
@@ -31,6 +30,7 @@ from lightning_memprof.estimation.ranks import ranks_of
 from lightning_memprof.estimation.simulation import Variation, simulate
 from lightning_memprof.estimation.trainer import Fit
 from lightning_memprof.estimation.wanted import Wanted
+from lightning_memprof.packages import lightning_class
 from lightning_memprof.report.document import Document
 from lightning_memprof.units import format_bytes
 

@@ -14,12 +14,12 @@ from lightning_memprof.capture.base import RunContext, TimedPart, no_training_st
 from lightning_memprof.capture.budget import Ledger
 from lightning_memprof.capture.clock import device_timer
 from lightning_memprof.capture.faults import Faults
-from lightning_memprof.capture.packages import lightning_class
 from lightning_memprof.capture.sources.methods import unsupported_method
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.driver import stage_function
 from lightning_memprof.integration.facts import run_facts
 from lightning_memprof.integration.settings import choice_note, group_timeout_seconds
+from lightning_memprof.packages import lightning_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

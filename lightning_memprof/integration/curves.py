@@ -15,9 +15,9 @@ import torch
 from lightning_memprof.artifacts.naming import curves_path
 from lightning_memprof.artifacts.series import PulseRow
 from lightning_memprof.artifacts.sink import ArtifactSpec, Sink
-from lightning_memprof.capture.packages import lightning_class
 from lightning_memprof.capture.sources.memory import peak_reserved_bytes
 from lightning_memprof.integration.loggers import remove_rows, save_rows
+from lightning_memprof.packages import lightning_class
 from lightning_memprof.units import MIB
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.capture.base import Position
 from lightning_memprof.capture.clock import LEAVE
-from lightning_memprof.capture.packages import overrides
 from lightning_memprof.capture.session import Session
+from lightning_memprof.packages import overrides
 from lightning_memprof.schedule import Action, Point
 
 Handler = Callable[[], None] | int

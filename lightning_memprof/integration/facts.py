@@ -23,10 +23,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
-from lightning_memprof.capture.packages import lightning_class, overrides
 from lightning_memprof.capture.sources.compiled import compiled_modules
 from lightning_memprof.capture.sources.memory import cgroup_cores, cgroup_memory, mapped_files, usable_cpus
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, local_storage
+from lightning_memprof.packages import lightning_class, overrides
 from lightning_memprof.schedule import Action, Schedule, no_window
 from lightning_memprof.units import format_count
 

@@ -10,8 +10,8 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_memprof.capture.observe import hide_frame, original_of, place_of, wrapped
-from lightning_memprof.capture.packages import overrides
 from lightning_memprof.integration.live_runs import is_over
+from lightning_memprof.packages import overrides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

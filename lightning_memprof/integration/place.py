@@ -22,8 +22,8 @@ from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_nam
 from lightning_memprof.artifacts.remote import check_url, claim_url, is_url, url_path
 from lightning_memprof.artifacts.secrets import has_password
 from lightning_memprof.artifacts.sink import RunPlace, Sink, claim_run_place
-from lightning_memprof.capture.packages import lightning_class
 from lightning_memprof.errors import MemprofError
+from lightning_memprof.packages import lightning_class
 
 log = logging.getLogger(__name__)
 

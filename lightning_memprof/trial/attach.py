@@ -1,4 +1,4 @@
-"""The entry point that Lightning calls in every ``Trainer()``: a tried program may train in processes that it starts."""
+"""The entry point that Lightning calls in every ``Trainer()``: a tried program may start processes that train."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -34,7 +34,7 @@ def loader(batches: int = 12) -> DataLoader[torch.Tensor]:
     return DataLoader(Noise(batches), batch_size=None)
 
 
-class Perceptron(pl.LightningModule):
+class Steps(nn.Module):
     """A small network with every step that Lightning knows; dropout makes it use the random generator."""
 
     def __init__(self) -> None:
@@ -61,19 +61,43 @@ class Perceptron(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
+class Perceptron(Steps, pl.LightningModule):
+    """The network as a module of ``lightning.pytorch``."""
+
+
+class Package:
+    """One of Lightning's two packages, with a network and a Trainer of its own.
+
+    Args:
+        name: ``lightning.pytorch`` or ``pytorch_lightning``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pl: Any = importlib.import_module(name)
+        self.loggers: Any = importlib.import_module(f"{name}.loggers")
+        self.profilers: Any = importlib.import_module(f"{name}.profilers")
+        self.Perceptron: Any = type("Perceptron", (Steps, self.pl.LightningModule), {})
+
+    def trainer(self, directory: Path, *callbacks: Any, **options: Any) -> Any:
+        """Give a quiet Trainer on one CPU whose log_dir lies in ``directory``."""
+        quiet = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "logger": self.loggers.CSVLogger(directory, name="", version="log"),
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "log_every_n_steps": 1,
+        }
+        return self.pl.Trainer(callbacks=list(callbacks), **{**quiet, **options})
+
+
 def trainer(directory: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    """Give a quiet Trainer on one CPU whose log_dir lies in ``directory``."""
-    quiet = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": CSVLogger(directory, name="", version="log"),
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-    }
-    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **options})
+    """Give a quiet Trainer of ``lightning.pytorch`` on one CPU whose log_dir lies in ``directory``."""
+    made: pl.Trainer = Package("lightning.pytorch").trainer(directory, *callbacks, **options)
+    return made
 
 
 def only_run(directory: Path, name: str = "memprofiler") -> Path:

@@ -32,11 +32,11 @@ from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.faults import describe
 from lightning_memprof.capture.loader_workers import counted_workers, stuck_workers
-from lightning_memprof.capture.packages import PACKAGES
 from lightning_memprof.capture.sources.assignments import is_library
 from lightning_memprof.capture.threads import calls_of_error, calls_of_thread, line_of, running_threads
 from lightning_memprof.capture.torch_internals import _dump_fr_trace_json, _dump_nccl_trace_json
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.packages import PACKAGES
 from lightning_memprof.units import format_ns
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lightning_memprof.capture.observe import Link, original_of, place_of, wrapped
-from lightning_memprof.capture.packages import PACKAGES
 from lightning_memprof.capture.sources.compiled import is_redirected
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.packages import PACKAGES
 
 _Method = TypeVar("_Method", bound="Callable[..., Any]")
 

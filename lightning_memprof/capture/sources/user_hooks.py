@@ -14,9 +14,9 @@ from typing import Any, Final
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from lightning_memprof.capture.packages import PACKAGES
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.torch_internals import _RecordFunctionFast
+from lightning_memprof.packages import PACKAGES
 
 # Attributes of modules, parameters and torch's module of global hooks: torch has no public access to them.
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks", "_global_forward_hooks", "_global_forward_pre_hooks")

@@ -1,13 +1,13 @@
-"""A program of ``pytorch_lightning`` runs with ``lightning.pytorch``, the same code, which is what this package changes.
+"""Modules that replace ``pytorch_lightning`` by ``lightning.pytorch``: the same code, and what estimate and try change.
 
-Where this folder is on ``sys.path`` or ``PYTHONPATH``, before the installed packages, its modules replace
-``pytorch_lightning`` and ``lightning_fabric``: also in processes that the program starts.
+They take effect where this folder precedes the installed packages on ``sys.path``; ``PYTHONPATH`` puts it there for
+processes that the program starts.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.abc import Loader, MetaPathFinder
@@ -60,9 +60,7 @@ def _forget(modules: Iterable[str]) -> None:
 class _Modules(MetaPathFinder, Loader):
     """Finds the modules of a replaced package."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
         package, _, rest = fullname.partition(".")
         used = f"{_REPLACED.get(package)}.{rest}"
         return ModuleSpec(fullname, self, origin=used) if package in _REPLACED and rest and find_spec(used) else None
