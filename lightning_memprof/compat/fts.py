@@ -33,6 +33,7 @@ from lightning_memprof.capture.tracker.collectors import FSDPMemory
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.callback import MemProfilerCallback
 from lightning_memprof.integration.settings import OutputOptions, Settings
+from lightning_memprof.packages import lightning_class
 from lightning_memprof.schedule import Schedule
 
 __all__ = [
@@ -416,7 +417,15 @@ def add_memprofiler_arguments(parser: ArgumentParser) -> None:
 
     Args:
         parser: a parser of jsonargparse; in a LightningCLI the argument of ``add_arguments_to_parser``.
+
+    Raises:
+        ConfigError: the LightningCLI is that of ``pytorch_lightning``, which accepts callbacks of its own package only.
     """
+    if lightning_class(parser, "LightningArgumentParser") not in {LightningArgumentParser, None}:
+        raise ConfigError(
+            "add_memprofiler_arguments: the parser is of pytorch_lightning.cli, which accepts no callback derived from "
+            "lightning.pytorch; import LightningCLI from lightning.pytorch.cli"
+        )
     parser.add_class_arguments(MemProfilerCfg, _CONFIGURATION, sub_configs=True)
     if isinstance(parser, LightningArgumentParser):
         parser.add_lightning_class_args(_configured, _CALLBACK)

@@ -61,7 +61,7 @@ class _Modules(MetaPathFinder, Loader):
     """Finds the modules of a replaced package."""
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
-        package, _, rest = fullname.partition(".")
+        package, rest = fullname.partition(".")[::2]
         used = f"{_REPLACED.get(package)}.{rest}"
         return ModuleSpec(fullname, self, origin=used) if package in _REPLACED and rest and find_spec(used) else None
 
