@@ -10,10 +10,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.analysis.run.load import load_run
@@ -24,7 +22,7 @@ from lightning_memprof.artifacts.trace_rewriting import original_categories
 from lightning_memprof.collectors import HookTimings, HostMemory, OperatorTrace, Pulse
 from lightning_memprof.integration.attachment import Attachment
 from recorded_rows import read_pulse
-from training import Perceptron, loader, manifest, only_run, rows_of, trainer
+from training import Package, Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,8 +41,8 @@ def trace_events(root: Path) -> list[list[dict[str, Any]]]:
     return [json.loads(original_categories(gzip.decompress(path.read_bytes())))["traceEvents"] for path in paths]
 
 
-def test_the_default_leaves_every_artifact_under_its_documented_name(tmp_path: Path) -> None:
-    trainer(tmp_path, recorder(), profiler=ExtendedPyTorchProfiler()).fit(Perceptron(), loader())
+def test_the_default_leaves_every_artifact_under_its_documented_name(tmp_path: Path, package: Package) -> None:
+    package.trainer(tmp_path, recorder(), profiler=ExtendedPyTorchProfiler()).fit(package.Perceptron(), loader())
     root = tmp_path / "log"
     assert (root / "memprofiler/manifest.rank00000.jsonl").is_file()
     assert (root / "memprofiler/pulse.rank00000.csv").is_file()
@@ -161,10 +159,10 @@ def test_max_time_leaves_a_closed_saved_window_marked_truncated(tmp_path: Path) 
     assert windows(only_run(tmp_path))[0]["truncated"]
 
 
-def test_fast_dev_run_closes_its_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_dev_run_closes_its_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: Package) -> None:
     monkeypatch.chdir(tmp_path)
     callback = recorder()
-    trainer(tmp_path, callback, fast_dev_run=3, default_root_dir=tmp_path).fit(Perceptron(), loader())
+    package.trainer(tmp_path, callback, fast_dev_run=3, default_root_dir=tmp_path).fit(package.Perceptron(), loader())
     assert callback.run_directory is not None
     (closed,) = windows(callback.run_directory)
     assert (closed["steps"], closed["truncated"]) == ([2], True)
@@ -181,9 +179,11 @@ def test_a_schedule_out_of_reach_says_so_once_with_the_numbers(
     assert len(rows_of(only_run(tmp_path), "note")) == 1
 
 
-def test_validation_inside_fit_neither_advances_the_schedule_nor_splits_a_step(tmp_path: Path) -> None:
-    training = trainer(tmp_path, recorder(), val_check_interval=1, num_sanity_val_steps=2)
-    training.fit(Perceptron(), loader(6), loader(3))
+def test_validation_inside_fit_neither_advances_the_schedule_nor_splits_a_step(
+    tmp_path: Path, package: Package
+) -> None:
+    training = package.trainer(tmp_path, recorder(), val_check_interval=1, num_sanity_val_steps=2)
+    training.fit(package.Perceptron(), loader(6), loader(3))
     run = only_run(tmp_path)
     assert windows(run)[0]["steps"] == [2, 3]
     rows = read_pulse(run / "pulse.rank00000.csv")
@@ -210,12 +210,12 @@ def test_a_resumed_run_goes_on_with_the_steps_of_the_run_and_counts_its_schedule
     assert windows(run)[0]["steps"] == [12, 13]
 
 
-def test_a_run_resumed_in_the_middle_of_an_epoch_has_no_step_twice(tmp_path: Path) -> None:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer(tmp_path / "a", saving, enable_checkpointing=True, max_steps=4).fit(Perceptron(), loader(8))
-    trainer(tmp_path / "b", recorder()).fit(Perceptron(), loader(8), ckpt_path=tmp_path / "step=3.ckpt")
+def test_a_run_resumed_in_the_middle_of_an_epoch_has_no_step_twice(tmp_path: Path, package: Package) -> None:
+    saving = package.pl.callbacks.ModelCheckpoint(
+        dirpath=tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1
+    )
+    package.trainer(tmp_path / "a", saving, enable_checkpointing=True, max_steps=4).fit(package.Perceptron(), loader(8))
+    package.trainer(tmp_path / "b", recorder()).fit(package.Perceptron(), loader(8), ckpt_path=tmp_path / "step=3.ckpt")
     rows = read_pulse(only_run(tmp_path / "b") / "pulse.rank00000.csv")
     assert [row["step"] for row in rows] == [3, 4, 5, 6, 7]
     assert [row["global_step"] for row in rows] == [3, 4, 5, 6, 7]
@@ -234,23 +234,27 @@ def test_a_second_fit_into_the_same_log_dir_overwrites_nothing(tmp_path: Path) -
     assert callback.run_directory == root / "memprofiler-2"
 
 
-@pytest.mark.parametrize("make", [lambda: None, SimpleProfiler, lambda: AdvancedProfiler(line_count_restriction=0.1)])
-def test_alone_it_taps_whichever_profiler_there_is_and_restores_it(tmp_path: Path, make: Any) -> None:
-    training = trainer(tmp_path, recorder(), profiler=make())
+@pytest.mark.parametrize("profiler", [None, "simple", "advanced"])
+def test_alone_it_taps_whichever_profiler_there_is_and_restores_it(
+    tmp_path: Path, profiler: str | None, package: Package
+) -> None:
+    training = package.trainer(tmp_path, recorder(), profiler=profiler)
     before = dict(vars(training.profiler))
-    training.fit(Perceptron(), loader())
+    training.fit(package.Perceptron(), loader())
     assert "start" not in vars(training.profiler)
     assert "stop" not in vars(training.profiler)
     assert set(before) <= set(vars(training.profiler))
     assert windows(only_run(tmp_path))[0]["steps"] == [2, 3]
-    if isinstance(training.profiler, SimpleProfiler):
+    if profiler == "simple":
         recorded = training.profiler.recorded_durations
         assert len(recorded["[_TrainingEpochLoop].train_dataloader_next"]) == 12
 
 
-def test_beside_lightnings_own_pytorch_profiler_the_rest_records(tmp_path: Path) -> None:
-    training = trainer(tmp_path, recorder(), profiler=PyTorchProfiler(dirpath=tmp_path / "theirs", filename="theirs"))
-    training.fit(Perceptron(), loader())
+def test_beside_lightnings_own_pytorch_profiler_the_rest_records(tmp_path: Path, package: Package) -> None:
+    training = package.trainer(
+        tmp_path, recorder(), profiler=package.profilers.PyTorchProfiler(dirpath=tmp_path / "theirs", filename="theirs")
+    )
+    training.fit(package.Perceptron(), loader())
     run = only_run(tmp_path)
     reasons = {row["collector"]: row["reason"] for row in rows_of(run, "unavailable")}
     assert "Lightning's PyTorchProfiler" in reasons["operator_trace"]
@@ -268,9 +272,9 @@ def test_a_foreign_torch_profiler_makes_the_operator_trace_unavailable_and_nothi
     assert any(event.key == "aten::linear" for event in theirs.key_averages())
 
 
-def test_two_callbacks_on_one_trainer_are_refused(tmp_path: Path) -> None:
+def test_two_callbacks_on_one_trainer_are_refused(tmp_path: Path, package: Package) -> None:
     with pytest.raises(ConfigError, match="more than one MemProfilerCallback"):
-        trainer(tmp_path, recorder(), recorder()).fit(Perceptron(), loader())
+        package.trainer(tmp_path, recorder(), recorder()).fit(package.Perceptron(), loader())
 
 
 def test_a_collector_that_was_asked_for_and_is_not_available_stops_before_training(tmp_path: Path) -> None:
@@ -328,24 +332,26 @@ def test_snapshots_and_regions_work_at_any_point_of_the_program(tmp_path: Path) 
     assert sum(event.get("name") == "loss" and event.get("ph") == "X" for event in events) == 2
 
 
-def test_callbacks_of_the_user_are_timed_and_the_rest_of_the_step_is_not_theirs(tmp_path: Path) -> None:
+def test_callbacks_of_the_user_are_timed_and_the_rest_of_the_step_is_not_theirs(
+    tmp_path: Path, package: Package
+) -> None:
     spent: list[int] = []
 
-    class Slow(pl.Callback):
+    class Slow(package.pl.Callback):
         def on_after_backward(self, *_: Any) -> None:
             began = time.perf_counter_ns()
             time.sleep(0.02)
             spent.append(time.perf_counter_ns() - began)
 
-    trainer(tmp_path, Slow(), recorder()).fit(Perceptron(), loader(6))
+    package.trainer(tmp_path, Slow(), recorder()).fit(package.Perceptron(), loader(6))
     rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
     for row, slept in zip(rows, spent, strict=True):
         assert slept <= (row["callbacks_ns"] or 0) <= (row["duration_ns"] or 0)
         assert (row["backward_ns"] or 0) <= (row["duration_ns"] or 0) - slept
 
 
-def test_manual_optimization_is_split_into_the_same_phases(tmp_path: Path) -> None:
-    class Manual(Perceptron):
+def test_manual_optimization_is_split_into_the_same_phases(tmp_path: Path, package: Package) -> None:
+    class Manual(package.Perceptron):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
@@ -357,7 +363,7 @@ def test_manual_optimization_is_split_into_the_same_phases(tmp_path: Path) -> No
                 self.manual_backward(self.loss(batch))
                 optimizer.step()
 
-    trainer(tmp_path, recorder()).fit(Manual(), loader(6))
+    package.trainer(tmp_path, recorder()).fit(Manual(), loader(6))
     rows = read_pulse(only_run(tmp_path) / "pulse.rank00000.csv")
     assert [row["global_step"] for row in rows] == [0, 2, 4, 6, 8, 10]
     assert all((row[f"{phase}_ns"] or 0) > 0 for row in rows for phase in ("forward", "backward", "optimizer"))

@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
@@ -23,7 +22,7 @@ from lightning_memprof.collectors import HostMemory, Pulse, SavedTensors
 from lightning_memprof.units import MIB
 from ranks import launch
 from recorded_rows import read_pulse, read_series
-from training import Perceptron, loader, manifest, only_run, rows_of, trainer
+from training import Package, Perceptron, loader, manifest, only_run, rows_of, trainer
 
 MS = 1_000_000
 STEPS = 150
@@ -196,9 +195,11 @@ def test_training_is_the_same_to_the_last_bit_with_curves(fitted: Path, tmp_path
     assert all(torch.equal(expected, other) for expected, other in zip(bare, drawn, strict=True))
 
 
-@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": 3}, {"logger": DummyLogger()}])
-def test_a_training_without_a_logger_has_no_curves(tmp_path: Path, options: dict[str, Any]) -> None:
-    trainer(tmp_path, callback(), default_root_dir=tmp_path, **options).fit(Perceptron(), loader(3))
+@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": 3}, {"logger": None}])
+def test_a_training_without_a_logger_has_no_curves(tmp_path: Path, options: dict[str, Any], package: Package) -> None:
+    if options == {"logger": None}:
+        options = {"logger": package.loggers.logger.DummyLogger()}
+    package.trainer(tmp_path, callback(), default_root_dir=tmp_path, **options).fit(package.Perceptron(), loader(3))
     assert not (only_run(tmp_path) / "tb").exists()
 
 
@@ -214,25 +215,31 @@ def test_a_logger_that_logs_no_steps_gets_no_curves(tmp_path: Path) -> None:
     assert len(curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 70
 
 
-class Failing(CSVLogger):
-    """Cannot reach its server."""
-
-    calls = 0
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if any(name.startswith("memprof") for name in metrics):
-            self.calls += 1
-            raise ConnectionError("no server")
-
-
 def test_a_logger_that_fails_is_told_of_once_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, package: Package
 ) -> None:
+    class Failing(package.loggers.CSVLogger):
+        """Cannot reach its server."""
+
+        calls = 0
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            super().log_metrics(metrics, step)
+            if any(name.startswith("memprof") for name in metrics):
+                self.calls += 1
+                raise ConnectionError("no server")
+
+        def finalize(self, status: str) -> None:
+            pass
+
     failing = Failing(tmp_path, name="", version="failing")
+    board = package.loggers.TensorBoardLogger(tmp_path, name="", version="log")
     with caplog.at_level(logging.WARNING, "lightning_memprof"):
-        trainer(tmp_path, callback(), logger=[failing, *loggers(tmp_path)]).fit(Logged(), loader(STEPS))
+        training = package.trainer(tmp_path, callback(), logger=[failing, board])
+        training.fit(package.Perceptron(), loader(STEPS))
     assert failing.calls == 1
     assert [record.message for record in caplog.records] == ["Failing failed to log curves and gets no more of them"]
+    assert failing.experiment.metrics == []
     assert len(curves(tmp_path / "log")["memprof/step_time_ms"]) > 1
 
 

@@ -21,30 +21,36 @@ COMMON = (
     "--trainer.logger.class_path=CSVLogger", "--trainer.logger.init_args.save_dir=logs",
 )  # fmt: skip
 
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+PROGRAM = dedent(f"""
+    import sys
+    sys.path.insert(0, {str(SUPPORT)!r})
+    from {{package}}.cli import LightningCLI
+    import {{package}} as pl
+    from training import Steps, loader
+
+    class Perceptron(Steps, pl.LightningModule):
+        pass
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return loader(12)
+
+        def val_dataloader(self):
+            return loader(2)
+
+    LightningCLI(Perceptron, Data, save_config_callback=None)
+    """)
+
 Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
 def cli(tmp_path: Path, run_program: Run) -> Run:
     """Run a LightningCLI program with the given arguments in ``tmp_path``."""
-    program = tmp_path / "train.py"
-    program.write_text(
-        dedent(f"""
-        import sys
-        sys.path.insert(0, {str(SUPPORT)!r})
-        from lightning.pytorch.cli import LightningCLI
-        import lightning.pytorch as pl
-        from training import Perceptron, loader
 
-        class Data(pl.LightningDataModule):
-            def train_dataloader(self):
-                return loader(12)
-
-        LightningCLI(Perceptron, Data, save_config_callback=None)
-        """)
-    )
-
-    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, package: str = "lightning.pytorch", **variables: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(PROGRAM.format(package=package))
         done = run_program("train.py", *COMMON, *arguments, **variables)
         assert done.returncode == 0, done.stderr[-3000:]
         return done
@@ -56,14 +62,16 @@ def recorded_steps(directory: Path) -> list[list[int]]:
     return [row["steps"] for row in rows_of(only_run(directory), "window") if row["event"] == "close"]
 
 
-def test_the_profilers_name_in_yaml(tmp_path: Path, cli: Run) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_profilers_name_in_yaml(tmp_path: Path, cli: Run, package: str) -> None:
     (tmp_path / "memprof.yaml").write_text("trainer:\n  profiler: fts_extended\n")
-    cli("--config=memprof.yaml")
+    cli("--config=memprof.yaml", package=package)
     assert recorded_steps(tmp_path) == [[2, 3]]
 
 
-def test_the_profilers_name_on_the_command_line(tmp_path: Path, cli: Run) -> None:
-    cli("--trainer.profiler=fts_extended")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_profilers_name_on_the_command_line(tmp_path: Path, cli: Run, package: str) -> None:
+    cli("--trainer.profiler=fts_extended", package=package)
     assert recorded_steps(tmp_path) == [[2, 3]]
 
 
@@ -225,9 +233,10 @@ PLAIN = dedent(f"""
     import sys
     sys.path.insert(0, {str(SUPPORT)!r})
     from pathlib import Path
-    from training import Perceptron, loader, trainer
+    from training import Package, loader
     {{before}}
-    trainer(Path("logs"){{arguments}}).fit(Perceptron(), loader())
+    package = Package({{package!r}})
+    package.trainer(Path("logs"){{arguments}}).fit(package.Perceptron(), loader(), loader(2))
     """)
 
 
@@ -235,15 +244,20 @@ PLAIN = dedent(f"""
 def plain(tmp_path: Path, run_program: Run) -> Run:
     """Run a program that fits on its own, under an environment variable."""
 
-    def run(value: str, before: str = "", arguments: str = "") -> subprocess.CompletedProcess[str]:
-        (tmp_path / "train.py").write_text(PLAIN.format(before=before, arguments=arguments))
+    def run(
+        value: str, before: str = "", arguments: str = "", package: str = "lightning.pytorch"
+    ) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(PLAIN.format(before=before, arguments=arguments, package=package))
         return run_program("train.py", LIGHTNING_MEMPROF=value)
 
     return run
 
 
-def test_the_environment_variable_attaches_to_a_program_that_knows_nothing_of_us(tmp_path: Path, plain: Run) -> None:
-    done = plain("1", "print('its own words')")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_environment_variable_attaches_to_a_program_that_knows_nothing_of_us(
+    tmp_path: Path, plain: Run, package: str
+) -> None:
+    done = plain("1", "print('its own words')", package=package)
     assert done.returncode == 0, done.stderr[-3000:]
     assert recorded_steps(tmp_path) == [[2, 3]]
     assert list(tmp_path.rglob("*.pt.trace.json.gz"))
@@ -278,9 +292,10 @@ def test_a_file_of_options_that_cannot_be_used_is_named(tmp_path: Path, plain: R
     assert "schedules" in done.stderr.strip().splitlines()[-1]
 
 
-def test_what_the_program_configured_itself_wins(tmp_path: Path, plain: Run) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_the_program_configured_itself_wins(tmp_path: Path, plain: Run, package: str) -> None:
     before = "from lightning_memprof import MemProfilerCallback, Schedule"
-    done = plain("1", before, ", MemProfilerCallback(schedule=Schedule(wait=4, active=1)), profiler='simple'")
+    done = plain("1", before, ", MemProfilerCallback(schedule=Schedule(wait=4, active=1)), profiler='simple'", package)
     assert done.returncode == 0, done.stderr[-3000:]
     assert recorded_steps(tmp_path) == [[5]]
     assert "Profiler Report" in done.stderr + done.stdout
@@ -292,19 +307,3 @@ def test_without_the_variable_a_program_loads_nothing_of_ours_but_the_entry_poin
     loaded = done.stdout.strip().splitlines()[-1]
     ours = ("", ".integration", ".integration.registration", ".trial", ".trial.attach")
     assert loaded == str([f"lightning_memprof{name}" for name in ours])
-
-
-def test_the_profilers_name_works_for_the_pytorch_lightning_distribution(tmp_path: Path, run_program: Run) -> None:
-    pytest.importorskip("pytorch_lightning")
-    (tmp_path / "train.py").write_text(
-        dedent("""
-        import pytorch_lightning as pl, torch
-        from pytorch_lightning.demos.boring_classes import BoringModel
-        from lightning_memprof import MemProfilerCallback
-        pl.Trainer(profiler="fts_extended", max_steps=8, accelerator="cpu", logger=False, default_root_dir="logs",
-                   enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0).fit(BoringModel())
-        """)
-    )
-    done = run_program("train.py")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert recorded_steps(tmp_path) == [[2, 3]]

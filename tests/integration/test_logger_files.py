@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_memprof import MemProfilerCallback, OutputOptions
-from training import Perceptron, loader, only_run, trainer
+from training import Package, loader, only_run
 
 
 class Experiment:
@@ -49,29 +48,27 @@ class Quiet:
     log_metrics = log_hyperparams = log_graph = save = finalize = after_save_checkpoint = nothing
 
 
-class Mlflow(Quiet, MLFlowLogger):
-    """Lightning's logger where ``mlflow`` is not installed."""
+def quiet(package: Package, name: str, directory: Path) -> Any:
+    """Give a logger of Lightning's whose package is not installed."""
+    return type(f"Quiet{name}", (Quiet, getattr(package.loggers, name)), {})(directory)
 
 
-class Wandb(Quiet, WandbLogger):
-    """Lightning's logger where ``wandb`` is not installed."""
-
-
-def fit(directory: Path, *loggers: Any, asked: bool = True) -> None:
+def fit(package: Package, directory: Path, *loggers: Any, asked: bool = True) -> None:
     callback = MemProfilerCallback(output=OutputOptions(dirpath=directory / "run", summary=False, loggers=asked))
-    trainer(directory, callback, logger=list(loggers), default_root_dir=str(directory)).fit(Perceptron(), loader(6))
+    training = package.trainer(directory, callback, logger=list(loggers), default_root_dir=str(directory))
+    training.fit(package.Perceptron(), loader(6))
 
 
-def tensorboard_text(logger: TensorBoardLogger) -> list[str]:
+def tensorboard_text(logger: Any) -> list[str]:
     events = EventAccumulator(logger.log_dir)
     events.Reload()
     tags = [tag for tag in events.Tags()["tensors"] if tag.startswith("memprofiler")]
     return [events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in tags]
 
 
-def test_tensorboard_gets_the_page_as_text(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path, name="", version="tb")
-    fit(tmp_path, logger)
+def test_tensorboard_gets_the_page_as_text(tmp_path: Path, package: Package) -> None:
+    logger = package.loggers.TensorBoardLogger(tmp_path, name="", version="tb")
+    fit(package, tmp_path, logger)
     (text,) = tensorboard_text(logger)
     lines = text.splitlines()
     assert lines[0].startswith("    verdict ")
@@ -80,9 +77,9 @@ def test_tensorboard_gets_the_page_as_text(tmp_path: Path) -> None:
     assert [line[4:] for line in lines] == page.splitlines()
 
 
-def test_mlflow_and_wandb_get_both_files(tmp_path: Path) -> None:
-    mlflow, wandb = Mlflow(tmp_path), Wandb(tmp_path)
-    fit(tmp_path, mlflow, wandb)
+def test_mlflow_and_wandb_get_both_files(tmp_path: Path, package: Package) -> None:
+    mlflow, wandb = quiet(package, "MLFlowLogger", tmp_path), quiet(package, "WandbLogger", tmp_path)
+    fit(package, tmp_path, mlflow, wandb)
     run = only_run(tmp_path)
     files = [run / "report.json", run / "report.txt"]
     assert mlflow.client.calls == [("run7", str(path), "memprofiler", {}) for path in files]
@@ -95,24 +92,24 @@ def test_mlflow_and_wandb_get_both_files(tmp_path: Path) -> None:
     assert document["verdict"]["sentence"] in " ".join((tmp_path / "report.txt").read_text().split())
 
 
-def test_loggers_get_nothing_unless_the_user_asks(tmp_path: Path) -> None:
-    mlflow = Mlflow(tmp_path)
-    fit(tmp_path, mlflow, asked=False)
+def test_loggers_get_nothing_unless_the_user_asks(tmp_path: Path, package: Package) -> None:
+    mlflow = quiet(package, "MLFlowLogger", tmp_path)
+    fit(package, tmp_path, mlflow, asked=False)
     assert mlflow.client.calls == []
     assert not list(only_run(tmp_path).glob("report.*"))
 
 
 def test_a_logger_that_takes_no_files_is_told_and_one_that_fails_stops_neither_the_others_nor_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, package: Package
 ) -> None:
-    broken, whole = Mlflow(tmp_path), Wandb(tmp_path)
+    broken, whole = quiet(package, "MLFlowLogger", tmp_path), quiet(package, "WandbLogger", tmp_path)
 
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("the tracking server is gone")
 
     monkeypatch.setattr(broken.client, "log_artifact", fail)
     with caplog.at_level(logging.INFO, logger="lightning_memprof"):
-        fit(tmp_path, broken, CSVLogger(tmp_path, name="", version="csv"), whole)
-    assert "Mlflow did not accept the report files" in caplog.text
+        fit(package, tmp_path, broken, package.loggers.CSVLogger(tmp_path, name="", version="csv"), whole)
+    assert "QuietMLFlowLogger did not accept the report files" in caplog.text
     assert f"CSVLogger accepts no files; the report is in {only_run(tmp_path)}" in caplog.text
     assert len(whole.client.calls) == 2

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.autograd.profiler_util import EventList
@@ -21,7 +19,7 @@ from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.key_averages import collect_rows
 from lightning_memprof.analysis.trace.operators import ensure_operator_tables
 from lightning_memprof.collectors import OperatorTrace
-from training import Perceptron, loader, only_run, rows_of, trainer
+from training import Package, Perceptron, loader, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,40 +91,40 @@ def test_a_path_of_ones_own_kind_is_taken_for_what_it_says(tmp_path: Path) -> No
     assert only_run(tmp_path / "elsewhere").is_dir()
 
 
-def test_a_logger_whose_directory_is_no_path_stops_nothing(tmp_path: Path) -> None:
+def test_a_logger_whose_directory_is_no_path_stops_nothing(tmp_path: Path, package: Package) -> None:
     class Said:
         def __str__(self) -> str:
             return str(tmp_path / "said")
 
-    class Mine(DummyLogger):
+    class Mine(package.loggers.logger.DummyLogger):
         @property
         def save_dir(self) -> Any:
             return Said()
 
-    trainer(tmp_path, MemProfilerCallback(), logger=Mine()).fit(Perceptron(), loader())
+    package.trainer(tmp_path, MemProfilerCallback(), logger=Mine()).fit(package.Perceptron(), loader())
     assert only_run(tmp_path / "said").is_dir()
 
 
-def test_a_strategy_that_spawns_its_ranks_can_hand_it_to_them(tmp_path: Path) -> None:
-    fitted = trainer(tmp_path, MemProfilerCallback(), profiler=ExtendedPyTorchProfiler())
+def test_a_strategy_that_spawns_its_ranks_can_hand_it_to_them(tmp_path: Path, package: Package) -> None:
+    fitted = package.trainer(tmp_path, MemProfilerCallback(), profiler=ExtendedPyTorchProfiler())
     copied = pickle.loads(pickle.dumps(fitted))  # noqa: S301 as multiprocessing does
-    copied.fit(Perceptron(), loader())
+    copied.fit(package.Perceptron(), loader())
     assert len(rows_of(only_run(tmp_path), "window")) > 0
 
 
-def test_alone_it_records_its_own_schedule_and_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+def test_alone_it_records_its_own_schedule_and_leaves_the_trainer_as_it_was(tmp_path: Path, package: Package) -> None:
     profiler = ExtendedPyTorchProfiler(schedule=Schedule(wait=1, warmup=1, active=2, repeat=2))
-    training = trainer(tmp_path, profiler=profiler)
+    training = package.trainer(tmp_path, profiler=profiler)
     before = list(training.callbacks)
-    training.fit(Perceptron(), loader())
+    training.fit(package.Perceptron(), loader())
     assert len(traces(tmp_path / "log")) == 2
     assert training.callbacks == before
     assert "start" not in vars(profiler)
 
 
-def test_every_stage_has_its_own_window_and_directory(tmp_path: Path) -> None:
-    training = trainer(tmp_path, profiler="fts_extended", num_sanity_val_steps=2)
-    model = Perceptron()
+def test_every_stage_has_its_own_window_and_directory(tmp_path: Path, package: Package) -> None:
+    training = package.trainer(tmp_path, profiler="fts_extended", num_sanity_val_steps=2)
+    model = package.Perceptron()
     training.fit(model, loader(), loader(4))
     training.validate(model, loader(), verbose=False)
     training.test(model, loader(), verbose=False)
@@ -316,10 +314,10 @@ def test_outside_of_a_trainer_it_leaves_a_profiler_of_the_program_alone() -> Non
     assert profiler.summary() == ""
 
 
-def test_a_run_inside_an_action_of_the_program_is_recorded_as_any_other(tmp_path: Path) -> None:
+def test_a_run_inside_an_action_of_the_program_is_recorded_as_any_other(tmp_path: Path, package: Package) -> None:
     profiler = ExtendedPyTorchProfiler()
     with profiler.profile("everything"):
-        trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader())
+        package.trainer(tmp_path, profiler=profiler).fit(package.Perceptron(), loader())
     assert len(traces(tmp_path / "log")) == 1
     with profiler.profile("afterwards"):
         torch.zeros(42)
@@ -329,8 +327,8 @@ def test_a_run_inside_an_action_of_the_program_is_recorded_as_any_other(tmp_path
     assert not torch.autograd._profiler_enabled()
 
 
-def test_actions_of_a_trainer_outside_of_its_run_start_nothing(tmp_path: Path) -> None:
-    class Failing(Perceptron):
+def test_actions_of_a_trainer_outside_of_its_run_start_nothing(tmp_path: Path, package: Package) -> None:
+    class Failing(package.Perceptron):
         def configure_callbacks(self) -> list[Any]:
             assert not torch.autograd._profiler_enabled()
             return [Watching()]
@@ -338,16 +336,16 @@ def test_actions_of_a_trainer_outside_of_its_run_start_nothing(tmp_path: Path) -
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             raise RuntimeError("mine")
 
-    class Watching(Callback):
+    class Watching(package.pl.Callback):
         def on_exception(self, *_: Any) -> None:
             assert not torch.autograd._profiler_enabled()
 
     profiler = ExtendedPyTorchProfiler()
     with pytest.raises(RuntimeError, match="mine"):
-        trainer(tmp_path, profiler=profiler).fit(Failing(), loader())
+        package.trainer(tmp_path, profiler=profiler).fit(Failing(), loader())
     assert profiler.profiler is None
-    training = trainer(tmp_path / "saved", profiler=profiler)
-    training.fit(Perceptron(), loader(1))
+    training = package.trainer(tmp_path / "saved", profiler=profiler)
+    training.fit(package.Perceptron(), loader(1))
     training.save_checkpoint(tmp_path / "saved.ckpt")
     assert profiler.profiler is None
 
@@ -393,10 +391,10 @@ def test_a_file_that_cannot_be_written_does_not_stop_the_training(
     assert "aten::" in profiler.summary()
 
 
-def test_with_the_callback_the_profiler_has_the_events_and_the_table_too(tmp_path: Path) -> None:
+def test_with_the_callback_the_profiler_has_the_events_and_the_table_too(tmp_path: Path, package: Package) -> None:
     profiler = ExtendedPyTorchProfiler(row_limit=-1)
     callback = MemProfilerCallback(output=OutputOptions(summary=False, on_error="raise"))
-    trainer(tmp_path, callback, profiler=profiler).fit(Perceptron(), loader())
+    package.trainer(tmp_path, callback, profiler=profiler).fit(package.Perceptron(), loader())
     assert "aten::addmm" in profiler.summary()
     assert profiler.function_events is not None
     assert "aten::addmm" in {event.name for event in profiler.function_events}
@@ -404,10 +402,10 @@ def test_with_the_callback_the_profiler_has_the_events_and_the_table_too(tmp_pat
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_run_too_short_for_the_default_schedule_records_every_step(
-    tmp_path: Path, steps: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, steps: int, caplog: pytest.LogCaptureFixture, package: Package
 ) -> None:
     profiler = ExtendedPyTorchProfiler()
-    trainer(tmp_path, profiler=profiler).fit(Perceptron(), loader(steps), loader(1))
+    package.trainer(tmp_path, profiler=profiler).fit(package.Perceptron(), loader(steps), loader(1))
     (closed,) = [row for row in rows_of(only_run(tmp_path), "window") if row["event"] == "close"]
     assert closed["steps"] == list(range(steps))
     assert f"every step is recorded: fit has {steps} step" in caplog.text
@@ -415,9 +413,9 @@ def test_a_run_too_short_for_the_default_schedule_records_every_step(
     assert "[pl][profile][Strategy]SingleDeviceStrategy.validation_step" in {e.name for e in profiler.function_events}
 
 
-def test_a_stage_too_short_for_the_default_schedule_records_every_step(tmp_path: Path) -> None:
+def test_a_stage_too_short_for_the_default_schedule_records_every_step(tmp_path: Path, package: Package) -> None:
     profiler = ExtendedPyTorchProfiler(dirpath=tmp_path / "mine", filename="mine")
-    trainer(tmp_path, profiler=profiler).validate(Perceptron(), loader(2), verbose=False)
+    package.trainer(tmp_path, profiler=profiler).validate(package.Perceptron(), loader(2), verbose=False)
     assert profiler.summary().startswith("VALIDATE Profiler Report")
     assert profiler.function_events is not None
     names = [event.name for event in profiler.function_events]
