@@ -349,13 +349,15 @@ def infrequent_gc() -> Iterator[None]:
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Hide Lightning's INFO lines about hardware and limits; warnings and errors stay. Lightning must be imported."""
-    logger = logging.getLogger("lightning.pytorch")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
             for message in _IRRELEVANT:
                 warnings.filterwarnings("ignore", message)
             yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

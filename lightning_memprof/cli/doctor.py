@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 State = Literal["ok", "no", "broken"]
 
-_FACTORIES: Final = "lightning.pytorch.callbacks_factory"
+_PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 _STYLES: Final[dict[State, str]] = {"ok": "green", "no": "dim", "broken": "bold red"}
 
 
@@ -161,23 +161,34 @@ def _memory_limit() -> str:
 
 
 def _lightning() -> Iterator[Check]:
-    points = metadata.entry_points(group=_FACTORIES)
-    if any(point.value.startswith("lightning_memprof.") for point in points):
-        yield Check("entry point", "ok", "registered")
+    groups = [f"{package}.callbacks_factory" for package in _PACKAGES]
+    missing = [group for group in groups if not any(map(_is_own, metadata.entry_points(group=group)))]
+    if missing:
+        yield Check("entry point", "broken", f"missing from {missing[0]}: install the package with pip")
     else:
-        yield Check("entry point", "broken", f"missing from {_FACTORIES}: install the package with pip")
-    name = f'profiler="{PROFILER_NAME}"'
+        yield Check("entry point", "ok", "registered")
+    found = {package: _profiler_of(package) for package in _PACKAGES}
+    wrong = [f"{package}: {text}" for package, text in found.items() if not text.startswith("lightning_memprof.")]
+    text = wrong[0] if wrong else f"with {' and '.join(_PACKAGES)}"
+    yield Check(f'profiler="{PROFILER_NAME}"', "broken" if wrong else "ok", text)
+
+
+def _is_own(point: metadata.EntryPoint) -> bool:
+    return point.value.startswith("lightning_memprof.")
+
+
+def _profiler_of(package: str) -> str:
+    """Return the class that a package of Lightning makes of the profiler's name, or its error."""
     try:
-        lightning = importlib.import_module("lightning.pytorch")
+        lightning = importlib.import_module(package)
         with quiet_lightning():
             trainer = lightning.Trainer(
                 profiler=PROFILER_NAME, accelerator="cpu", logger=False, enable_checkpointing=False
             )
-        profiler = type(trainer.profiler)
-        found = f"{profiler.__module__}.{profiler.__qualname__}"
-        yield Check(name, "ok" if found.startswith("lightning_memprof.") else "broken", found)
     except Exception as error:  # noqa: BLE001 the reason why no Trainer can be made is the result
-        yield Check(name, "broken", _one_line(error))
+        return _one_line(error)
+    profiler = type(trainer.profiler)
+    return f"{profiler.__module__}.{profiler.__qualname__}"
 
 
 def _profiler_tab() -> Check:

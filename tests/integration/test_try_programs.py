@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from lightning_memprof.analysis.trial import Measured
-from lightning_memprof.errors import MemprofError
-from lightning_memprof.trial.attach import VARIABLE, pytorch_lightning_callbacks
 from lightning_memprof.trial.process import run_task
 from lightning_memprof.trial.task import Task
 
@@ -93,8 +91,12 @@ def test_a_remedy_between_epochs_needs_epochs_in_the_measured_steps(run):
     assert (enough.problem, enough.code) == ("", ["DataLoader(..., persistent_workers=True)"])
 
 
-def test_the_other_package_of_lightning_is_refused_before_it_trains(monkeypatch):
-    assert pytorch_lightning_callbacks() == []
-    monkeypatch.setenv(VARIABLE, "{}")
-    with pytest.raises(MemprofError, match="the Trainer is that of pytorch_lightning"):
-        pytorch_lightning_callbacks()
+@pytest.mark.parametrize("program", [("child",), ("spawned",), TORCHRUN])
+def test_a_program_of_the_other_package_of_lightning_is_measured_the_same(program, run, place):
+    line = program if program is TORCHRUN else ("train.py", *program)
+    expected = run(*line)
+    train = place / "train.py"
+    train.write_text(train.read_text().replace("lightning.pytorch", "pytorch_lightning"))
+    found = run(*line)
+    assert (found.problem, len(found.losses), found.losses) == ("", 11, expected.losses)
+    assert not (place / "after.txt").exists()

@@ -86,11 +86,6 @@ def test_the_wheel_says_that_it_is_typed_and_carries_its_license(distribution):
             "lightning_memprof.integration.registration:pytorch_lightning_callbacks",
         ),
         ("lightning.pytorch.callbacks_factory", "memprof_trial", "lightning_memprof.trial.attach:lightning_callbacks"),
-        (
-            "pytorch_lightning.callbacks_factory",
-            "memprof_trial",
-            "lightning_memprof.trial.attach:pytorch_lightning_callbacks",
-        ),
         ("pytest11", "lightning_memprof", "lightning_memprof.testing.plugin"),
     ],
 )

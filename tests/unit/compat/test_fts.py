@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from pytorch_lightning.cli import LightningArgumentParser
 from torch import nn
 
 from lightning_memprof.capture.base import Collector
@@ -337,6 +338,11 @@ def test_the_callback_can_be_copied_and_pickled() -> None:
     through_pickle = pickle.loads(pickle.dumps(callback))  # noqa: S301 made just now
     for other in (copy.deepcopy(callback), through_pickle):
         assert other.memprofiler_cfg == callback.memprofiler_cfg
+
+
+def test_the_parser_of_lightnings_other_package_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"import LightningCLI from lightning\.pytorch\.cli"):
+        add_memprofiler_arguments(LightningArgumentParser())
 
 
 def test_a_parser_that_is_not_lightnings_makes_the_callback() -> None:
