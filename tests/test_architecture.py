@@ -463,6 +463,46 @@ def test_reading_works_where_torch_and_lightning_cannot_be_imported(module, run_
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+# Programs that these run have lightning.pytorch alone, whatever they import.
+ONE_LIGHTNING = ("demo/", "estimation/", "trial/")
+
+
+def test_what_is_true_of_one_package_of_lightning_decides_nothing():
+    """A class or an enum imported from ``lightning`` is not compared: objects of ``pytorch_lightning`` have another."""
+    modules = [name for name in MODULES if not name.startswith(ONE_LIGHTNING)]
+    check_none([f"{name}: {line}" for name in modules for line in lightning_comparisons(tree(name))])
+
+
+def lightning_comparisons(module):
+    """Yield the comparisons, and calls of isinstance and issubclass, with what is imported from Lightning."""
+    imports = [node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom)]
+    from_lightning = [node for node in imports if "lightning" in ast.unparse(node).replace(".", " ").split()]
+    names = {alias.asname or alias.name.split(".")[0] for node in from_lightning for alias in node.names}
+    for node in ast.walk(module):
+        compared = []
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"isinstance", "issubclass"}:
+            compared = node.args[1:]
+        parts = [part for value in compared for part in getattr(value, "elts", [value])]
+        if any(ast.unparse(part).partition(".")[0] in names for part in parts):
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from lightning.pytorch import Callback\nisinstance(x, (int, Callback))", 1),
+        ("from lightning.pytorch.trainer.states import TrainerStatus as S\nx.status is S.RUNNING", 1),
+        ("import lightning.pytorch as pl\nissubclass(kind, pl.Callback)", 1),
+        ("from lightning.pytorch import Callback\nclass A(Callback):\n    y: Callback = Callback.y", 0),
+        ("from lightning_memprof import Callback\nisinstance(x, Callback)", 0),
+    ],
+)
+def test_what_counts_as_a_comparison(source, found):
+    assert len(list(lightning_comparisons(ast.parse(source)))) == found
+
+
 def test_public_modules_alone_list_their_names():
     """Elsewhere an underscore says what is private."""
     listed = {

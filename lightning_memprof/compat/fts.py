@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from jsonargparse import ArgumentParser
@@ -421,14 +421,15 @@ def add_memprofiler_arguments(parser: ArgumentParser) -> None:
     Raises:
         ConfigError: the LightningCLI is that of ``pytorch_lightning``, which accepts callbacks of its own package only.
     """
-    if lightning_class(parser, "LightningArgumentParser") not in {LightningArgumentParser, None}:
+    cli_parser = lightning_class(parser, "LightningArgumentParser")
+    if cli_parser is not None and cli_parser.__module__.startswith("pytorch_lightning."):
         raise ConfigError(
             "add_memprofiler_arguments: the parser is of pytorch_lightning.cli, which accepts no callback derived from "
             "lightning.pytorch; import LightningCLI from lightning.pytorch.cli"
         )
     parser.add_class_arguments(MemProfilerCfg, _CONFIGURATION, sub_configs=True)
-    if isinstance(parser, LightningArgumentParser):
-        parser.add_lightning_class_args(_configured, _CALLBACK)
+    if cli_parser is not None:
+        cast("LightningArgumentParser", parser).add_lightning_class_args(_configured, _CALLBACK)
     else:
         parser.add_class_arguments(class_from_function(_configured), _CALLBACK)
     parser.link_arguments(_CONFIGURATION, f"{_CALLBACK}.memprofiler_cfg", apply_on="instantiate")
