@@ -13,10 +13,10 @@ import time
 import warnings
 import webbrowser
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TextIO, cast
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -24,8 +24,6 @@ from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_
 from lightning_memprof.errors import ConfigError, ReportError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from lightning_memprof.analysis.run.model import Run
     from lightning_memprof.analysis.run.targets import Targets
     from lightning_memprof.report.document import Document
@@ -37,6 +35,8 @@ TARGET_HELP: Final = f"{RUN_HELP}; or traces, snapshots, and folders of them"
 _MOST_NUMBERS: Final = 1_000_000
 # Shorter waits need no bar, and a bar that flickers is a distraction.
 PATIENCE_SECONDS: Final = 1.0
+_REDRAW_SECONDS: Final = 0.1
+_BAR_WIDTH: Final = 24
 # Of a log: a line for each run would hide the rest.
 _LINE_SECONDS: Final = 10.0
 # Thousands of ranks make millions of containers, and none of them is in a cycle.
@@ -59,8 +59,8 @@ def _no_options(parser: ArgumentParser) -> None:
 class Command:
     """A command of ``lightning-memprof``; its module defines it as ``COMMAND``.
 
-    The list of commands imports every command module: a module imports numpy, rich, torch and the packages ``analysis``
-    and ``report`` inside functions.
+    The list of commands imports every command module: a module imports numpy, torch and the packages ``analysis`` and
+    ``report`` inside functions.
 
     Attributes:
         summary: one line in the list of commands.
@@ -209,7 +209,7 @@ class ClosedOutput(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The encoding that a console asks for before it writes."""
+        """The encoding that the terminal printer asks for before it writes."""
         return "utf-8"
 
     def write(self, text: str, /) -> NoReturn:  # noqa: ARG002 the signature of the base class
@@ -221,8 +221,53 @@ class ClosedOutput(io.TextIOBase):
         raise ReportError("standard output is closed; redirect it to a file or to /dev/null")
 
 
+class ProgressLine:
+    """A line on a terminal with what runs now and how much of it is done, until :meth:`clear`.
+
+    Args:
+        stream: the terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        from lightning_memprof.report.printers.terminal import Display
+
+        self._stream = stream
+        self._display = Display(stream)
+        self._text = ""
+        self._since = self._drawn = time.monotonic()
+
+    def update(self, text: str, done: int = 0, total: int = 0, *, in_bytes: bool = False) -> None:
+        """Draw the line again; a bar where ``total`` is not 0, with the time left where both are bytes."""
+        now = time.monotonic()
+        if text != self._text:
+            self._text, self._since = text, now
+        elif now - self._drawn < _REDRAW_SECONDS:
+            return
+        from lightning_memprof.report.printers.layout import DIM, bar, cut, pad
+        from lightning_memprof.report.printers.terminal import ascii_only, page_width
+        from lightning_memprof.report.printers.values import clean
+        from lightning_memprof.units import format_bytes, format_ns
+
+        self._drawn = now
+        words = clean(text)
+        if in_bytes and total:
+            words += f"  {format_bytes(done)} of {format_bytes(total)}"
+            left_s = (now - self._since) * (total - done) / done if done else 0
+            words += f", {format_ns(left_s * 1e9)} left" if left_s > 1 else ""
+        only = ascii_only(self._stream)
+        drawn = bar(done / total, _BAR_WIDTH, ascii_only=only) if total else ""
+        rest = pad("", _BAR_WIDTH - len(drawn)).replace(" ", "-" if only else "─") + " " if total else ""
+        room = page_width(self._stream) - len(drawn + rest) - 1
+        self._display.show([((drawn, "cyan"), (rest, DIM), (cut(words, max(room, 1)), ""))])
+
+    def clear(self) -> None:
+        """Remove the line, before other output; the next update draws it again."""
+        self._display.clear()
+        self._text = ""
+
+
 class Reading:
-    """A progress bar for large files: drawn only on a terminal, and only after the first second.
+    """Progress of large files: shown only on a terminal, and only after the first second.
 
     Args:
         stream: the stream to draw on.
@@ -231,37 +276,29 @@ class Reading:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._since = time.monotonic()
-        self._bar: Progress | None = None
-        self._tasks: dict[Path, TaskID] = {}
+        self._line: ProgressLine | None = None
 
     def update(self, file: Path, done: int, total: int) -> None:
         """Show that ``done`` of ``total`` bytes of a file are read."""
         if not self._stream.isatty() or time.monotonic() - self._since < PATIENCE_SECONDS:
             return
-        if self._bar is None:
-            self._bar = _bar("{task.description}", self._stream)
-            self._bar.start()
-        if file not in self._tasks:
-            for task in self._tasks.values():
-                self._bar.update(task, visible=False)
-            self._tasks[file] = self._bar.add_task(_label(file), total=total)
-        self._bar.update(self._tasks[file], completed=done, total=total)
+        self._line = self._line or ProgressLine(self._stream)
+        self._line.update(_label(file), done, total, in_bytes=True)
 
     def end(self) -> None:
-        """Remove the bar, before other output."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        """Remove the line, before other output."""
+        if self._line is not None:
+            self._line.clear()
 
 
 @contextmanager
 def reading(stream: TextIO | None = None) -> Iterator[Reading]:
-    """Provide a progress bar for the files that a command reads, until the end of the context at the latest."""
-    bar = Reading(stream or sys.stderr)
+    """Show the progress of the files that a command reads, until the end of the context at the latest."""
+    found = Reading(stream or sys.stderr)
     try:
-        yield bar
+        yield found
     finally:
-        bar.end()
+        found.end()
 
 
 @contextmanager
@@ -270,16 +307,34 @@ def merge_progress() -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    with _bar("merging", sys.stderr) as bar:
-        task = bar.add_task("merging")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    line = ProgressLine(sys.stderr)
+    try:
+        yield lambda done, total: line.update("merging", done, total, in_bytes=True)
+    finally:
+        line.clear()
+
+
+class _Above:
+    """A terminal whose text appears above a progress line."""
+
+    def __init__(self, stream: TextIO, line: ProgressLine) -> None:
+        self._stream = stream
+        self._line = line
+
+    def write(self, text: str) -> int:
+        self._line.clear()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @contextmanager
 def counting(first: str) -> Iterator[Callable[[str, int, int], None]]:
     """Provide a function that shows what runs now, and how much is done, of how much; 0 where that is not known.
 
-    Where standard error is not a terminal it prints a line, and the next one after some seconds.
+    Where standard error is not a terminal it prints a line, and the next one after some seconds. On a terminal what
+    else is written to ``sys.stderr`` appears above.
     """
     if not sys.stderr.isatty():
         printed = -math.inf
@@ -292,28 +347,17 @@ def counting(first: str) -> Iterator[Callable[[str, int, int], None]]:
 
         yield write
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (BarColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task(first, total=None)
-        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total or None)
-
-
-def _bar(text: str, stream: TextIO) -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(text, markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(file=stream), transient=True)
+    line = ProgressLine(sys.stderr)
+    line.update(first)
+    try:
+        with redirect_stderr(cast("TextIO", _Above(sys.stderr, line))):
+            yield line.update
+    finally:
+        line.clear()
 
 
 def _label(file: Path) -> str:
-    from lightning_memprof.report.printers.values import clean
-
-    name = clean(file.name)
-    return name if len(name) <= 30 else f"{name[:29]}…"
+    return file.name if len(file.name) <= 30 else f"{file.name[:29]}…"
 
 
 @contextmanager

@@ -21,14 +21,13 @@ import psutil
 from jsonargparse import Namespace
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.command import Command, quiet_lightning
+from lightning_memprof.cli.command import Command, counting, quiet_lightning
 from lightning_memprof.integration.registration import PROFILER_NAME
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from lightning_memprof.capture.base import RunContext
+    from lightning_memprof.report.printers.layout import Line
 
 State = Literal["ok", "no", "broken"]
 
@@ -62,20 +61,16 @@ def doctor() -> int:
     Returns:
         0, or 1 where a requirement does not work.
     """
-    from rich.console import Console
-    from rich.text import Text
+    from lightning_memprof.report.printers.terminal import print_lines
 
-    console = Console(highlight=False)
-    with console.status("checking this machine"):
+    with counting("checking this machine"):
         groups = diagnose()
     for title, checks in groups.items():
-        console.print(Text(title, style="bold"))
-        console.print(_table(checks))
-        console.print()
+        print_lines([((title, "bold"),), *(line for check in checks for line in _lines(check)), ()])
     if broken := [check.name for checks in groups.values() for check in checks if check.state == "broken"]:
-        console.print(f"Not ready: {', '.join(broken)}; see the reasons above.")
+        print(f"Not ready: {', '.join(broken)}; see the reasons above.")
         return 1
-    console.print("Ready. Next: lightning-memprof demo")
+    print("Ready. Next: lightning-memprof demo")
     return 0
 
 
@@ -90,17 +85,14 @@ def diagnose() -> dict[str, list[Check]]:
     }
 
 
-def _table(checks: list[Check]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
+def _lines(check: Check) -> list[Line]:
+    from lightning_memprof.report.printers.layout import pad, wrap
+    from lightning_memprof.report.printers.terminal import page_width
 
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(width=6)
-    table.add_column(width=23)
-    table.add_column(overflow="fold")
-    for check in checks:
-        table.add_row(Text(check.state, style=_STYLES[check.state]), check.name, Text(check.text))
-    return table
+    state, name = pad(check.state, 8), pad(check.name, 25)
+    first, *rest = wrap(check.text, page_width(sys.stdout) - len(state + name))
+    head = ((state, _STYLES[check.state]), (name, ""), (first, ""))
+    return [head, *(((pad("", len(state + name)), ""), (line, "")) for line in rest)]
 
 
 def _versions() -> Iterator[Check]:

@@ -106,32 +106,32 @@ class _Watcher:
 
 
 def _print_page(watched: Watched) -> None:
-    from lightning_memprof.report.printers.terminal import new_console, print_lines
+    from lightning_memprof.report.printers.terminal import print_page
     from lightning_memprof.report.printers.text import sections_page
     from lightning_memprof.report.sections.live import live_document
 
-    print_lines(sections_page, live_document(watched), new_console(None), width=WIDTH)
+    print_page(sections_page, live_document(watched), width=WIDTH)
 
 
 def _live(watcher: _Watcher, interval: float) -> None:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    from lightning_memprof.report.printers.terminal import rich_text
+    from lightning_memprof.report.printers.terminal import Display, ascii_only, page_width
     from lightning_memprof.report.printers.text import sections_page
     from lightning_memprof.report.sections.live import live_document
 
-    console = Console()
-
-    def page(watched: Watched) -> Text:
-        width, ascii_only = min(console.width, WIDTH), console.options.ascii_only
-        return rich_text(sections_page(live_document(watched), width, ascii_only=ascii_only))
-
-    with Live(page(watcher.update()), console=console, auto_refresh=False) as live:
-        while not watcher.follower.has_ended and not _is_gone(watcher.follower):
+    display, file = Display(sys.stdout), sys.stdout
+    watched = watcher.update()
+    try:
+        while True:
+            page = live_document(watched)
+            display.show(sections_page(page, page_width(file, WIDTH), ascii_only=ascii_only(file)))
+            if watcher.follower.has_ended or _is_gone(watcher.follower):
+                return
             time.sleep(interval)
-            live.update(page(watcher.update()), refresh=True)
+            watched = watcher.update()
+    finally:
+        # All of it, where the terminal has too few rows.
+        display.clear()
+        _print_page(watched)
 
 
 def _lines(watcher: _Watcher, interval: float) -> None:

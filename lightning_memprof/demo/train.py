@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional
@@ -167,18 +166,6 @@ class LitGPT(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
 
 
-class ProgressBar(RichProgressBar):
-    """Lightning's progress bar with the loss, without the version number: it fits 80 columns."""
-
-    def get_metrics(
-        self, trainer: Trainer, pl_module: LightningModule
-    ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return the logged metrics without Lightning's ``v_num``."""
-        metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        return metrics
-
-
 def train_demo(out: Path, steps: int = 40) -> Path:
     """Train for ``steps`` batches and record two windows of two steps, a third and two thirds of the way through.
 
@@ -209,7 +196,6 @@ def train_demo(out: Path, steps: int = 40) -> Path:
         enable_checkpointing=False,
         enable_model_summary=False,
         callbacks=[
-            ProgressBar(refresh_rate=4, leave=True),
             MemProfilerCallback(schedule=Schedule(wait=max(0, steps // 3 - 3), warmup=1, active=2, repeat=2)),
         ],
         profiler=ExtendedPyTorchProfiler(record_shapes=True, profile_memory=True),

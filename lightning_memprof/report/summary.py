@@ -77,16 +77,16 @@ def print_autopsy(directory: Path, rank: int, file: TextIO) -> None:
         ArtifactError: its files cannot be read.
     """
     from lightning_memprof.report.document import Document
-    from lightning_memprof.report.printers.text import encoded, plain, sections_page
+    from lightning_memprof.report.printers.terminal import print_page
+    from lightning_memprof.report.printers.text import sections_page
     from lightning_memprof.report.sections.oom import autopsy_section
 
     section = autopsy_section(directory, rank)
     if section is None:
         return
-    encoding = getattr(file, "encoding", None) or "utf-8"
-    document = Document(title="", kind="run", sections=[section])
-    page = plain(sections_page(document, WIDTH, ascii_only=not encoding.lower().startswith("utf")))
-    file.write(encoded(f"\n{page}\n", encoding))
+    file.write("\n")
+    print_page(sections_page, Document(title="", kind="run", sections=[section]), file, width=WIDTH)
+    file.write("\n")
     file.flush()
 
 

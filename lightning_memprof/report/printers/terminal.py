@@ -1,77 +1,140 @@
-"""A document in a terminal: at most 100 columns wide, with colours where the terminal has them."""
+"""A document in a terminal: at most 100 columns wide, with colors where the terminal has them."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Final, TextIO
-
-from rich.console import Console
-from rich.segment import Segment, Segments
-from rich.style import Style
-from rich.text import Text
 
 from lightning_memprof.report.document import Document
 from lightning_memprof.report.printers.layout import Line
-from lightning_memprof.report.printers.text import encoded, full_page, sections_page, short_page
+from lightning_memprof.report.printers.text import encoded, full_page, plain, sections_page, short_page
 
 WIDTH: Final = 100
+_DEFAULT_SIZE: Final = os.terminal_size((80, 24))
+# Select Graphic Rendition (ECMA-48), by the names that lines use.
+_CODES: Final = {
+    "bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
+    "bright_black": "90",
+}  # fmt: skip
+_CLEAR: Final = "\x1b[{}F\x1b[J"
+"""To the start of the line so many lines above, and everything below removed."""
 
 
 def print_document(document: Document, file: TextIO | None = None, *, is_full: bool = False) -> None:
     """Print the short page of a document, or every section, to ``file`` (None: standard output).
 
-    Text from the program (names of modules, paths, messages) is never read as markup, and its control characters are
-    made visible.
+    Text from the program (names of modules, paths, messages) cannot style the page: its control characters are made
+    visible.
     """
-    render(document, new_console(file), is_full=is_full)
-
-
-def render(document: Document, console: Console, *, is_full: bool = False) -> None:
-    """Print a document on a console."""
-    print_lines(full_page if is_full else short_page, document, console)
+    print_page(full_page if is_full else short_page, document, file)
 
 
 def print_sections(document: Document) -> None:
     """Print the sections of a document without its verdict."""
-    print_lines(sections_page, document, new_console(None))
+    print_page(sections_page, document)
 
 
-def new_console(file: TextIO | None) -> Console:
-    """Return a console that writes to a file, standard output where it is None."""
-    console = Console(file=file or sys.stdout)
-    # Otherwise rich reads it from the environment hundreds of times, a fifth of the time of a page.
-    console.size = console.size
-    return console
-
-
-def print_lines(
-    page: Callable[..., Sequence[Line]], document: Document, console: Console, *, width: int = WIDTH
+def print_page(
+    page: Callable[..., Sequence[Line]], document: Document, file: TextIO | None = None, *, width: int = WIDTH
 ) -> None:
     """Print the lines that a page makes of a document, at most ``width`` columns wide."""
-    ascii_only = console.options.ascii_only
-    lines = page(document, max(1, min(console.width, width)), ascii_only=ascii_only)
-    # Written by us: where the reader of a pipe has gone, rich would end the process. Printed at once: a print of each
-    # line takes half as long again as making them.
-    with console.capture() as captured:
-        console.print(Segments(_segments(lines)), end="", soft_wrap=True)
-    text = captured.get()
-    # Rich would raise on the first character that the terminal's encoding does not have.
-    console.file.write(encoded(text, console.encoding))
-    console.file.flush()
+    file = file or sys.stdout
+    print_lines(page(document, page_width(file, width), ascii_only=ascii_only(file)), file)
 
 
-def rich_text(lines: Iterable[Line]) -> Text:
-    """Return lines as rich's text, for a display that is updated in place."""
-    return Text("\n").join(Text.assemble(*line) for line in lines)
+def print_lines(lines: Iterable[Line], file: TextIO | None = None) -> None:
+    """Print lines in their styles."""
+    file = file or sys.stdout
+    # Written at once: a write for each line takes half as long again as making the lines.
+    file.write(_text(lines, file))
+    file.flush()
 
 
-def _segments(lines: Iterable[Line]) -> Iterable[Segment]:
+class Display:
+    """Lines on a terminal that are redrawn in place.
+
+    Args:
+        file: the terminal.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._height = 0
+
+    def show(self, lines: Sequence[Line]) -> None:
+        """Replace the lines; those below the last row of the terminal are not drawn."""
+        # What has scrolled off the terminal cannot be redrawn.
+        shown = lines[: max(1, _size(self._file).lines - 1)]
+        self._write(_text(shown, self._file), len(shown))
+
+    def clear(self) -> None:
+        """Remove the lines, before other output."""
+        if self._height:
+            self._write("", 0)
+
+    def _write(self, text: str, height: int) -> None:
+        self._file.write((_CLEAR.format(self._height) if self._height else "") + text)
+        self._file.flush()
+        self._height = height
+
+
+def page_width(file: TextIO, width: int = WIDTH) -> int:
+    """Return the columns of a page in ``file``: those of the terminal, ``width`` at most."""
+    return max(1, min(_size(file).columns, width))
+
+
+def ascii_only(file: TextIO) -> bool:
+    """Return whether the encoding of ``file`` may lack characters such as those of bars."""
+    return not _encoding(file).lower().startswith("utf")
+
+
+def _encoding(file: TextIO) -> str:
+    return getattr(file, "encoding", None) or "utf-8"
+
+
+def _size(file: TextIO) -> os.terminal_size:
+    """Return the size of the terminal that ``file`` or a standard stream is; ``COLUMNS`` overrides its width."""
+    columns = os.environ.get("COLUMNS", "")
+    found = _DEFAULT_SIZE
+    for stream in (file, sys.__stdin__, sys.__stdout__, sys.__stderr__):
+        # A stream may be closed, of a program's own type, or None.
+        with suppress(AttributeError, OSError, ValueError):
+            size = os.get_terminal_size(stream.fileno())  # type: ignore[union-attr]
+            if size.columns and size.lines:
+                found = size
+                break
+    return os.terminal_size((int(columns), found.lines)) if columns.isdecimal() and int(columns) else found
+
+
+def _has_colors(file: TextIO) -> bool:
+    """Return whether to style text: on a terminal, unless ``NO_COLOR`` is set; elsewhere if ``FORCE_COLOR`` is."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    with suppress(AttributeError, ValueError):
+        return file.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
+    return False
+
+
+def _text(lines: Iterable[Line], file: TextIO) -> str:
+    """Return lines as ``file`` can show them."""
+    return encoded(_styled(lines) if _has_colors(file) else plain(lines), _encoding(file))
+
+
+def _styled(lines: Iterable[Line]) -> str:
+    """Return lines with their styles as escape sequences, without blanks at their ends."""
+    written: list[str] = []
     for line in lines:
         pieces = list(line)
         while pieces and not pieces[-1][0].rstrip():
             pieces.pop()
         for place, (text, style) in enumerate(pieces):
             words = text.rstrip() if place == len(pieces) - 1 else text
-            yield Segment(words, Style.parse(style) if style else None)
-        yield Segment.line()
+            codes = ";".join(_CODES[name] for name in style.split())
+            written.append(f"\x1b[{codes}m{words}\x1b[0m" if codes and words else words)
+        written.append("\n")
+    return "".join(written)

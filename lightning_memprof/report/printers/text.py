@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from lightning_memprof.report.document import (
@@ -103,8 +103,8 @@ def sections_page(document: Document, width: int, *, ascii_only: bool) -> list[L
     return _joined([block for block in found if block])
 
 
-def plain(lines: Sequence[Line]) -> str:
-    """Return lines without their styles."""
+def plain(lines: Iterable[Line]) -> str:
+    """Return lines without their styles, and without blanks at their ends."""
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
 
 
