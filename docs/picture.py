@@ -8,6 +8,7 @@ title, RUN is a file with the output of a command and its colours: ``python docs
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from lightning_memprof.report.opened import opened
-from lightning_memprof.report.printers.terminal import render
+from lightning_memprof.report.printers.terminal import print_document
 from lightning_memprof.report.sections import document_of
 
 TARGET = Path(__file__).parent / "images"
@@ -27,13 +28,13 @@ WIDTH = 100
 def main(run: str, name: str = "summary", title: str = "") -> None:
     """Write the picture."""
     file = io.StringIO()
-    page = Console(width=WIDTH, force_terminal=True, color_system="truecolor", file=file)
+    os.environ.update(COLUMNS=str(WIDTH), FORCE_COLOR="1")
     if title:
         file.write(Path(run).read_text(encoding="utf-8"))
     else:
         title = "trainer.fit(model)"
         with opened([run]) as view:
-            render(document_of(view), page)
+            print_document(document_of(view), file)
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     # An empty line at the end: the picture's edge cuts the descenders of the last line.
     console.print(Text.from_ansi(file.getvalue() + "\n"))

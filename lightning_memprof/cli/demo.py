@@ -57,9 +57,9 @@ def demo(out: Path, steps: int = 40) -> int:
     print("Training a small GPT on the source files of Python's standard library.", flush=True)
     for name, level in _NATIVE_LOG_LEVELS.items():
         os.environ.setdefault(name, level)
-    from lightning_memprof.demo.train import train_demo
+    from lightning_memprof.demo.train import AboveTheBar, train_demo
 
-    with quiet_lightning(), _log_lines():
+    with quiet_lightning(), _log_lines(AboveTheBar()):
         log_dir = train_demo(out, steps)
     print(f"Recorded in {log_dir}")
     if shutil.which("lightning-memprof") is None:
@@ -68,20 +68,11 @@ def demo(out: Path, steps: int = 40) -> int:
     return 0
 
 
-class _AboveTheBar(logging.Handler):
-    """Prints a line; the progress bar, which owns the last line of the terminal, moves down."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print the message of ``record`` to the current stdout."""
-        print(self.format(record))
-
-
 @contextmanager
-def _log_lines() -> Iterator[None]:
+def _log_lines(handler: logging.Handler) -> Iterator[None]:
     """Show the log lines of this package."""
     root, package = logging.getLogger(), logging.getLogger("lightning_memprof")
     before = package.level
-    handler = _AboveTheBar()
     root.addHandler(handler)
     package.setLevel(logging.INFO)
     try:

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from fake_runs import make_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
-from lightning_memprof.cli.command import check_output, counting, parse_numbers
+from lightning_memprof.cli.command import ProgressLine, check_output, counting, parse_numbers
 from lightning_memprof.cli.main import main
 from lightning_memprof.errors import ConfigError
 
@@ -68,3 +72,39 @@ def test_a_log_has_a_line_about_what_runs_and_the_next_one_after_some_seconds(
         "memprof: round 0, about 20 seconds left",
         "memprof: round 2, about 20 seconds left",
     ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_a_program_prints_stands_above_the_line_that_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stderr", Terminal())
+    terminal = sys.stderr
+    with counting("the program") as progress, redirect_stdout(sys.stderr):
+        print("its own words")
+        progress("a\x1b[2J round", 1, 2)
+    assert sys.stderr is terminal
+    assert isinstance(terminal, Terminal)
+    clear = "\x1b[1F\x1b[J"
+    bar = "█" * 12 + "─" * 12
+    assert terminal.getvalue() == f"the program\n{clear}its own words\n{bar} a\\x1b[2J round\n{clear}"
+
+
+def test_a_line_of_progress_is_drawn_ten_times_per_second_and_never_wider_than_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    terminal = Terminal()
+    line = ProgressLine(terminal)
+    for step in range(100):
+        now = step / 50
+        line.update("x" * 30, step << 20, 100 << 20, in_bytes=True)
+    drawn = re.sub(r"\x1b\[[0-9;]*[mFJ]", "", terminal.getvalue()).splitlines()
+    assert 15 < len(drawn) <= 21
+    assert max(map(len, drawn)) < 60

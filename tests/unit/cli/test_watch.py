@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -53,6 +55,26 @@ def test_where_there_is_no_terminal_each_look_is_a_line_until_the_end(
     assert "RSS " in first
     assert findings
     assert findings[0].startswith("  critical: Input-bound: the training loop waits for data")
+
+
+def test_a_terminal_of_few_rows_keeps_the_whole_page_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("lightning_memprof.report.printers.terminal._size", lambda _: os.terminal_size((80, 6)))
+    make_run(tmp_path, SLOW_DATA)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    page = capsys.readouterr().out
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert main(["watch", str(tmp_path), "--interval", "0.01"]) == 0
+    first, last = terminal.getvalue().split("\x1b[5F\x1b[J")
+    assert first.splitlines() == page.splitlines()[:5]
+    assert last == page
 
 
 def test_several_ranks_stand_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from rich.console import Console
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
@@ -20,7 +19,7 @@ from lightning_memprof.report.opened import OpenOptions, opened
 from lightning_memprof.report.printers import html
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.printers.markdown import to_markdown
-from lightning_memprof.report.printers.terminal import render
+from lightning_memprof.report.printers.terminal import print_document
 from lightning_memprof.report.sections import document_of
 from lightning_memprof.report.view import View
 from lightning_memprof.units import MIB
@@ -98,8 +97,11 @@ def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(
 
 def page(view: FilesView, width: int = 80, *, colours: bool = False, encoding: str = "utf-8") -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
-    console = Console(file=file, width=width, force_terminal=colours, legacy_windows=False)
-    render(document_of(view), console, is_full=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        patch.delenv("NO_COLOR", raising=False)
+        patch.setenv("FORCE_COLOR", "1" if colours else "")
+        print_document(document_of(view), file, is_full=True)
     file.seek(0)
     return file.read()
 

@@ -1,19 +1,26 @@
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
 import re
+import struct
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from rich.cells import cell_len
-from rich.console import Console
 
 from fake_memory import FakeMemory
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
-from lightning_memprof.report.printers.terminal import render
+from lightning_memprof.report.printers.terminal import Display, page_width, print_document, print_lines
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import MIB, percent
@@ -29,8 +36,11 @@ def page(
     directory: Path, width: int = 80, *, colours: bool = False, encoding: str = "utf-8", is_full: bool = True
 ) -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
-    console = Console(file=file, width=width, force_terminal=colours, legacy_windows=False)
-    render(run_document(run_view(load_run(directory))), console, is_full=is_full)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        patch.delenv("NO_COLOR", raising=False)
+        patch.setenv("FORCE_COLOR", "1" if colours else "")
+        print_document(run_document(run_view(load_run(directory))), file, is_full=is_full)
     file.seek(0)
     return file.read()
 
@@ -114,6 +124,78 @@ def test_there_are_no_colours_where_there_is_no_terminal() -> None:
     directory = make_run(Path("logs").absolute())
     assert "\x1b" not in page(directory)
     assert "\x1b" in page(directory, colours=True)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "variables", "has_colors"),
+    [
+        (Terminal, {}, True),
+        (Terminal, {"TERM": "dumb"}, False),
+        (Terminal, {"NO_COLOR": "1"}, False),
+        (Terminal, {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+        (io.StringIO, {}, False),
+        (io.StringIO, {"FORCE_COLOR": "1"}, True),
+    ],
+)
+def test_colors_are_those_of_the_terminal_and_of_the_environment(
+    file: type[io.StringIO], variables: dict[str, str], has_colors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"TERM": "xterm"} | variables).items():
+        monkeypatch.setenv(name, value)
+    stream = file()
+    print_lines([(("found", "bold red"), ("  ", "")), ()], stream)
+    assert stream.getvalue() == ("\x1b[1;31mfound\x1b[0m\n\n" if has_colors else "found\n\n")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], TextIO]]:
+    """Return a function that opens a terminal of so many rows and columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with ExitStack() as stack:
+
+        def opened(rows: int, columns: int) -> TextIO:
+            ours, theirs = os.openpty()
+            stack.callback(os.close, ours)
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+            return stack.enter_context(open(theirs, "w", encoding="utf-8"))  # noqa: PTH123 a descriptor
+
+        yield opened
+
+
+def test_a_page_is_as_wide_as_its_terminal(
+    terminal: Callable[[int, int], TextIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [page_width(terminal(24, columns)) for columns in (40, 97, 300)] == [40, 97, 100]
+    monkeypatch.setenv("COLUMNS", "60")
+    assert [page_width(file) for file in (terminal(24, 97), io.StringIO())] == [60, 60]
+
+
+def test_a_terminal_without_a_size_and_a_closed_stream_have_80_columns(
+    terminal: Callable[[int, int], TextIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("__stdin__", "__stdout__", "__stderr__"):
+        monkeypatch.setattr(sys, name, None)
+    closed = terminal(24, 97)
+    closed.close()
+    assert [page_width(file) for file in (terminal(0, 0), closed, io.StringIO())] == [80, 80, 80]
+
+
+def test_a_display_is_redrawn_in_place_within_the_rows_of_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_memprof.report.printers.terminal._size", lambda _: os.terminal_size((80, 3)))
+    file = io.StringIO()
+    display = Display(file)
+    display.show([(("first", ""),)])
+    display.show([((name, ""),) for name in ("second", "third", "beyond")])
+    display.clear()
+    display.clear()
+    assert file.getvalue() == "first\n\x1b[1F\x1b[Jsecond\nthird\n\x1b[2F\x1b[J"
 
 
 def test_the_phases_of_each_column_sum_to_its_step() -> None:
