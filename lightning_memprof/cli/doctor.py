@@ -22,7 +22,7 @@ from jsonargparse import Namespace
 
 from lightning_memprof import __version__
 from lightning_memprof.cli.command import Command, counting, quiet_lightning
-from lightning_memprof.integration.registration import PROFILER_NAME
+from lightning_memprof.integration.registration import NAME
 from lightning_memprof.units import format_bytes
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _lightning() -> Iterator[Check]:
     found = {package: _profiler_of(package) for package in _PACKAGES}
     wrong = [f"{package}: {text}" for package, text in found.items() if not text.startswith("lightning_memprof.")]
     text = wrong[0] if wrong else f"with {' and '.join(_PACKAGES)}"
-    yield Check(f'profiler="{PROFILER_NAME}"', "broken" if wrong else "ok", text)
+    yield Check(f'profiler="{NAME}"', "broken" if wrong else "ok", text)
 
 
 def _is_own(point: metadata.EntryPoint) -> bool:
@@ -175,7 +175,7 @@ def _profiler_of(package: str) -> str:
         lightning = importlib.import_module(package)
         with quiet_lightning():
             trainer = lightning.Trainer(
-                profiler=PROFILER_NAME, accelerator="cpu", logger=False, enable_checkpointing=False
+                profiler=NAME, accelerator="cpu", logger=False, enable_checkpointing=False
             )
     except Exception as error:  # noqa: BLE001 the reason why no Trainer can be made is the result
         return _one_line(error)

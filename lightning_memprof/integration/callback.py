@@ -1,4 +1,4 @@
-"""The callback, and the one that the environment variable attaches."""
+"""The callback, and the one that a Trainer gets by name or from the environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_memprof.integration.adapter import Adapter
 from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.loggers import send_report
 from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
-from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE, options_fault
+from lightning_memprof.integration.registration import ENVIRONMENT_VARIABLE, options_fault, requested
 from lightning_memprof.integration.settings import (
     OutputOptions,
     Ranks,
@@ -184,11 +184,11 @@ class MemProfilerCallback(Adapter):
 
 
 class AttachedCallback(MemProfilerCallback):
-    """The callback that the environment attaches: it defers to one of the program, and prints to standard error."""
+    """The callback of ``profiler="memprof"`` and of the environment: it defers to one of the program."""
 
     def summary_file(self) -> TextIO | None:
-        """Print to standard error: another program may read the standard output of this one."""
-        return sys.stderr
+        """Print to standard error where the environment attaches it: the program's output has its own readers."""
+        return None if requested() is None else sys.stderr
 
     def steps_aside(self, trainer: Trainer) -> bool:
         """Whether the program has a MemProfilerCallback of its own."""

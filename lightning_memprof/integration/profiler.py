@@ -1,4 +1,4 @@
-"""The profiler: ``Trainer(profiler="fts_extended")``."""
+"""The profiler of ``Trainer(profiler="memprof")`` and ``Trainer(profiler="fts_extended")``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The entry points that Lightning calls in every ``Trainer()``, and checks before Lightning is imported.
 
-The entry points make ``profiler="fts_extended"`` known, and attach the callback where the environment variable
-``LIGHTNING_MEMPROF`` asks for it. Lightning calls them before it resolves the profiler.
+The entry points make ``profiler="memprof"`` and ``profiler="fts_extended"`` known, and attach the callback where the
+environment variable ``LIGHTNING_MEMPROF`` asks for it. Lightning calls them before it resolves the profiler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any, Final
 
 log = logging.getLogger(__name__)
 
+NAME: Final = "memprof"
+"""On a Trainer: the callback and the profiler, with their defaults."""
 PROFILER_NAME: Final = "fts_extended"
+"""On a Trainer: the profiler alone."""
 ENVIRONMENT_VARIABLE: Final = "LIGHTNING_MEMPROF"
 # The parameters of MemProfilerCallback, which cannot be imported here: that takes seconds.
 OPTIONS: Final = ("schedule", "collectors", "ranks", "triggers", "budget", "output")
@@ -58,35 +61,53 @@ def _register(module_name: str) -> list[Any]:
 
 def _wrap_init_profiler(module: Any) -> None:
     original = getattr(module, "_init_profiler", None)
-    if original is None or getattr(original, "memprof_profiler_name", None) == PROFILER_NAME:
+    if original is None or getattr(original, "memprof_profiler_name", None) == NAME:
         return
+    unknown_name = getattr(module, "MisconfigurationException", ())
 
     @functools.wraps(original)
     def init_profiler(trainer: Any, profiler: Any) -> None:
-        original(trainer, _profiler_for(profiler))
+        try:
+            original(trainer, _profiler_for(trainer, profiler))
+        except unknown_name as error:
+            if isinstance(profiler, str):
+                error.args = (f"{error}, or one of lightning-memprof's {[NAME, PROFILER_NAME]}",)
+            raise
 
-    init_profiler.memprof_profiler_name = PROFILER_NAME  # type: ignore[attr-defined]
+    init_profiler.memprof_profiler_name = NAME  # type: ignore[attr-defined]
     module._init_profiler = init_profiler
 
 
-def _profiler_for(profiler: Any) -> Any:
-    named = isinstance(profiler, str) and profiler.lower() == PROFILER_NAME
-    if named or (profiler is None and _requested() is not None):
-        _check_installed(f"profiler='{PROFILER_NAME}'" if named else ENVIRONMENT_VARIABLE)
+def _profiler_for(trainer: Any, profiler: Any) -> Any:
+    name = profiler.lower() if isinstance(profiler, str) else None
+    is_named = name in {NAME, PROFILER_NAME}
+    if is_named or (profiler is None and requested() is not None):
+        _check_installed(f"profiler='{name}'" if is_named else ENVIRONMENT_VARIABLE)
         from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler
 
+        if name == NAME:
+            _attach(trainer)
         # The name stands for the complete report; the class has the defaults of torch's profiler.
         return ExtendedPyTorchProfiler(profile_memory=True)
     return profiler
 
 
-def _requested() -> str | None:
+def _attach(trainer: Any) -> None:
+    from lightning_memprof.integration.callback import AttachedCallback, MemProfilerCallback
+
+    if not any(isinstance(callback, MemProfilerCallback) and callback.leads(trainer) for callback in trainer.callbacks):
+        # The callbacks that save checkpoints stay the last.
+        trainer.callbacks.insert(len(trainer.callbacks) - len(trainer.checkpoint_callbacks), AttachedCallback())
+
+
+def requested() -> str | None:
+    """Return what the environment requests: a file of options, or a value that turns the callback on; None if off."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     return None if value.lower() in _OFF else value
 
 
 def _attached_callbacks() -> list[Any]:
-    value = _requested()
+    value = requested()
     if value is None:
         return []
     _check_installed(f"{ENVIRONMENT_VARIABLE}={value}")
@@ -127,7 +148,7 @@ def check_lightning(name: str, caller: FrameType | None) -> None:
         # An exception would become one of many lines in jsonargparse's list of reasons.
         sys.stderr.write(
             f"error: {name} is for lightning.pytorch, but this CLI is from pytorch_lightning: import LightningCLI from "
-            f"lightning.pytorch.cli, or use --trainer.profiler={PROFILER_NAME} or {ENVIRONMENT_VARIABLE}=1, which work "
+            f"lightning.pytorch.cli, or use --trainer.profiler={NAME} or {ENVIRONMENT_VARIABLE}=1, which work "
             "with both\n"
         )
         raise SystemExit(2)

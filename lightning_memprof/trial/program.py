@@ -29,6 +29,7 @@ from lightning_memprof.capture.observe import Link, original_of, replaced
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.program import run_program
 from lightning_memprof.integration.callback import AttachedCallback, MemProfilerCallback
+from lightning_memprof.integration.registration import requested
 from lightning_memprof.trial.attach import VARIABLE
 from lightning_memprof.trial.meter import Meter, Stop, redirect_callbacks
 from lightning_memprof.trial.seeds import seed
@@ -136,13 +137,15 @@ def _redirect(trainer: Trainer, directory: str) -> None:
     vars(trainer)["_default_root_dir"] = directory
     trainer.loggers = [_redirected(logger, directory) for logger in trainer.loggers]
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    is_recorded = requested() is not None
+    kept = AttachedCallback if is_recorded else ()
     callbacks[:] = [
         callback
         for callback in callbacks
-        if isinstance(callback, AttachedCallback) or not isinstance(callback, MemProfilerCallback)
+        if isinstance(callback, kept) or not isinstance(callback, MemProfilerCallback)
     ]
     redirect_callbacks(trainer, directory)
-    if not os.environ.get("LIGHTNING_MEMPROF"):
+    if not is_recorded:
         trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]  # set by a connector
 
 

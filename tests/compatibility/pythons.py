@@ -21,7 +21,7 @@ OTHERS: Final = ("3.10", "3.12", "3.13")
 # What reading and its tests need; torch and all that depends on it are left out.
 NEEDED: Final = (
     "bokeh", "fsspec", "isal", "jinja2", "jsonargparse[signatures]", "markupsafe", "msgspec", "numpy", "psutil",
-    "pyyaml", "rich", "s3fs", "tensorboard", "hypothesis", "pytest", "pytest-timeout",
+    "pyyaml", "s3fs", "tensorboard", "hypothesis", "pytest", "pytest-timeout",
 )  # fmt: skip
 # Tests of parts that know no torch.
 TESTS: Final = (

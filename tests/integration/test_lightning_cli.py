@@ -64,15 +64,20 @@ def recorded_steps(directory: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_profilers_name_in_yaml(tmp_path: Path, cli: Run, package: str) -> None:
-    (tmp_path / "memprof.yaml").write_text("trainer:\n  profiler: fts_extended\n")
-    cli("--config=memprof.yaml", package=package)
+    (tmp_path / "memprof.yaml").write_text("trainer:\n  profiler: memprof\n")
+    done = cli("--config=memprof.yaml", package=package)
     assert recorded_steps(tmp_path) == [[2, 3]]
+    assert done.stdout.startswith("verdict")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_profilers_name_on_the_command_line(tmp_path: Path, cli: Run, package: str) -> None:
-    cli("--trainer.profiler=fts_extended", package=package)
+@pytest.mark.parametrize(("name", "has_page"), [("MemProf", True), ("fts_extended", False)])
+def test_the_profilers_name_on_the_command_line(
+    tmp_path: Path, cli: Run, name: str, has_page: bool, package: str
+) -> None:
+    done = cli(f"--trainer.profiler={name}", package=package)
     assert recorded_steps(tmp_path) == [[2, 3]]
+    assert ("verdict" in done.stdout) is has_page
 
 
 def test_the_profilers_name_in_lightnings_environment_variable(tmp_path: Path, run_program: Run) -> None:
@@ -85,9 +90,10 @@ def test_the_profilers_name_in_lightnings_environment_variable(tmp_path: Path, r
         trainer(Path("logs")).fit(Perceptron(), loader())
         """)
     )
-    done = run_program("train.py", PL_TRAINER_PROFILER="fts_extended")
+    done = run_program("train.py", PL_TRAINER_PROFILER="memprof")
     assert done.returncode == 0, done.stderr[-3000:]
     assert recorded_steps(tmp_path) == [[2, 3]]
+    assert "verdict" in done.stdout
 
 
 def test_the_profiler_by_class_path_with_its_schedule(tmp_path: Path, cli: Run) -> None:
@@ -290,6 +296,15 @@ def test_a_file_of_options_that_cannot_be_used_is_named(tmp_path: Path, plain: R
     assert done.returncode == 1
     assert "memprof.yaml" in done.stderr.strip().splitlines()[-1]
     assert "schedules" in done.stderr.strip().splitlines()[-1]
+
+
+def test_the_name_and_the_environment_variable_attach_one_callback(tmp_path: Path, plain: Run) -> None:
+    (tmp_path / "memprof.yaml").write_text("schedule: {wait: 3, active: 1}\n")
+    done = plain(str(tmp_path / "memprof.yaml"), arguments=", profiler='memprof'")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert recorded_steps(tmp_path) == [[4]]
+    assert "verdict" in done.stderr
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("package", PACKAGES)

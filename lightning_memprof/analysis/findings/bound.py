@@ -58,7 +58,7 @@ FEW_STEPS: Final = 5
 COMPUTE_BOUND: Final = 0.5
 MAX_MESSAGE: Final = 120
 LARGER: Final = "Give each step more work, such as a larger batch, before looking for a bottleneck."
-RECORD_OPERATORS: Final = 'Record the operators of some steps too: Trainer(..., profiler="fts_extended")'
+RECORD_OPERATORS: Final = 'Record the operators of some steps too: Trainer(..., profiler="memprof")'
 DOING: Final = {
     "data_wait": "data wait",
     "forward": "the forward pass",
@@ -274,7 +274,7 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
         why="The snapshot has no device: its process allocated no device memory."
         if snapshots
         else "No trace and no snapshot is readable.",
-        next_steps=("Record a training run: Trainer(callbacks=[MemProfilerCallback()], profiler='fts_extended').",),
+        next_steps=("Record a training run: Trainer(profiler='memprof').",),
     )
 
 

@@ -127,7 +127,7 @@ function drawEmpty() {
     element("h1", {}, "No runs"),
     element("p", {}, where),
     element("p", {}, "Train with the callback, or start TensorBoard on a directory with a run below it:"),
-    element("pre", {}, "from lightning_memprof import MemProfilerCallback\n\ntrainer = Trainer(callbacks=[MemProfilerCallback()], profiler=\"fts_extended\")"),
+    element("pre", {}, "trainer = Trainer(profiler=\"memprof\")"),
     element("pre", {}, "tensorboard --logdir lightning_logs"),
     element("p", {}, "This page updates automatically.")));
 }

@@ -30,7 +30,7 @@ export async function showTrace(place, state, hasProfilerTab, isCurrent) {
     (!state.window || `${file.window}` === state.window) && (!state.rank || `${file.rank}` === state.rank));
   traces.sort((a, b) => a.rank - b.rank || b.window - a.window);
   const [trace] = traces;
-  if (!trace) return say(state.window || state.rank ? "No trace for this window and rank." : "No trace in this run; record traces with profiler=\"fts_extended\".");
+  if (!trace) return say(state.window || state.rank ? "No trace for this window and rank." : "No trace in this run; record traces with profiler=\"memprof\".");
   place.append(links(trace, state.run, hasProfilerTab));
   place.querySelector(".traces").prepend(element("b", {}, `window ${trace.window} · rank ${trace.rank}`));
   if (!hasProfilerTab) return say("The trace viewer needs the profiler tab: pip install torch-tb-profiler, or use lightning-memprof view.");

@@ -25,7 +25,7 @@ def test_doctor_says_of_every_default_collector_whether_it_records_here(run_pyth
         "torch",
         "lightning",
         "kineto",
-        'profiler="fts_extended"',
+        'profiler="memprof"',
     ):
         assert lines[name] == "ok"
     assert {lines["allocator"], lines["allocator_history"]} <= {"ok", "no"}

@@ -160,7 +160,7 @@ def test_the_command_line_loads_neither_torch_nor_lightning(run_python):
         """
         from lightning_memprof.cli.main import COMMANDS, main
         assert main(["--help"]) == 0
-        heavy = {"torch", "lightning", "numpy", "rich", "lightning_memprof.report"} & set(sys.modules)
+        heavy = {"torch", "lightning", "numpy", "lightning_memprof.report"} & set(sys.modules)
         sys.exit(f"loaded: {heavy}" if heavy else 0)
         """
     )

@@ -1,17 +1,24 @@
 from __future__ import annotations
 
+import copy
+import importlib
 import inspect
+import pickle
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
-from lightning_memprof import ConfigError
+from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback
 from lightning_memprof.cli.main import main
-from lightning_memprof.integration.callback import load_options
+from lightning_memprof.compat.fts import MemProfiler, MemProfilerCfg
+from lightning_memprof.integration.callback import AttachedCallback, load_options
 from lightning_memprof.integration.registration import OPTIONS
+from lightning_memprof.integration.settings import OutputOptions
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -39,12 +46,106 @@ HIDDEN = """
 ASKED = """
     import pytorch_lightning as pl
     import lightning_memprof
-    for ask in (lambda: lightning_memprof.MemProfilerCallback, lambda: pl.Trainer(profiler="fts_extended")):
+    for ask in (lambda: lightning_memprof.MemProfilerCallback, lambda: pl.Trainer(profiler="memprof")):
         try:
             ask()
         except Exception as error:
             print(type(error).__name__, error)
 """
+
+
+LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
+Make = partial[Any]
+
+
+@pytest.fixture(params=LIGHTNINGS)
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Return a function that makes a quiet Trainer of one of Lightning's packages."""
+    lightning = pytest.importorskip(request.param)
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
+    return partial(lightning.Trainer, **quiet)
+
+
+@pytest.fixture
+def model(make: Make) -> Any:
+    return importlib.import_module(
+        f"{make.func.__module__.partition('.trainer')[0]}.demos.boring_classes"
+    ).BoringModel()
+
+
+def attached(trainer: Any) -> list[type]:
+    return [type(callback) for callback in trainer.callbacks if isinstance(callback, MemProfilerCallback)]
+
+
+def test_one_name_gives_callback_and_profiler_and_the_other_the_profiler_alone(make: Make) -> None:
+    for name, callbacks in {"memprof": [AttachedCallback], "MemProf": [AttachedCallback], "FTS_extended": []}.items():
+        trainer = make(profiler=name)
+        assert isinstance(trainer.profiler, ExtendedPyTorchProfiler)
+        assert attached(trainer) == callbacks
+        assert trainer.callbacks[-1] is trainer.checkpoint_callback
+    assert attached(make(profiler="simple")) == attached(make()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["fit", "validate", "test", "predict"])
+def test_one_name_records_every_stage_and_prints_its_page(
+    make: Make, model: Any, call: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    limits = {f"limit_{stage}_batches": 6 for stage in ("train", "test", "predict")}
+    limits["limit_val_batches"] = 0 if call == "fit" else 6
+    trainer = make(profiler="memprof", max_epochs=1, **limits)
+    getattr(trainer, call)(model)
+    (run,) = tmp_path.rglob("memprofiler")
+    assert "lightning-memprof" in capsys.readouterr().out
+    assert list(run.glob("window000/*"))
+    assert list(run.parent.glob(f"{call}-*.pt.trace.json.gz"))
+
+
+def test_a_callback_of_the_program_takes_precedence_whenever_it_is_added(
+    make: Make, model: Any, tmp_path: Path
+) -> None:
+    own = MemProfilerCallback(output=OutputOptions(dirpath=tmp_path / "own", summary=False))
+    early = make(profiler="memprof", callbacks=[own], max_steps=1, enable_checkpointing=False)
+    assert attached(early) == [MemProfilerCallback]
+    late = make(profiler="memprof", max_steps=1, enable_checkpointing=False)
+    late.callbacks.append(own)
+    late.fit(model)
+    assert own.run_directory == tmp_path / "own/memprofiler"
+    assert len(list(tmp_path.rglob("memprofiler"))) == 1
+
+
+def test_a_disabled_memprofiler_of_finetuning_scheduler_does_not_keep_the_name_from_recording(make: Make) -> None:
+    assert attached(make(profiler="memprof", callbacks=[MemProfiler(MemProfilerCfg())])) == [
+        MemProfiler,
+        AttachedCallback,
+    ]
+
+
+@pytest.mark.parametrize("name", ["memprf", "fts_extend", "simpel"])
+def test_a_name_that_does_not_exist_is_lightnings_error_with_all_names(make: Make, name: str) -> None:
+    with pytest.raises(Exception, match="'simple'") as refusal:
+        make(profiler=name)
+    exceptions = make.func.__module__.partition(".trainer")[0] + ".utilities.exceptions"
+    assert type(refusal.value) is importlib.import_module(exceptions).MisconfigurationException
+    assert "'memprof'" in str(refusal.value)
+    assert "'fts_extended'" in str(refusal.value)
+
+
+def test_barebones_refuses_the_name_as_it_refuses_every_profiler(make: Make) -> None:
+    bare = {"barebones": True, "enable_progress_bar": None, "logger": None}
+    said = []
+    for name in ("simple", "memprof"):
+        with pytest.raises(ValueError, match="barebones") as refusal:
+            make(profiler=name, **bare)
+        said.append(str(refusal.value).replace(name, "NAME"))
+    assert said[0] == said[1]
+
+
+def test_a_trainer_with_the_name_can_be_copied_and_pickled(make: Make) -> None:
+    trainer = make(profiler="memprof", enable_checkpointing=False)
+    for copied in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):  # noqa: S301 our own
+        assert attached(copied) == [AttachedCallback]
+        assert isinstance(copied.profiler, ExtendedPyTorchProfiler)
 
 
 def program(directory: Path, *texts: str) -> str:
@@ -79,7 +180,7 @@ def test_without_the_package_lightning_one_line_says_what_is_missing(tmp_path: P
     rest = "is not installed; pytorch_lightning alone is not enough: pip install lightning"
     assert [line for line in done.stdout.splitlines() if "Error" in line] == [
         f"ModuleNotFoundError lightning_memprof.MemProfilerCallback needs the package lightning, which {rest}",
-        f"ConfigError profiler='fts_extended' needs the package lightning, which {rest}",
+        f"ConfigError profiler='memprof' needs the package lightning, which {rest}",
     ]
 
 
@@ -118,6 +219,4 @@ def test_a_file_of_options_that_is_hostile_is_one_line_and_makes_nothing(
 
 
 def test_the_names_of_options_are_the_callbacks_parameters():
-    from lightning_memprof import MemProfilerCallback
-
     assert list(inspect.signature(MemProfilerCallback).parameters) == list(OPTIONS)

@@ -41,7 +41,7 @@ def optimizer(**settings: Any) -> dict[str, Any]:
 
 def test_without_a_trace_the_next_step_is_to_record_one(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(trace=False))))
-    assert 'profiler="fts_extended"' in said.next
+    assert 'profiler="memprof"' in said.next
 
 
 def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
