@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 State = Literal["ok", "no", "broken"]
 
 _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
-_STYLES: Final[dict[State, str]] = {"ok": "green", "no": "dim", "broken": "bold red"}
+_STYLES: Final[dict[State, str]] = {"ok": "green", "no": "bright_black", "broken": "bold red"}
 
 
 def _execute(options: Namespace) -> int:  # noqa: ARG001 it has no options
@@ -174,9 +174,7 @@ def _profiler_of(package: str) -> str:
     try:
         lightning = importlib.import_module(package)
         with quiet_lightning():
-            trainer = lightning.Trainer(
-                profiler=NAME, accelerator="cpu", logger=False, enable_checkpointing=False
-            )
+            trainer = lightning.Trainer(profiler=NAME, accelerator="cpu", logger=False, enable_checkpointing=False)
     except Exception as error:  # noqa: BLE001 the reason why no Trainer can be made is the result
         return _one_line(error)
     profiler = type(trainer.profiler)
