@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -57,26 +54,12 @@ def demo(out: Path, steps: int = 40) -> int:
     print("Training a small GPT on the source files of Python's standard library.", flush=True)
     for name, level in _NATIVE_LOG_LEVELS.items():
         os.environ.setdefault(name, level)
-    from lightning_memprof.demo.train import AboveTheBar, train_demo
+    from lightning_memprof.demo.train import train_demo
 
-    with quiet_lightning(), _log_lines(AboveTheBar()):
+    with quiet_lightning():
         log_dir = train_demo(out, steps)
     print(f"Recorded in {log_dir}")
     if shutil.which("lightning-memprof") is None:
         scripts = Path(os.path.relpath(Path(sys.executable).parent))
         print(f"These commands are in {scripts}; to put them on your PATH: source {scripts / 'activate'}")
     return 0
-
-
-@contextmanager
-def _log_lines(handler: logging.Handler) -> Iterator[None]:
-    """Show the log lines of this package."""
-    root, package = logging.getLogger(), logging.getLogger("lightning_memprof")
-    before = package.level
-    root.addHandler(handler)
-    package.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        package.setLevel(before)

@@ -6,14 +6,12 @@ profiling takes is in :func:`train_demo`.
 
 from __future__ import annotations
 
-import logging
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional
@@ -166,14 +164,6 @@ class LitGPT(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Choose AdamW for all parameters."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
-
-
-class AboveTheBar(logging.Handler):
-    """Prints log lines to standard output above Lightning's progress bar, which owns the last line of the terminal."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print the message of ``record``."""
-        Tqdm.write(self.format(record))
 
 
 def train_demo(out: Path, steps: int = 40) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, Final, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.capture.faults import describe
@@ -22,6 +24,7 @@ from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.background import start_report
 from lightning_memprof.integration.place import claim_place
 from lightning_memprof.integration.settings import Settings, for_this_rank
+from lightning_memprof.report.printers.terminal import is_terminal
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,18 @@ _BATCH_HOOKS: Final[dict[str, Literal["batch", "loss"] | None]] = {
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
     """A type of its own: different from the handlers of the program."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, on a terminal above Lightning's progress bar, which owns the last one."""
+        if not (is_terminal(sys.stdout) and is_terminal(self.stream)):
+            super().emit(record)
+            return
+        try:
+            # Without its lock: a thread may hold that for as long as the terminal does not read.
+            with Tqdm.external_write_mode(file=self.stream, nolock=True):
+                super().emit(record)
+        except Exception:  # noqa: BLE001 as logging does it: a terminal that is gone
+            self.handleError(record)
 
 
 class LogLines:

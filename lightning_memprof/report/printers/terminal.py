@@ -91,6 +91,13 @@ def ascii_only(file: TextIO) -> bool:
     return not _encoding(file).lower().startswith("utf")
 
 
+def is_terminal(file: TextIO | None) -> bool:
+    """Return whether ``file`` is a terminal; a stream may be closed, of a program's own type, or None."""
+    with suppress(AttributeError, ValueError):
+        return file.isatty()  # type: ignore[union-attr]
+    return False
+
+
 def _encoding(file: TextIO) -> str:
     return getattr(file, "encoding", None) or "utf-8"
 
@@ -115,9 +122,7 @@ def _has_colors(file: TextIO) -> bool:
         return False
     if os.environ.get("FORCE_COLOR"):
         return True
-    with suppress(AttributeError, ValueError):
-        return file.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
-    return False
+    return is_terminal(file) and os.environ.get("TERM") not in {"dumb", "unknown"}
 
 
 def _text(lines: Iterable[Line], file: TextIO) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lightning_memprof.integration.adapter import LogLines
+from lightning_memprof.integration.adapter import LogLines, _Handler
 
 
 @contextmanager
@@ -59,3 +60,34 @@ def test_a_program_with_its_own_logging_is_left_alone() -> None:
     assert logging.getLogger("lightning_memprof").handlers == []
     lines.hide()
     logging.getLogger().removeHandler(handler)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_a_line_on_a_terminal_stands_above_the_progress_bar_and_in_a_file_nothing_is_redrawn(
+    stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = stream()
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setattr("sys.stderr", shown)
+    bar = Tqdm(total=2, file=shown, bar_format="{n_fmt}/{total_fmt}")
+    _Handler().emit(logging.makeLogRecord({"msg": "found"}))
+    written = shown.getvalue()
+    bar.close()
+    above, below = "0/2\r   \rfound\n", "\r0/2"
+    assert written.lstrip("\r") == (above + below if stream is Terminal else "0/2found\n")
+
+
+@pytest.mark.parametrize("output", [None, object()])
+def test_a_line_is_written_whatever_the_program_made_of_its_output(
+    output: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Terminal()
+    monkeypatch.setattr("sys.stdout", output)
+    monkeypatch.setattr("sys.stderr", shown)
+    _Handler().emit(logging.makeLogRecord({"msg": "found"}))
+    assert shown.getvalue() == "found\n"
