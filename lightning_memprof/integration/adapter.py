@@ -121,9 +121,9 @@ class Adapter(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Claim a directory and prepare the run."""
-        live_runs.end_abandoned(trainer)
         if self.steps_aside(trainer):
             return
+        live_runs.end_abandoned(trainer)
         stage = getattr(stage, "value", stage)
         settings = for_this_rank(self.settings(trainer), trainer)
         self._place = claim_place(trainer, stage, settings.output.dirpath)

@@ -79,26 +79,16 @@ class ActionTap:
             interrupts=interrupts,
             log=log,
         )
-        actions = {name: _Action(name, shared, starts.get(name), stops.get(name)) for name in {*starts, *stops}}
+        actions = _Actions(shared, starts, stops)
         # An action may be open while the tap is removed.
-        self._installed.callback(_ignore, actions)
-
-        def added(name: str) -> _Action:
-            action = _Action(name, shared)
-            # A program may put numbers into the names of its own actions.
-            return actions.setdefault(name, action) if len(actions) < _MOST_NAMES else action
-
+        self._installed.callback(actions.ignore)
         profiler = self._profiler
         is_idle = {name: _is_idle(profiler, name) for name in ("start", "stop", "profile")}
-        for name in ("start", "stop"):
-            wrap = partial(
-                _wrapper, actions.get, added, profiler, name, is_idle=is_idle[name], is_start=name == "start"
-            )
+        for name, make in (("start", _start), ("stop", _stop)):
+            wrap = partial(make, actions, profiler, name in vars(profiler), is_idle[name])
             self._installed.enter_context(wrapped(place_of(profiler, name), name, wrap))
         if all(is_idle.values()):
-            self._installed.enter_context(
-                wrapped(type(profiler), "profile", partial(_lookup, actions.get, added, profiler))
-            )
+            self._installed.enter_context(wrapped(type(profiler), "profile", partial(_lookup, actions, profiler)))
         self.is_installed = True
 
     def remove(self) -> None:
@@ -185,33 +175,54 @@ class _Action(ContextDecorator):
             raise shared.interrupts.pop(0)
 
 
-def _ignore(actions: dict[str, _Action]) -> None:
-    for action in actions.values():
-        action.on_start = action.on_stop = None
+class _Actions(dict[str, _Action]):
+    """The actions of a tap by name; one that has no handler is made when its name is met."""
+
+    def __init__(self, shared: _Shared, starts: Handlers, stops: Handlers) -> None:
+        super().__init__((name, _Action(name, shared, starts.get(name), stops.get(name))) for name in {*starts, *stops})
+        self._shared = shared
+
+    def __missing__(self, name: str) -> _Action:
+        action = _Action(name, self._shared)
+        # A program may put numbers into the names of its own actions.
+        return self.setdefault(name, action) if len(self) < _MOST_NAMES else action
+
+    def ignore(self) -> None:
+        """Call no handler from now on."""
+        for action in self.values():
+            action.on_start = action.on_stop = None
 
 
-def _wrapper(
-    known: Callable[[str], _Action | None],
-    added: Callable[[str], _Action],
+def _start(
+    actions: _Actions,
     profiler: Profiler,
-    name: str,
-    link: Link,
-    *,
+    is_own: bool,
     is_idle: bool,
-    is_start: bool,
+    link: Link,
 ) -> Callable[..., None]:
-    """Return ``start`` or ``stop`` for one profiler; calls of other instances of its class pass through."""
-    is_own = name in vars(profiler)
+    """Return ``start`` for one profiler; calls of other instances of its class pass through."""
 
     def start(self: Profiler, action_name: str) -> None:
         if self is profiler:
-            (known(action_name) or added(action_name)).__enter__()
+            actions[action_name].__enter__()
         if not (is_idle and self is profiler):
             try:
                 link.call(*(() if is_own else (self,)), action_name)
             except BaseException as error:
                 hide_frame(error)
                 raise
+
+    return partial(start, profiler) if is_own else start
+
+
+def _stop(
+    actions: _Actions,
+    profiler: Profiler,
+    is_own: bool,
+    is_idle: bool,
+    link: Link,
+) -> Callable[..., None]:
+    """Return ``stop`` for one profiler; see :func:`_start`."""
 
     def stop(self: Profiler, action_name: str) -> None:
         if not (is_idle and self is profiler):
@@ -221,15 +232,12 @@ def _wrapper(
                 hide_frame(error)
                 raise
         if self is profiler:
-            (known(action_name) or added(action_name)).__exit__()
+            actions[action_name].__exit__()
 
-    made = start if is_start else stop
-    return partial(made, profiler) if is_own else made
+    return partial(stop, profiler) if is_own else stop
 
 
-def _lookup(
-    known: Callable[[str], _Action | None], added: Callable[[str], _Action], profiler: Profiler, link: Link
-) -> Callable[..., AbstractContextManager[Any]]:
+def _lookup(actions: _Actions, profiler: Profiler, link: Link) -> Callable[..., AbstractContextManager[Any]]:
     """Return ``profile`` for one profiler for the time in which its ``start`` and ``stop`` are those of the tap."""
     kind, own = type(profiler), vars(profiler)
     start, stop = kind.start, kind.stop
@@ -237,7 +245,7 @@ def _lookup(
     def profile(self: Profiler, action_name: str) -> AbstractContextManager[Any]:
         is_ours = kind.start is start and kind.stop is stop and "start" not in own and "stop" not in own
         if self is profiler and is_ours:
-            return known(action_name) or added(action_name)
+            return actions[action_name]
         return link.call(self, action_name)  # type: ignore[no-any-return]
 
     return profile

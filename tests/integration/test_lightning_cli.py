@@ -203,6 +203,7 @@ def test_the_snapshot_fragment_fails_clearly_without_cuda_and_dumps_with_it(
         cli(fragment, "--trainer.accelerator=gpu", "--trainer.devices=1")
         assert list(tmp_path.rglob("cuda_alloc_rank_0.training_step.*.pickle"))
         return
+    (tmp_path / "train.py").write_text(PROGRAM.format(package="lightning.pytorch"))
     done = run_program("train.py", *COMMON, fragment)
     assert done.returncode == 1
     assert (
