@@ -30,11 +30,11 @@ def recorder(**options: Any) -> MemProfilerCallback:
 def program(package: Package, directory: Path, *callbacks: Any, **options: Any) -> tuple[Any, Any, Any]:
     """Give a Trainer, a model and a data module with hooks of their own, and a callback with the name of its base."""
 
-    class Callback(package.pl.Callback):
+    class Callback(package.pl.Callback):  # type: ignore[name-defined]
         def on_train_batch_end(self, *_: Any) -> None:
             pass
 
-    class Net(Steps, package.pl.LightningModule):
+    class Net(Steps, package.pl.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.lr = 1e-2
@@ -43,12 +43,12 @@ def program(package: Package, directory: Path, *callbacks: Any, **options: Any) 
             pass
 
         def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-            self.log("val", self.loss(batch))
+            self.log("val", self.loss(batch))  # type: ignore[operator]
 
         def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
             pass
 
-    class Data(package.pl.LightningDataModule):
+    class Data(package.pl.LightningDataModule):  # type: ignore[name-defined]
         def train_dataloader(self) -> Any:
             return loader(8)
 
@@ -137,7 +137,7 @@ def test_the_rows_are_the_same(tmp_path: Path, kind: str) -> None:
 def test_torchs_profiler_is_on_in_the_window_alone(tmp_path: Path, package: Package, kind: str) -> None:
     on: list[int] = []
 
-    class Net(package.Perceptron):
+    class Net(package.Perceptron):  # type: ignore[name-defined]
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             on.extend([batch_idx] if torch.autograd._profiler_enabled() else [])
             return self.loss(batch)

@@ -337,7 +337,7 @@ def test_callbacks_of_the_user_are_timed_and_the_rest_of_the_step_is_not_theirs(
 ) -> None:
     spent: list[int] = []
 
-    class Slow(package.pl.Callback):
+    class Slow(package.pl.Callback):  # type: ignore[name-defined]
         def on_after_backward(self, *_: Any) -> None:
             began = time.perf_counter_ns()
             time.sleep(0.02)
@@ -351,7 +351,7 @@ def test_callbacks_of_the_user_are_timed_and_the_rest_of_the_step_is_not_theirs(
 
 
 def test_manual_optimization_is_split_into_the_same_phases(tmp_path: Path, package: Package) -> None:
-    class Manual(package.Perceptron):
+    class Manual(package.Perceptron):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False

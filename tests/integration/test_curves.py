@@ -218,7 +218,7 @@ def test_a_logger_that_logs_no_steps_gets_no_curves(tmp_path: Path) -> None:
 def test_a_logger_that_fails_is_told_of_once_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, package: Package
 ) -> None:
-    class Failing(package.loggers.CSVLogger):
+    class Failing(package.loggers.CSVLogger):  # type: ignore[name-defined]
         """Cannot reach its server."""
 
         calls = 0

@@ -96,7 +96,7 @@ def test_a_logger_whose_directory_is_no_path_stops_nothing(tmp_path: Path, packa
         def __str__(self) -> str:
             return str(tmp_path / "said")
 
-    class Mine(package.loggers.logger.DummyLogger):
+    class Mine(package.loggers.logger.DummyLogger):  # type: ignore[name-defined]
         @property
         def save_dir(self) -> Any:
             return Said()
@@ -328,7 +328,7 @@ def test_a_run_inside_an_action_of_the_program_is_recorded_as_any_other(tmp_path
 
 
 def test_actions_of_a_trainer_outside_of_its_run_start_nothing(tmp_path: Path, package: Package) -> None:
-    class Failing(package.Perceptron):
+    class Failing(package.Perceptron):  # type: ignore[name-defined]
         def configure_callbacks(self) -> list[Any]:
             assert not torch.autograd._profiler_enabled()
             return [Watching()]
@@ -336,7 +336,7 @@ def test_actions_of_a_trainer_outside_of_its_run_start_nothing(tmp_path: Path, p
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             raise RuntimeError("mine")
 
-    class Watching(package.pl.Callback):
+    class Watching(package.pl.Callback):  # type: ignore[name-defined]
         def on_exception(self, *_: Any) -> None:
             assert not torch.autograd._profiler_enabled()
 
