@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -150,6 +151,15 @@ def test_torchs_profiler_is_on_in_the_window_alone(tmp_path: Path, package: Pack
     run = tmp_path / "log/memprofiler"
     assert [row for row in rows_of(run, "unavailable") if row["collector"] == "operator_trace"] == []
     assert list((tmp_path / "log").glob("*.pt.trace.json.gz"))
+
+
+def test_the_version_is_that_of_the_trainers_package(
+    tmp_path: Path, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module(package.name.partition(".")[0]), "__version__", "1.2.3")
+    package.trainer(tmp_path, recorder()).fit(package.Perceptron(), loader(4))
+    (row,) = rows_of(tmp_path / "log/memprofiler", "run")
+    assert row["environment"]["lightning"] == "1.2.3"
 
 
 LOGGERS: dict[str, Callable[[Package, str], Any]] = {

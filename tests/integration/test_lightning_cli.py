@@ -48,9 +48,11 @@ Run: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def cli(tmp_path: Path, run_program: Run) -> Run:
     """Run a LightningCLI program with the given arguments in ``tmp_path``."""
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM.format(package="lightning.pytorch"))
 
     def run(*arguments: str, package: str = "lightning.pytorch", **variables: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "train.py").write_text(PROGRAM.format(package=package))
+        program.write_text(PROGRAM.format(package=package))
         done = run_program("train.py", *COMMON, *arguments, **variables)
         assert done.returncode == 0, done.stderr[-3000:]
         return done

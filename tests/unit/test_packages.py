@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -43,6 +44,13 @@ def test_hooks_that_lightning_defines_above_the_class_are_its_own(package: Packa
     empty = type("Empty", (getattr(package.pl, name),), {})()
     for hook in ("train_dataloader", "on_after_batch_transfer", "on_save_checkpoint"):
         assert not overrides(empty, name, hook)
+
+
+def test_a_profiler_that_adds_nothing_overrides_nothing(package: Package) -> None:
+    idle, timing = package.profilers.PassThroughProfiler(), package.profilers.SimpleProfiler()
+    namesake = type("Profiler", (package.profilers.PassThroughProfiler,), {"profile": nullcontext})()
+    assert [overrides(profiler, "Profiler", "profile") for profiler in (idle, timing, namesake)] == [False, False, True]
+    assert [overrides(profiler, "PassThroughProfiler", "start") for profiler in (idle, timing)] == [False, True]
 
 
 def test_an_object_without_a_base_of_lightnings_has_methods_of_its_own() -> None:

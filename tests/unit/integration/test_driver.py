@@ -18,7 +18,7 @@ from lightning_memprof.integration.driver import StageActions, StepDriver, calli
 from lightning_memprof.schedule import Action, Point, Schedule
 from lightning_memprof.testing import FakeCollector
 from sessions import POINTS, context, session
-from training import Noise, Perceptron, trainer
+from training import Noise, Package, Perceptron, trainer
 
 FIT = StageActions(
     fetch="fetch",
@@ -226,6 +226,27 @@ def test_a_validation_and_a_checkpoint_make_a_step_unusual(made: Session, fake: 
     trainer.batch()
     made.close()
     assert [record.usual for record in fake.steps] == [True, False, False, True]
+
+
+def test_the_hooks_that_a_model_or_a_callback_overrides_are_actions_of_the_program(
+    tmp_path: Path, package: Package
+) -> None:
+    # A name of the program's that Lightning's base class has, too.
+    kind = type("Callback", (package.pl.Callback,), {"on_train_end": print, "on_train_batch_end": unheard})
+    model = type("Net", (package.Perceptron,), {"on_before_zero_grad": print})()
+    training = package.trainer(tmp_path, kind())
+    training.strategy.connect(model)
+    actions = stage_actions(training, "fit", MemProfilerCallback)
+    hooks = [f"[Callback]Callback.{name}" for name in ("on_train_batch_end", "on_save_checkpoint")]
+    assert list(actions.callbacks) == hooks
+    assert [name for name in actions.within if ".on_" in name] == ["[LightningModule]Net.on_before_zero_grad"]
+
+
+def unheard(*_: Any) -> None:
+    """Has the qualified name of the hook of Lightning's."""
+
+
+unheard.__qualname__ = "Callback.on_train_batch_end"
 
 
 def test_a_step_is_unusual_before_the_workers_of_its_validation_start(tmp_path: Path) -> None:
