@@ -343,7 +343,7 @@ def _to_fit(program: Sequence[str], use: Callable[[Fit], None], construction: La
             raise
         except Exception as error:
             raise _FailedEarlyError(failure_line(error, f"{name} failed before Trainer.fit")) from error
-    raise MemprofError(f"estimate: {name} ended without Trainer.fit of lightning.pytorch: nothing to estimate")
+    raise MemprofError(f"estimate: {name} ended without Trainer.fit: nothing to estimate")
 
 
 def _misplaced(program: Sequence[str]) -> str:

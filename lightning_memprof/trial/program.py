@@ -54,7 +54,7 @@ def main() -> None:
         run_program(program)
     end(
         task,
-        Measured(problem="the program ended without Trainer.fit of lightning.pytorch (but for fast_dev_run)"),
+        Measured(problem="the program ended without Trainer.fit (but for fast_dev_run)"),
     )
 
 

@@ -41,7 +41,7 @@ from lightning_memprof import MemProfilerCallback, Schedule
 extra = {"callback": {"callbacks": [MemProfilerCallback(Schedule(wait=1, warmup=1, active=1, repeat=2))]},
          "name": {"profiler": "fts_extended"}}[sys.argv[1]]
 pl.Trainer(max_steps=8, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-           limit_val_batches=0, default_root_dir=sys.argv[2], **extra).fit(BoringModel())
+           default_root_dir=sys.argv[2], **extra).fit(BoringModel())
 """
 
 
