@@ -6,16 +6,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.cli.command import Command, quiet_lightning
 from lightning_memprof.errors import ConfigError
-
-_NATIVE_LOG_LEVELS: Final = MappingProxyType({"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"})
-"""Read once, when torch is imported. Kineto announces its start at a level above its errors: 6 is silence."""
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -52,8 +48,6 @@ def demo(out: Path, steps: int = 40) -> int:
     except OSError as error:
         raise ConfigError(f"demo: --out {str(out)!r}: {error.strerror}; name a writable directory") from error
     print("Training a small GPT on the source files of Python's standard library.", flush=True)
-    for name, level in _NATIVE_LOG_LEVELS.items():
-        os.environ.setdefault(name, level)
     from lightning_memprof.demo.train import train_demo
 
     with quiet_lightning():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import errno
 import gzip
 import os
@@ -45,6 +46,12 @@ if TYPE_CHECKING:
     from lightning_memprof.schedule import Mark
 
 _TAIL_BYTES: Final = 16
+# Levels in torch's libraries, the variables that set them, and the level above what a window makes torch print:
+# libkineto::Logger announces each start and stop above its errors, c10 warns of the first block of unknown size.
+_LOG_LEVELS: Final = (
+    ("_ZN9libkineto6Logger14severityLevel_E", "KINETO_LOG_LEVEL", 6),
+    ("FLAGS_caffe2_log_level", "TORCH_CPP_LOG_LEVEL", 2),
+)
 
 
 class WindowTrace:
@@ -85,7 +92,7 @@ class WindowTrace:
             return
         if mark.point is Point.STEP_START and mark.recorded:
             if not self._started:
-                self.profiler.start_trace()
+                self._start()
                 self._started = True
                 atexit.register(self._stop_at_exit)
             self._step.enter_context(torch.profiler.record_function(f"ProfilerStep#{mark.step}"))
@@ -110,13 +117,21 @@ class WindowTrace:
             self._step.close()
             ranges.close()
         finally:
-            if not self._started:
-                # Kineto stays prepared until a trace is stopped.
-                self.profiler.start_trace()
-            self.profiler.stop_trace()
+            with native_log_raised():
+                if not self._started:
+                    # Kineto stays prepared until a trace is stopped.
+                    self.profiler.start_trace()
+                self.profiler.stop_trace()
         if self._started:
             self._save(self)
         return True
+
+    def _start(self) -> None:
+        # Torch warns of the first free of a block that it has not seen allocated, and then of each thousandth.
+        unseen = torch.empty(1)
+        with native_log_raised():
+            self.profiler.start_trace()
+            del unseen
 
     def _stop_at_exit(self) -> None:
         """Stop recording where Lightning has not ended the run: torch crashes at the exit of a process that records."""
@@ -131,6 +146,29 @@ class WindowTrace:
             _disable_profiler_legacy(_ProfilerDisableOptions(True, False))  # noqa: FBT003 takes no names
             if self.profiler.with_stack:
                 sys.setprofile(None)
+
+
+@contextmanager
+def native_log_raised() -> Iterator[None]:
+    """Raise the log levels of Kineto and c10 for the body, except those that the environment sets.
+
+    File descriptors stay as they are: lines of the program are neither lost nor late. A torch without these symbols
+    prints its lines.
+    """
+    raised = []
+    # The libraries that it depends on are searched, too.
+    libraries = ctypes.CDLL(sys.modules["torch._C"].__file__)
+    for symbol, variable, above in _LOG_LEVELS:
+        if not os.environ.get(variable):
+            with suppress(ValueError):
+                level = ctypes.c_int.in_dll(libraries, symbol)
+                raised.append((level, level.value))
+                level.value = max(level.value, above)
+    try:
+        yield
+    finally:
+        for level, before in raised:
+            level.value = before
 
 
 @contextmanager
