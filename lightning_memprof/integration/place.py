@@ -39,8 +39,11 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
     """Agree on the run directory with the other ranks, once in ``setup``.
 
     Returns:
-        The place, or None where rank 0 could not write there or does not record; training continues without recording.
+        The place, or None where rank 0 could not write there or does not record, or the run only tries something out;
+        training continues without recording.
     """
+    if is_tuner(trainer) or _is_fast_dev_run(trainer, dirpath):
+        return None
     found: _Agreed | None = None
     if trainer.is_global_zero:
         # The directory of a logger may be any object.
@@ -51,6 +54,20 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
         found = None if place is None else (str(place.root), place.number, place.url)
     agreed = _from_rank_0(trainer, found)
     return None if agreed is None else RunPlace(Path(agreed[0]), agreed[1], agreed[2])
+
+
+def is_tuner(trainer: Trainer) -> bool:
+    """Return whether this run ends with the search of a ``Tuner``, which replaces all callbacks while it trains."""
+    return any(getattr(callback, "_early_exit", False) is True for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def _is_fast_dev_run(trainer: Trainer, dirpath: str | Path | None) -> bool:
+    """Return whether this run may not leave files: it has no ``log_dir``, and the user names no other directory."""
+    if not trainer.fast_dev_run or dirpath:  # type: ignore[attr-defined]
+        return False
+    if trainer.is_global_zero:
+        log.warning("fast_dev_run is not recorded; to record it, name a directory: OutputOptions(dirpath=...)")
+    return True
 
 
 def _log_dir(trainer: Trainer) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction
@@ -336,10 +336,20 @@ class _ProfilerHost(Adapter):
         """Return the settings of the profiler."""
         return self._profiler.own_settings()
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Prepare the run, or leave the Trainer where this run is not recorded."""
+        super().setup(trainer, pl_module, stage)
+        if self.attachment is None:
+            self._leave(trainer)
+
     def ended(self, trainer: Trainer, attachment: Any, reason: str | None) -> None:
-        """Leave the Trainer. The list is new: Lightning is iterating over the old one."""
+        """Leave the Trainer."""
         self._profiler.take(attachment)
         log.info("recorded in %s; show it with: lightning-memprof show %s", *[attachment.place.location] * 2)
+        self._leave(trainer)
+
+    def _leave(self, trainer: Trainer) -> None:
+        # The list is new: Lightning is iterating over the old one.
         trainer.callbacks = [other for other in trainer.callbacks if other is not self]  # type: ignore[attr-defined]
 
 

@@ -29,6 +29,7 @@ from lightning_memprof.capture.observe import Link, original_of, replaced
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.program import run_program
 from lightning_memprof.integration.callback import AttachedCallback, MemProfilerCallback
+from lightning_memprof.integration.place import is_tuner
 from lightning_memprof.integration.registration import requested
 from lightning_memprof.trial.attach import VARIABLE
 from lightning_memprof.trial.meter import Meter, Stop, redirect_callbacks
@@ -103,8 +104,7 @@ def _built(task: Task, link: Link) -> Callable[..., None]:
 def _fit(task: Task, link: Link) -> Callable[..., None]:
     def fit(trainer: Trainer, model: LightningModule, *given: Any, **named: Any) -> None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        is_tuner = any(getattr(callback, "_early_exit", False) for callback in callbacks)
-        if is_tuner or vars(trainer)["fast_dev_run"]:
+        if is_tuner(trainer) or vars(trainer)["fast_dev_run"]:
             # The training comes later.
             link.call(trainer, model, *given, **named)
             return

@@ -159,9 +159,8 @@ def test_max_time_leaves_a_closed_saved_window_marked_truncated(tmp_path: Path) 
     assert windows(only_run(tmp_path))[0]["truncated"]
 
 
-def test_fast_dev_run_closes_its_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: Package) -> None:
-    monkeypatch.chdir(tmp_path)
-    callback = recorder()
+def test_fast_dev_run_closes_its_window(tmp_path: Path, package: Package) -> None:
+    callback = recorder(output=OutputOptions(dirpath=tmp_path, summary=False, on_error="raise"))
     package.trainer(tmp_path, callback, fast_dev_run=3, default_root_dir=tmp_path).fit(package.Perceptron(), loader())
     assert callback.run_directory is not None
     (closed,) = windows(callback.run_directory)
