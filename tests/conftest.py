@@ -52,14 +52,6 @@ def no_benchmark() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def no_pages() -> Iterator[None]:
-    """Have no page made at the end of each training: it is a process of some seconds, which would slow the others."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LIGHTNING_MEMPROF_REPORT", "0")
-        yield
-
-
 FROZEN = gc.get_freeze_count
 
 

@@ -42,8 +42,8 @@ _SECONDS_TO_END: Final = 5
 _TABS: Final = (
     ("memprof", "the report of each run, and two side by side"),
     ("pytorch_profiler", "the traces"),
-    ("timeseries", "the curves of the run and of each rank"),
-    ("custom_scalars", "the same curves as one dashboard"),
+    ("timeseries", "curves, of this package with OutputOptions(curves=True)"),
+    ("custom_scalars", "the curves of each rank's file as one dashboard"),
 )
 
 

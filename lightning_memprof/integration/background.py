@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import subprocess
 from collections import deque
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from lightning_memprof.schedule import Window
 
 log = logging.getLogger(__name__)
-
-REPORT_VARIABLE: Final = "LIGHTNING_MEMPROF_REPORT"
-"""Set to ``0``, it disables the report of every run of this environment, whatever ``OutputOptions(report=...)`` is."""
 
 # Enough steps for a typical step time.
 _LAST_STEPS: Final = 512
@@ -86,8 +82,6 @@ def start_report(place: RunPlace) -> bool:
     Returns:
         Whether it was started: not for a run at a URL, whose working copy is about to be removed.
     """
-    if os.environ.get(REPORT_VARIABLE) == "0":
-        return False
     if place.url is not None:
         log.info("make the HTML report with: lightning-memprof report %s", place.location)
         return False

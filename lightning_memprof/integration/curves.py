@@ -1,11 +1,11 @@
-"""Curves of the whole run: for the Trainer's loggers, and in a TensorBoard event file of each rank."""
+"""Curves of the whole run: in the Trainer's loggers, and in TensorBoard event files of ranks without one."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _Values = dict[str, float]
+_Point = tuple[int, _Values]
 
 _MS: Final = 1_000_000
 _OF_PULSE: Final = (
@@ -76,16 +77,21 @@ _START_SECONDS: Final = 0.5
 def curves_of(trainer: Trainer, stage: str, settings: Settings, sink: Sink, faults: Faults) -> Curves | None:
     """Return the curves of this rank, or None where there are none.
 
-    Only a fit whose Trainer has a logger has curves, on the ranks that record windows with every collector.
+    Only a fit has curves, and only where they are asked for, on the ranks that record windows with every collector.
+    Rank 0 has them in the Trainer's loggers, and in a file where no TensorBoard logger shows them.
     """
-    loggers = [logger for logger in trainer.loggers if not lightning_class(logger, "DummyLogger")]
-    if stage != "fit" or not settings.output.curves or not loggers:
+    if stage != "fit" or not settings.output.curves:
         return None
     if not settings.every_collector and not trainer.is_global_zero:
         return None
-    # The import takes a fifth of a second where no logger has imported tensorboard: before the first step, not in one.
-    import_module("lightning_memprof.artifacts.tfevents")
-    return Curves(trainer, loggers if trainer.is_global_zero else (), sink, faults)
+    loggers = []
+    if trainer.is_global_zero and trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        loggers = [logger for logger in trainer.loggers if not lightning_class(logger, "DummyLogger")]
+    has_file = not any(lightning_class(logger, "TensorBoardLogger") for logger in loggers)
+    if has_file:
+        # It takes a fifth of a second where no logger has imported tensorboard: before the first step, not in one.
+        import_module("lightning_memprof.artifacts.tfevents")
+    return Curves(trainer, loggers, sink, faults, has_file=has_file)
 
 
 class Curves:
@@ -100,19 +106,24 @@ class Curves:
         loggers: the loggers that get points; none on ranks other than 0.
         sink: where the event file goes; passes on the series that collectors write.
         faults: the policy for failures.
+        has_file: whether the points go to an event file of this rank.
     """
 
     name: Final = "curves"
 
-    def __init__(self, trainer: Trainer, loggers: Sequence[Any], sink: Sink, faults: Faults) -> None:
+    def __init__(
+        self, trainer: Trainer, loggers: Sequence[Any], sink: Sink, faults: Faults, *, has_file: bool = True
+    ) -> None:
         self._trainer = trainer
         self._sink = sink
-        self._drawing = _Drawing(sink)
+        self._windows = _Windows()
+        self._file = _RankFile(sink) if has_file else None
         sink.on_series = self._add_series
         self._faults = faults
         self._loggers = list(loggers)
         self._every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self._points: deque[tuple[int, _Values]] = deque()
+        # The points of windows for the loggers.
+        self._points: deque[_Point] = deque()
         self._steps = _Maxima(_STEPS)
         self._axis = _Axis()
         self._logged = -1
@@ -133,35 +144,36 @@ class Curves:
         places = self._axis.places(rows, self._trainer.global_step, stepped)
         if self._loggers and rows:
             self._steps.add(places[-1], _values(rows) | ({} if reserved is None else {"peak_reserved_mib": reserved}))
-            due = self._every and self._steps.place - self._logged >= self._every
-            if due and not in_window and self._has_time():
+            if self._steps.place - self._logged >= self._every and not in_window and self._has_time():
                 self._log()
         # Last: from here on the background thread competes for the interpreter.
         self._sink.in_background(lambda: self._draw(places, rows, reserved))
 
     def window_closed(self, window: int, steps: Sequence[int]) -> None:
         """Set the recorded steps of a window; the pulse has its warmup steps too."""
-        self._drawing.recorded[window] = frozenset(steps)
+        self._windows.recorded[window] = frozenset(steps)
 
     def end(self) -> None:
         """Draw the last points and close the file; called after all background work."""
         if self._ended:
             return
         self._ended = True
+        points = list(self._windows.end())
+        self._points.extend(points)
         try:
-            self._drawing.end()
+            if self._file is not None:
+                self._file.end(points)
         finally:
-            if self._every:
-                self._log()
-                for logger in tuple(self._loggers):
-                    self._ask(logger, save_rows, logger)
+            self._log()
+            for logger in tuple(self._loggers):
+                self._ask(logger, save_rows, logger)
 
     def _add_series(self, window: int, collector: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep the maxima of the recorded rows of a series."""
         for name, column in _OF_SERIES.get(collector, ()):
             found = [row[column] for row in rows if row.get("recorded") and isinstance(row.get(column), int)]
             if found:
-                self._drawing.maxima.setdefault(window, {})[name] = max(found) / MIB
+                self._windows.maxima.setdefault(window, {})[name] = max(found) / MIB
 
     def _has_time(self) -> bool:
         return self._spent_seconds < _START_SECONDS + _SHARE * (time.perf_counter() - self._began)
@@ -170,11 +182,14 @@ class Curves:
         if self.name not in self._faults.disabled:
             # An exception in a background thread would be lost.
             with self._faults.caught(self.name, "write"):
-                self._drawing.draw(places, rows, reserved)
+                points = list(self._windows.add(places, rows))
+                self._points.extend(points)
+                if self._file is not None:
+                    self._file.draw(places, rows, reserved, points)
 
     def _log(self) -> None:
         began = time.perf_counter()
-        points = list(self._drawing.windows_so_far())
+        points = [self._points.popleft() for _ in range(len(self._points))]
         if (values := self._steps.take()) and self._steps.place > self._logged:
             points.append((self._steps.place, values))
             self._logged = self._steps.place
@@ -241,49 +256,67 @@ class _Maxima:
         return {f"{self._group}/{name}": value for name, value in values.items()}
 
 
-class _Drawing:
-    """The event file of a rank; one thread at a time may use it.
+class _Windows:
+    """The points of windows; one thread at a time may use it.
 
     Attributes:
         recorded: by window, its recorded steps; set by another thread before the row of the next step arrives.
         maxima: by window, the maxima of the series that collectors wrote; set like ``recorded``.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self) -> None:
         self.recorded: dict[int, frozenset[int]] = {}
         self.maxima: dict[int, _Values] = {}
+        # The window of the last rows, and its rows.
+        self._window: int | None = None
+        self._rows: list[PulseRow] = []
+        self._place = 0
+
+    def add(self, places: Sequence[int], rows: Sequence[PulseRow]) -> Iterator[_Point]:
+        """Yield the points of the windows that the rows complete."""
+        for place, row in zip(places, rows, strict=True):
+            if row.window != self._window:
+                yield from self.end()
+                self._window = row.window
+            if self._window is not None:
+                self._rows.append(row)
+                self._place = place
+
+    def end(self) -> Iterator[_Point]:
+        """Yield the point of the last window."""
+        window, rows = self._window, self._rows
+        self._window, self._rows = None, []
+        if window is None:
+            return
+        steps = self.recorded.pop(window, frozenset())
+        values = _values([row for row in rows if row.step in steps]) | self.maxima.pop(window, {})
+        if values:
+            yield self._place, {f"{_WINDOWS}/{name}": value for name, value in values.items()}
+
+
+class _RankFile:
+    """The event file of a rank; one thread at a time may use it."""
+
+    def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._path = sink.place.directory / curves_path(sink.rank)
         self._file: EventFile | None = None
         self._steps = _Maxima(_STEPS)
         self._begun_at: int | None = None
         self._drawn = 0
-        # The window of the last rows, and its rows.
-        self._window: int | None = None
-        self._window_rows: list[PulseRow] = []
-        self._window_place = 0
-        self._windows: deque[tuple[int, _Values]] = deque()
 
-    def windows_so_far(self) -> Iterable[tuple[int, _Values]]:
-        """Yield the new points of windows."""
-        while self._windows:
-            yield self._windows.popleft()
-
-    def draw(self, places: Sequence[int], rows: Sequence[PulseRow], reserved: float | None) -> None:
-        """Draw the points that the rows complete.
+    def draw(
+        self, places: Sequence[int], rows: Sequence[PulseRow], reserved: float | None, windows: Sequence[_Point]
+    ) -> None:
+        """Draw the points of windows, and those that the rows complete.
 
         Raises:
             OSError: the file cannot be written.
         """
         file = self._opened()
+        _add(file, windows)
         begin = 0
-        for index, (place, row) in enumerate(zip(places, rows, strict=True)):
-            if row.window != self._window:
-                self._end_window(file)
-                self._window = row.window
-            if self._window is not None:
-                self._window_rows.append(row)
-                self._window_place = place
+        for index, place in enumerate(places):
             if self._begun_at is None:
                 self._begun_at = place
             # Batches of one gradient accumulation share a place.
@@ -296,12 +329,12 @@ class _Drawing:
             self._steps.add(self._steps.place, {"peak_reserved_mib": reserved})
         file.flush()
 
-    def end(self) -> None:
+    def end(self, windows: Sequence[_Point]) -> None:
         """Draw the last points and list the file."""
         if self._file is None:
             return
         try:
-            self._end_window(self._file)
+            _add(self._file, windows)
             self._draw_steps(self._file)
         finally:
             self._file.close()
@@ -313,8 +346,8 @@ class _Drawing:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = EventFile(self._path, time.time())
-            if self._sink.rank == 0:
-                self._file.add_layout(LAYOUT, time.time())
+            # TensorBoard shows a chart that several ranks lay out once.
+            self._file.add_layout(LAYOUT, time.time())
         return self._file
 
     def _take_in(self, places: Sequence[int], rows: Sequence[PulseRow], begin: int, end: int) -> None:
@@ -332,17 +365,10 @@ class _Drawing:
             if self._drawn % _AT_ONCE == 0:
                 time.sleep(_PAUSE_SECONDS)
 
-    def _end_window(self, file: EventFile) -> None:
-        window, rows = self._window, self._window_rows
-        self._window, self._window_rows = None, []
-        if window is None:
-            return
-        steps = self.recorded.pop(window, frozenset())
-        values = _values([row for row in rows if row.step in steps]) | self.maxima.pop(window, {})
-        if values:
-            point = {f"{_WINDOWS}/{name}": value for name, value in values.items()}
-            file.add(self._window_place, time.time(), point)
-            self._windows.append((self._window_place, point))
+
+def _add(file: EventFile, points: Sequence[_Point]) -> None:
+    for place, values in points:
+        file.add(place, time.time(), values)
 
 
 def _values(rows: Sequence[PulseRow]) -> _Values:

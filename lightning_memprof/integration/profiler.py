@@ -169,7 +169,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
     def table_path(self) -> Path | None:
         """Path of the operator table of the last run; None before the first, and where its traces were removed.
 
-        The process of the report writes it after a fit, otherwise the first use does: seconds for large traces.
+        The first use writes it, unless a report has: seconds for large traces.
 
         Raises:
             ArtifactError: the traces have no operators.

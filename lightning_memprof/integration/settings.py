@@ -58,9 +58,11 @@ class OutputOptions:
             (``s3://``, ``gs://``, ``memory://``): files are written locally and copied there in the background.
         summary: print the summary on rank 0 at the end of the run.
         loggers: send the report files to the Trainer's loggers that accept files: TensorBoard (as text), MLflow, W&B.
-        curves: log curves of the pulse and of the windows during the run, if the Trainer has a logger: to its loggers
-            on rank 0, and to a TensorBoard event file of each rank in the run directory. Points are maxima.
-        report: write the HTML report, ``report.html`` in the run directory, after fit, in a separate process.
+        curves: log curves of the pulse and of the windows during fit: to the Trainer's loggers on rank 0, and to
+            TensorBoard event files in the run directory for other ranks, and for rank 0 without a TensorBoard logger.
+            Points are maxima.
+        report: write the HTML report, ``report.html`` in the run directory, after fit, in a separate process;
+            ``lightning-memprof report RUN`` writes the same later.
         on_error: ``"warn"`` disables a failing collector and training continues; ``"raise"`` is for tests.
 
     Raises:
@@ -70,8 +72,8 @@ class OutputOptions:
     dirpath: str | Path | None = None
     summary: bool = True
     loggers: bool = False
-    curves: bool = True
-    report: bool = True
+    curves: bool = False
+    report: bool = False
     on_error: Literal["warn", "raise"] = "warn"
 
     def __post_init__(self) -> None:

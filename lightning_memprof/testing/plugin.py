@@ -251,7 +251,7 @@ def _attached(recording: _MarkedTest) -> Iterator[None]:
             AttachedCallback(
                 Schedule(steps=_STEPS, active=1, warmup=0),
                 [Pulse(), SavedTensors(), ModuleMemory(), OperatorTrace(profile_memory=True), WaitsForFiles()],
-                output=OutputOptions(dirpath=recording.directory, summary=False, report=False, curves=False),
+                output=OutputOptions(dirpath=recording.directory, summary=False),
             )
         ]
 

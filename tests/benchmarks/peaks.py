@@ -59,8 +59,7 @@ def measure(name: str) -> tuple[int, int]:
         text=True,
         check=False,
         cwd=tempfile.gettempdir(),
-        # The page at the end is made by a process that is nobody's child.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "LIGHTNING_MEMPROF_REPORT": "0"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=LONGEST_S,
     )
     if done.returncode:

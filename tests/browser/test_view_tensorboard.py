@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from recorded_rows import read_pulse
@@ -29,8 +29,8 @@ RANK = "memprofiler/tb/rank0"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("logs")
-    logger = TensorBoardLogger(directory, name="", version="version_0")
-    callback = MemProfilerCallback(output=OutputOptions(summary=False, report=False, on_error="raise"))
+    logger = CSVLogger(directory, name="", version="version_0")
+    callback = MemProfilerCallback(output=OutputOptions(summary=False, curves=True, on_error="raise"))
     trainer(directory, callback, profiler=ExtendedPyTorchProfiler(), logger=logger).fit(Perceptron(), loader(8))
     return Path(logger.log_dir)
 

@@ -15,7 +15,7 @@ _OURS = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER", "PIP_CONSTRAI
 def clean(**more: str) -> dict[str, str]:
     """Give the variables for a helper process."""
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
-    return kept | {"OMP_NUM_THREADS": "1", "LIGHTNING_MEMPROF_REPORT": "0"} | more
+    return kept | {"OMP_NUM_THREADS": "1"} | more
 
 
 def environment(directory: Path, python: str = sys.executable) -> Path:

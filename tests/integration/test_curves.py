@@ -1,4 +1,4 @@
-"""Curves: what the Trainer's loggers get, and each rank's file, read as TensorBoard reads it."""
+"""Curves: what the Trainer's loggers get, and the files of ranks, read as TensorBoard reads them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,21 @@ def callback(**output: Any) -> MemProfilerCallback:
     return MemProfilerCallback(
         schedule=Schedule(wait=4, warmup=1, active=2, repeat=2),
         collectors=light,
-        output=OutputOptions(**{"summary": False, "report": False, "on_error": "raise", **output}),
+        output=OutputOptions(**{"summary": False, "curves": True, "on_error": "raise", **output}),
     )
 
 
+def table(directory: Path) -> CSVLogger:
+    return CSVLogger(directory, name="", version="csv")
+
+
 def loggers(directory: Path) -> list[Any]:
-    board = TensorBoardLogger(directory, name="", version="log", default_hp_metric=False)
-    return [board, CSVLogger(directory, name="", version="csv")]
+    return [TensorBoardLogger(directory, name="", version="log", default_hp_metric=False), table(directory)]
+
+
+def rows_logged(directory: Path) -> list[dict[str, str]]:
+    with (directory / "csv/metrics.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
 def events(directory: Path) -> EventAccumulator:
@@ -83,11 +91,20 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def filed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training whose loggers are none of TensorBoard's."""
+    directory = tmp_path_factory.mktemp("filed")
+    trainer(directory, callback(), logger=table(directory), log_every_n_steps=EVERY).fit(Logged(), loader(STEPS))
+    return directory
+
+
+@pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("without")
     model = Logged()
     model.save_hyperparameters({"width": 16})
-    training = trainer(directory, callback(curves=False), logger=loggers(directory), log_every_n_steps=EVERY)
+    default = MemProfilerCallback(Schedule(wait=4, warmup=1, active=2), output=OutputOptions(summary=False))
+    training = trainer(directory, default, logger=loggers(directory), log_every_n_steps=EVERY)
     training.fit(model, loader(STEPS))
     return directory
 
@@ -96,9 +113,9 @@ def rank_file(directory: Path, rank: int = 0) -> Path:
     return only_run(directory) / f"tb/rank{rank}"
 
 
-def test_a_rank_s_file_has_each_step_of_the_pulse(fitted: Path) -> None:
-    pulse = pulse_of(only_run(fitted))
-    drawn = curves(rank_file(fitted))
+def test_a_rank_s_file_has_each_step_of_the_pulse(filed: Path) -> None:
+    pulse = pulse_of(only_run(filed))
+    drawn = curves(rank_file(filed))
     for tag, (column, scale) in OF_PULSE.items():
         expected = [(row["global_step"], row[column] / scale) for row in pulse if row[column] is not None]
         assert [step for step, _ in drawn[tag]] == [step for step, _ in expected]
@@ -106,10 +123,10 @@ def test_a_rank_s_file_has_each_step_of_the_pulse(fitted: Path) -> None:
     assert len(drawn["memprof/step_time_ms"]) == STEPS
 
 
-def test_each_window_has_a_point_with_its_largest_values(fitted: Path) -> None:
-    run = only_run(fitted)
+def test_each_window_has_a_point_with_its_largest_values(filed: Path) -> None:
+    run = only_run(filed)
     pulse = {row["step"]: row for row in pulse_of(run)}
-    drawn = curves(rank_file(fitted))
+    drawn = curves(rank_file(filed))
     closed = [row for row in rows_of(run, "window") if row["event"] == "close"]
     assert len(closed) == 2
     for index, row in enumerate(closed):
@@ -140,15 +157,30 @@ def test_every_logger_gets_the_largest_of_each_stretch_of_steps(fitted: Path) ->
         for (begin, end), (_, value) in zip(pairwise([-1, *ends]), drawn[tag], strict=True):
             inside = [row[column] for row in pulse if begin < row["global_step"] <= end and row[column] is not None]
             assert value == pytest.approx(max(inside) / scale, rel=1e-6)
-    with (fitted / "csv/metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_logged(fitted)
     for tag in drawn:
         told = {int(row["step"]): float(row[tag]) for row in rows if row.get(tag)}
         assert told == pytest.approx(dict(drawn[tag]), rel=1e-6)
 
 
-def test_no_point_is_drawn_twice(fitted: Path) -> None:
-    for directory in (fitted / "log", rank_file(fitted)):
+def test_every_logger_gets_the_points_of_windows(fitted: Path, filed: Path) -> None:
+    tags = {tag for tag in curves(rank_file(filed)) if tag.startswith("memprof_windows/")}
+    for directory in (fitted, filed):
+        closed = [row for row in rows_of(only_run(directory), "window") if row["event"] == "close"]
+        ends = [row["steps"][-1] for row in closed]
+        for tag in tags:
+            assert [int(row["step"]) for row in rows_logged(directory) if row.get(tag)] == ends
+    assert {tag for tag in curves(fitted / "log") if tag.startswith("memprof_windows/")} == tags
+
+
+def test_tensorboard_shows_each_curve_of_a_rank_once(fitted: Path, filed: Path) -> None:
+    for directory, expected in ((fitted, fitted / "log"), (filed, rank_file(filed))):
+        runs = {path.parent for path in directory.rglob("*tfevents*")}
+        assert [run for run in runs if "memprof/step_time_ms" in curves(run)] == [expected]
+
+
+def test_no_point_is_drawn_twice(fitted: Path, filed: Path) -> None:
+    for directory in (fitted / "log", rank_file(filed)):
         for tag, points in curves(directory).items():
             assert all(before < after for (before, _), (after, _) in pairwise(points)), tag
 
@@ -160,26 +192,31 @@ def test_the_user_s_own_metrics_and_hparams_are_as_without_curves(fitted: Path, 
     assert (fitted / "log/hparams.yaml").read_text() == (without / "log/hparams.yaml").read_text()
     with_tensors, without_tensors = (events(directory / "log").Tags()["tensors"] for directory in (fitted, without))
     assert with_tensors == without_tensors
+
+
+def test_by_default_nothing_goes_to_the_loggers_of_the_program(without: Path) -> None:
+    assert not [tag for tag in curves(without / "log") if tag.startswith("memprof")]
+    assert not [name for name in rows_logged(without)[0] if name.startswith("memprof")]
     assert not rank_file(without).exists()
 
 
-def test_one_dashboard_is_laid_out_and_each_of_its_charts_finds_a_curve(fitted: Path) -> None:
-    read = events(rank_file(fitted))
+def test_one_dashboard_is_laid_out_and_each_of_its_charts_finds_a_curve(filed: Path) -> None:
+    read = events(rank_file(filed))
     (content,) = read.Tensors("custom_scalars__config__")
     assert read.SummaryMetadata("custom_scalars__config__").plugin_data.plugin_name == "custom_scalars"
     (category,) = Layout.FromString(content.tensor_proto.string_val[0]).category
     assert category.title == "lightning-memprof"
-    tags = curves(rank_file(fitted))
+    tags = curves(rank_file(filed))
     patterns = [pattern for chart in category.chart for pattern in chart.multiline.tag]
     assert {tag for tag in tags if any(re.search(pattern, tag) for pattern in patterns)} == set(tags)
     for chart in category.chart:
         assert any(re.search(pattern, tag) for pattern in chart.multiline.tag for tag in tags), chart.title
 
 
-def test_the_manifest_lists_the_file(fitted: Path) -> None:
-    (row,) = [row for row in rows_of(only_run(fitted), "artifact") if row["collector"] == "curves"]
+def test_the_manifest_lists_the_file(filed: Path) -> None:
+    (row,) = [row for row in rows_of(only_run(filed), "artifact") if row["collector"] == "curves"]
     assert row["path"] == "memprofiler/tb/rank0/events.out.tfevents.rank00000"
-    assert row["size_bytes"] == (rank_file(fitted) / "events.out.tfevents.rank00000").stat().st_size
+    assert row["size_bytes"] == (rank_file(filed) / "events.out.tfevents.rank00000").stat().st_size
 
 
 def test_training_is_the_same_to_the_last_bit_with_curves(fitted: Path, tmp_path: Path) -> None:
@@ -191,16 +228,16 @@ def test_training_is_the_same_to_the_last_bit_with_curves(fitted: Path, tmp_path
         return [*model.state_dict().values(), training.callback_metrics["loss"], torch.get_rng_state()]
 
     bare, drawn = outcome(tmp_path / "bare"), outcome(tmp_path / "drawn", callback())
-    assert len(curves(rank_file(tmp_path / "drawn"))) > 3
+    assert len(curves(tmp_path / "drawn/log")) > 3
     assert all(torch.equal(expected, other) for expected, other in zip(bare, drawn, strict=True))
 
 
-@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": 3}, {"logger": None}])
-def test_a_training_without_a_logger_has_no_curves(tmp_path: Path, options: dict[str, Any], package: Package) -> None:
-    if options == {"logger": None}:
-        options = {"logger": package.loggers.logger.DummyLogger()}
-    package.trainer(tmp_path, callback(), default_root_dir=tmp_path, **options).fit(package.Perceptron(), loader(3))
-    assert not (only_run(tmp_path) / "tb").exists()
+@pytest.mark.parametrize("has_logger", [False, True])
+def test_a_training_without_a_logger_has_a_file(tmp_path: Path, has_logger: bool, package: Package) -> None:
+    logger = package.loggers.logger.DummyLogger() if has_logger else False
+    training = package.trainer(tmp_path, callback(), default_root_dir=tmp_path, logger=logger)
+    training.fit(package.Perceptron(), loader(3))
+    assert len(curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 3
 
 
 def test_validation_alone_has_no_curves(tmp_path: Path) -> None:
@@ -256,7 +293,7 @@ class Slow(CSVLogger):
 
 def test_a_slow_logger_is_asked_less_often(tmp_path: Path) -> None:
     slow = Slow(tmp_path, name="", version="slow")
-    only = MemProfilerCallback(collectors=[Pulse()], output=OutputOptions(summary=False, report=False))
+    only = MemProfilerCallback(collectors=[Pulse()], output=OutputOptions(summary=False, curves=True))
     trainer(tmp_path, only, logger=slow).fit(Perceptron(), loader(64 * 8))
     # The first step, the window and the steps around it, and the rest at the end; the pulse is written nine times.
     assert slow.seconds == pytest.approx(4 * 0.3)
@@ -284,11 +321,9 @@ class TwoOptimizers(Logged):
 def test_curves_stand_over_the_same_steps_as_the_user_s_metrics(
     tmp_path: Path, model: type[Logged], options: dict[str, Any]
 ) -> None:
-    only = MemProfilerCallback(
-        collectors=[Pulse()], output=OutputOptions(summary=False, report=False, on_error="raise")
-    )
-    trainer(tmp_path, only, logger=loggers(tmp_path), **options).fit(model(), loader(40))
-    theirs = {step for step, _ in curves(tmp_path / "log")["loss"]}
+    only = MemProfilerCallback(collectors=[Pulse()], output=OutputOptions(summary=False, curves=True, on_error="raise"))
+    trainer(tmp_path, only, logger=table(tmp_path), **options).fit(model(), loader(40))
+    theirs = {int(row["step"]) for row in rows_logged(tmp_path) if row["loss"]}
     ours = [step for step, _ in curves(rank_file(tmp_path))["memprof/step_time_ms"]]
     assert sorted(set(ours)) == ours
     assert set(ours) - {max(ours)} <= theirs | {0}
@@ -303,14 +338,14 @@ def test_what_a_failed_training_had_drawn_is_there(tmp_path: Path) -> None:
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(ValueError, match="no"):
-        trainer(tmp_path, callback(), logger=loggers(tmp_path)).fit(Failing(), loader(STEPS))
+        trainer(tmp_path, callback(), logger=table(tmp_path)).fit(Failing(), loader(STEPS))
     assert len(curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 81
-    assert curves(tmp_path / "log")["memprof/step_time_ms"][-1][0] == 80
+    assert max(int(row["step"]) for row in rows_logged(tmp_path) if row["memprof/step_time_ms"]) == 80
     assert [row["collector"] for row in manifest(only_run(tmp_path)) if row["kind"] == "artifact"].count("curves") == 1
 
 
 def test_each_rank_has_its_own_file_and_the_logger_is_rank_zero_s(tmp_path: Path) -> None:
-    assert launch("two_ranks.py", tmp_path / "run", world=2) == [0, 0]
+    assert launch("two_ranks.py", tmp_path / "run", "curves", world=2) == [0, 0]
     run = only_run(tmp_path / "run")
     for rank in range(2):
         durations = [row["duration_ns"] / MS for row in pulse_of(run, rank)]
@@ -319,6 +354,3 @@ def test_each_rank_has_its_own_file_and_the_logger_is_rank_zero_s(tmp_path: Path
     with (tmp_path / "run/log/metrics.csv").open() as file:
         longest = [float(row["memprof/step_time_ms"]) for row in csv.DictReader(file) if row["memprof/step_time_ms"]]
     assert max(longest) == pytest.approx(max(row["duration_ns"] for row in pulse_of(run)) / MS, rel=1e-6)
-    # The dashboard is laid out once.
-    assert "custom_scalars__config__" in events(run / "tb/rank0").Tags()["tensors"]
-    assert "custom_scalars__config__" not in events(run / "tb/rank1").Tags()["tensors"]

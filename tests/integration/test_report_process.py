@@ -14,10 +14,10 @@ import pytest
 
 import lightning_memprof
 from fake_runs import FakeRun, make_run
-from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.artifacts.sink import RunPlace
 from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
-from lightning_memprof.integration.background import REPORT_VARIABLE, start_report
+from lightning_memprof.integration.background import start_report
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.printers.html import to_html
 from training import Perceptron, loader, only_run, trainer
@@ -29,7 +29,7 @@ sys.path.insert(0, {support!r})
 from pathlib import Path
 import psutil
 from lightning.pytorch import Callback, seed_everything
-from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.collectors import HostMemory, Pulse
 from training import Perceptron, loader, trainer
 
@@ -53,7 +53,7 @@ print(len(psutil.Process().children(recursive=True)))
 
 
 def callback(**output) -> MemProfilerCallback:
-    kept = OutputOptions(summary=False, on_error="raise", **output)
+    kept = OutputOptions(**{"summary": False, "report": True, "on_error": "raise", **output})
     return MemProfilerCallback(Schedule(wait=1, active=1), [Pulse(), HostMemory()], output=kept)
 
 
@@ -76,8 +76,7 @@ def wait_until_ended(directory: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_fit_leaves_its_page_and_does_not_wait_for_it(tmp_path, monkeypatch):
-    monkeypatch.delenv(REPORT_VARIABLE)
+def test_a_fit_leaves_its_page_and_does_not_wait_for_it(tmp_path):
     model, recorder = Perceptron(), callback()
     trainer(tmp_path, recorder).fit(model, loader(), loader(2))
     run = only_run(tmp_path)
@@ -92,9 +91,8 @@ def test_a_fit_leaves_its_page_and_does_not_wait_for_it(tmp_path, monkeypatch):
     assert not (run / "report.log").exists()
 
 
-def test_the_page_at_the_end_has_all_that_the_command_has_traces_included(tmp_path, monkeypatch):
-    monkeypatch.delenv(REPORT_VARIABLE)
-    kept = OutputOptions(summary=False, on_error="raise")
+def test_the_page_at_the_end_has_all_that_the_command_has_traces_included(tmp_path):
+    kept = OutputOptions(summary=False, report=True, on_error="raise")
     recorder = MemProfilerCallback(Schedule(wait=1, active=1), [Pulse(), OperatorTrace()], output=kept)
     trainer(tmp_path, recorder).fit(Perceptron(), loader(4))
     run = only_run(tmp_path)
@@ -114,21 +112,21 @@ def texts(page: str) -> list[str]:
     return [line for line in found if line and not line.startswith("Made at ")]
 
 
-@pytest.mark.parametrize("how", ["option", "variable", "stage"])
-def test_no_page_is_made_where_none_is_wanted(tmp_path, monkeypatch, how):
+@pytest.mark.parametrize("how", ["default", "profiler", "stage"])
+def test_no_page_is_made_where_none_is_asked_for(tmp_path, monkeypatch, how):
     started: list[RunPlace] = []
     monkeypatch.setattr("lightning_memprof.integration.adapter.start_report", started.append)
-    if how == "variable":
-        assert start_report(RunPlace(tmp_path, 1)) is False
-    elif how == "option":
-        trainer(tmp_path, callback(report=False)).fit(Perceptron(), loader(3))
+    if how == "default":
+        quiet = MemProfilerCallback(Schedule(wait=1, active=1), [Pulse()], output=OutputOptions(summary=False))
+        trainer(tmp_path, quiet).fit(Perceptron(), loader(3))
+    elif how == "profiler":
+        trainer(tmp_path, profiler=ExtendedPyTorchProfiler()).fit(Perceptron(), loader(3))
     else:
         trainer(tmp_path, callback()).validate(Perceptron(), loader(3), verbose=False)
     assert started == []
 
 
-def test_a_run_at_a_url_is_left_to_the_command(tmp_path, monkeypatch):
-    monkeypatch.delenv(REPORT_VARIABLE)
+def test_a_run_at_a_url_is_left_to_the_command(tmp_path):
     assert start_report(RunPlace(tmp_path, 1, "memory://b/run")) is False
 
 
@@ -147,7 +145,6 @@ def test_an_exception_leaves_a_page_too(tmp_path, monkeypatch):
 
 def test_starting_it_takes_milliseconds_and_no_pipe_is_held(tmp_path, environment):
     run = make_run(tmp_path / "log", FakeRun(steps=5))
-    environment.pop(REPORT_VARIABLE)
     program = (
         "import time; from pathlib import Path; from lightning_memprof.artifacts.sink import RunPlace\n"
         "from lightning_memprof.integration.background import start_report\n"
@@ -170,7 +167,6 @@ def test_starting_it_takes_milliseconds_and_no_pipe_is_held(tmp_path, environmen
 
 def test_the_package_of_the_training_writes_it_and_no_module_of_the_directory_it_was_started_in(tmp_path, environment):
     run = make_run(tmp_path / "log", FakeRun(steps=5))
-    environment.pop(REPORT_VARIABLE)
     installed = Path(lightning_memprof.__file__).parent
     copied = tmp_path / "vendored" / "lightning_memprof"
     shutil.copytree(installed, copied, ignore=shutil.ignore_patterns("__pycache__"))
@@ -195,14 +191,12 @@ def test_the_package_of_the_training_writes_it_and_no_module_of_the_directory_it
 
 @pytest.mark.parametrize(("name", "value"), [("frozen", True), ("executable", ""), ("executable", None)])
 def test_a_program_that_is_no_interpreter_is_not_started_again(tmp_path, monkeypatch, name, value):
-    monkeypatch.delenv(REPORT_VARIABLE)
     monkeypatch.setattr(sys, name, value, raising=False)
     monkeypatch.setattr(subprocess, "run", lambda *_arguments, **_options: pytest.fail("started"))
     assert start_report(RunPlace(tmp_path, 1)) is False
 
 
 def test_a_shell_that_is_missing_costs_a_line_of_the_log(tmp_path, monkeypatch, caplog):
-    monkeypatch.delenv(REPORT_VARIABLE)
 
     def missing(*_arguments, **_options):
         raise FileNotFoundError("/bin/sh")
@@ -229,7 +223,6 @@ def test_on_a_full_disk_neither_a_part_of_the_page_nor_an_empty_log_is_left(tmp_
 def test_a_training_from_stdin_with_a_forked_child_ends_as_it_does_without_the_page_to_the_last_bit(
     tmp_path, environment
 ):
-    environment.pop(REPORT_VARIABLE)
     support = str(Path(__file__).parents[1] / "support")
     program = PROGRAM.format(support=support)
     ended = []

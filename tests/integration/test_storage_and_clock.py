@@ -54,7 +54,7 @@ def test_a_logger_that_cannot_save_our_curves_does_not_end_a_training_that_logs_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = Refusing(tmp_path, name="", version="log")
-    trainer(tmp_path, recorded(Pulse()), logger=logger).fit(Perceptron(), loader())
+    trainer(tmp_path, recorded(Pulse(), curves=True), logger=logger).fit(Perceptron(), loader())
     assert "Refusing failed to log curves and gets no more of them" in caplog.text
     assert logger.experiment.metrics == []
 
@@ -63,7 +63,7 @@ def test_what_the_program_itself_logged_and_cannot_be_saved_is_still_its_own_err
     logger = Refusing(tmp_path, name="", version="log")
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(OSError, match="No space left"):
-        trainer(tmp_path, recorded(Pulse()), logger=logger).fit(Logging(), loader())
+        trainer(tmp_path, recorded(Pulse(), curves=True), logger=logger).fit(Logging(), loader())
     # Lightning leaves its own behind where the logger fails in its teardown.
     signal.signal(signal.SIGTERM, handler)
     assert {name for row in logger.experiment.metrics for name in row} == {"step", "epoch", "loss"}

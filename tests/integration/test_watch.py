@@ -34,7 +34,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 def test_a_training_is_watched_from_its_files_until_it_ends(tmp_path: Path, environment: dict[str, str]) -> None:
     training = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path), str(SUPPORT)],
-        env={**environment, "OMP_NUM_THREADS": "1", "LIGHTNING_MEMPROF_REPORT": "0"},
+        env={**environment, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

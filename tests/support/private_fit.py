@@ -55,7 +55,7 @@ def main(directory: Path) -> None:
         schedule=functools.partial(schedule, token=os.environ["MY_SERVICE_TOKEN"]),
         collectors=collectors,
         budget=Budget(keep_windows=2),
-        output=OutputOptions(loggers=True),
+        output=OutputOptions(loggers=True, curves=True, report="FAIL" not in os.environ),
     )
     model = Failing() if os.environ.get("FAIL") else Perceptron()
     logger = TensorBoardLogger(directory, name=None, version="version_0")

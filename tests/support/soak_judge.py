@@ -67,7 +67,7 @@ def command(directory: Path, steps: int, every: int, how: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Give its variables."""
-    return os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1", "LIGHTNING_MEMPROF_REPORT": "0"}
+    return os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
 
 
 def soaked(directory: Path, steps: int, every: int, seconds: float) -> Soaked:

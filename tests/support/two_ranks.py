@@ -1,4 +1,4 @@
-"""One rank of a two-rank DDP fit on gloo: ``python two_ranks.py DIRECTORY [die=STEP]``.
+"""One rank of a two-rank DDP fit on gloo: ``python two_ranks.py DIRECTORY [die=STEP] [curves]``.
 
 Writes ``rank{R}.json`` with the collectives that were called per phase of the run, with us or without.
 """
@@ -67,7 +67,7 @@ def main(directory: Path, options: dict[str, str]) -> None:
     if "bare" not in options:
         from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 
-        callbacks.append(MemProfilerCallback(output=OutputOptions(on_error="raise")))
+        callbacks.append(MemProfilerCallback(output=OutputOptions(on_error="raise", curves="curves" in options)))
         profiler = ExtendedPyTorchProfiler()
     die = int(options["die"]) if "die" in options and rank == 1 else None
     training = trainer(

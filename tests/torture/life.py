@@ -90,7 +90,6 @@ def _settle_in(cell: fault.Cell, port: int) -> None:
     temporary = cell.directory / f"tmp.rank{cell.rank}"
     temporary.mkdir()
     tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)
-    os.environ["LIGHTNING_MEMPROF_REPORT"] = "0"
     if cell.world > 1:
         os.environ |= {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(cell.world), "NODE_RANK": "0",

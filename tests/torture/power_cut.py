@@ -37,7 +37,7 @@ def record(directory: Path, windows: int) -> list[Photograph]:
     out = directory / "photographs"
     subprocess.run(
         [sys.executable, str(SUPPORT / "recorded_fit.py"), str(directory / "fit"), str(out), str(windows)],
-        env=os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1", "LIGHTNING_MEMPROF_REPORT": "0"},
+        env=os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True,
     )  # fmt: skip
     found: list[Photograph] = pickle.loads(out.read_bytes())  # noqa: S301 written by our own process just now

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 HERE: Final = Path(__file__).resolve().parent
 # What could change what a cell imports or records.
-OURS: Final = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER", "LIGHTNING_MEMPROF_REPORT")
+OURS: Final = ("PYTHONPATH", "LIGHTNING_MEMPROF", "PL_TRAINER_PROFILER")
 
 
 @dataclass(frozen=True)

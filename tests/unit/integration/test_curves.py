@@ -162,9 +162,9 @@ def test_a_full_disk_ends_the_curves_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("zero", "chosen", "drawn"), [(True, True, True), (True, False, True), (False, True, True), (False, False, False)]
 )
-def test_ranks_that_record_everything_have_a_file_and_rank_zero_the_loggers(tmp_path, zero, chosen, drawn):
+def test_ranks_that_record_everything_have_curves_and_rank_zero_the_loggers(tmp_path, zero, chosen, drawn):
     trainer = stand_in(loggers=[Recorder()], is_global_zero=zero, log_every_n_steps=50)
-    settings = Settings(schedule=Schedule(), collectors=(), every_collector=chosen, output=OutputOptions())
+    settings = Settings(schedule=Schedule(), collectors=(), every_collector=chosen, output=OutputOptions(curves=True))
     sink = Sink(claim_run_place(tmp_path / "log"), 0 if zero else 9)
     found = curves_of(trainer, "fit", settings, sink, Faults(sink.manifest, "raise"))
     sink.close()
