@@ -116,6 +116,10 @@ class Session:
             self._close_window(turn.cut_by, truncated=turn.cut_by is not None)
         if turn.opens is not None:
             self._open_window(turn.opens, turn, position)
+        if (recording := self._recording) is not None and turn.action is not Action.WARMUP:
+            if not recording.steps and recording.window.active:
+                log.info("window %d records %s", recording.window.index, format_steps(recording.window.active))
+            recording.steps.append(position.step)
         in_window = was_open or self._recording is not None
         if in_window:
             spent_ns = time.perf_counter_ns() - began
@@ -123,8 +127,6 @@ class Session:
             self._run.note_pause(spent_ns)
         progress.position, progress.point = position, Point.STEP_START
         if self._recording is not None:
-            if turn.action is not Action.WARMUP:
-                self._recording.steps.append(position.step)
             self.mark(Point.STEP_START)
         self.clock.start()
         if not in_window:
@@ -243,9 +245,7 @@ class Session:
     def _open_window(self, window: Window, turn: Turn, position: Position) -> None:
         manifest = self._run.sink.manifest
         if turn.request is not None:
-            message = (
-                f"window {window.index} was requested and records {format_steps(window.active)}: {turn.request.cause}"
-            )
+            message = f"window {window.index} was requested for {format_steps(window.active)}: {turn.request.cause}"
             log.info("%s", message)
             manifest.append("note", collector="triggers", message=message)
             self._progress.holders_asked = turn.request.leaks
@@ -256,7 +256,6 @@ class Session:
         elif window.active:
             if turn.action is Action.WARMUP:
                 log.info("window %d warms up in %s", window.index, format_steps(window.warmup))
-            log.info("window %d records %s", window.index, format_steps(window.active))
         else:
             log.info("window %d opens at step %d", window.index, position.step)
         manifest.append(

@@ -305,9 +305,16 @@ def steps_ahead(trainer: Trainer, stage: str) -> int | None:
         limits.append(
             per_epoch * (trainer.max_epochs - trainer.current_epoch) - progress.ready % max(int(per_epoch), 1)
         )
-    if trainer.max_steps >= 0:
+    if trainer.max_steps >= 0 and _steps_after_each_accumulation(trainer):
         limits.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
     return max(int(min(limits)), 0) if limits else None
+
+
+def _steps_after_each_accumulation(trainer: Trainer) -> bool:
+    """Return whether optimizers step after ``accumulate_grad_batches`` batches, in every epoch."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    is_scheduled = any(hasattr(type(callback), "going_to_accumulate_grad_batches") for callback in callbacks)
+    return trainer.lightning_module.automatic_optimization and not is_scheduled
 
 
 def unreachable(trainer: Trainer, stage: str, schedule: Callable[[int], Action]) -> str | None:

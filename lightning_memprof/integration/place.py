@@ -58,7 +58,10 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
 
 def is_tuner(trainer: Trainer) -> bool:
     """Return whether this run ends with the search of a ``Tuner``, which replaces all callbacks while it trains."""
-    return any(getattr(callback, "_early_exit", False) is True for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return any(
+        getattr(callback, "__dict__", {}).get("_early_exit") is True
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
 
 
 def _is_fast_dev_run(trainer: Trainer, dirpath: str | Path | None) -> bool:

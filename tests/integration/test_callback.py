@@ -420,6 +420,17 @@ def test_what_a_person_watching_wants_to_know_is_logged(tmp_path: Path, caplog: 
     assert "is disabled" not in text
 
 
+@pytest.mark.parametrize(("batches", "recorded"), [(2, 0), (3, 1)])
+def test_a_window_says_that_it_records_with_its_first_recorded_step(
+    tmp_path: Path, batches: int, recorded: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="lightning_memprof"):
+        trainer(tmp_path, recorder(collectors=[Pulse()])).fit(Perceptron(), loader(batches))
+    assert len(windows(only_run(tmp_path))[0]["steps"]) == recorded
+    assert caplog.text.count("window 0 records") == recorded
+    assert caplog.text.count("nothing will be recorded") == 1 - recorded
+
+
 def test_the_summary_says_where_time_and_memory_went_and_what_to_type(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,7 +93,7 @@ def test_a_wanted_window_has_a_plan_its_warmup_and_a_note_that_says_why(tmp_path
     opened = [row for row in rows if row.get("event") == "open"][1]
     assert (opened["warmup_steps"], opened["active_steps"]) == ([6], [7, 8])
     (note,) = [row for row in rows if row["kind"] == "note"]
-    assert note["message"] == "window 1 was requested and records steps 7–8: somebody asked"
+    assert note["message"] == "window 1 was requested for steps 7–8: somebody asked"
     warm = [mark for mark in fake.marks if mark.step == 6]
     assert len(warm) == len(POINTS) + 2
     assert not any(mark.recorded for mark in warm)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_memprof.integration.facts import (
     _loader_facts,
@@ -28,6 +29,7 @@ INF = float("inf")
 def trainer(batches: float = 10, **of: Any) -> Any:
     """What is asked of a Trainer: by default one epoch of a fit that has not begun."""
     progress = SimpleNamespace(ready=of.pop("ready", 0))
+    module = SimpleNamespace(automatic_optimization=of.pop("automatic_optimization", True))
     given = {
         "num_training_batches": batches,
         "max_epochs": 1,
@@ -35,10 +37,11 @@ def trainer(batches: float = 10, **of: Any) -> Any:
         "current_epoch": 0,
         "global_step": 0,
         "accumulate_grad_batches": 1,
+        "callbacks": [],
         **of,
     }
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(total=progress)))
-    return SimpleNamespace(fit_loop=loop, **given)
+    return SimpleNamespace(fit_loop=loop, lightning_module=module, **given)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,8 @@ def trainer(batches: float = 10, **of: Any) -> Any:
         pytest.param({"max_epochs": None, "max_steps": 7}, 7, id="no epochs"),
         pytest.param({"max_epochs": -1, "max_steps": 7}, 7, id="endless epochs"),
         pytest.param({"max_steps": 7, "accumulate_grad_batches": 2, "max_epochs": -1}, 14, id="accumulation"),
+        pytest.param({"max_steps": 1, "automatic_optimization": False}, 10, id="the module steps when it wants"),
+        pytest.param({"max_steps": 1, "callbacks": [GradientAccumulationScheduler({0: 8})]}, 10, id="scheduled"),
         pytest.param({"batches": INF}, None, id="a loader without length"),
         pytest.param({"batches": INF, "max_steps": 5}, 5, id="a loader without length, max_steps"),
         pytest.param({"max_epochs": -1}, None, id="no end"),
