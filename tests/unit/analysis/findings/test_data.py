@@ -22,6 +22,12 @@ def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
     return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
 
 
+def test_what_costs_nothing_is_no_rank_s_heaviest(tmp_path: Path) -> None:
+    facts = Facts.of(load_run(make_run(tmp_path, FakeRun())))
+    assert facts.heaviest(lambda ledger: ledger.step_ns) is not None
+    assert facts.heaviest(lambda _: 0.0) is None
+
+
 @pytest.mark.parametrize(("padded", "is_found"), [(0, False), (150, False), (250, True), (900, True)])
 def test_batches_of_which_a_fifth_is_padding_are_found(tmp_path: Path, padded: int, is_found: bool) -> None:
     findings = found(tmp_path, FakeRun(padding=(1000, padded, 0)))
