@@ -88,6 +88,7 @@ class MemProfilerCallback(Adapter):
         self._budget = budget
         self._output = output
         self._named = NamedSnapshots()
+        self._has_ended = False
 
     def settings(self, trainer: Trainer) -> Settings:
         """Return the settings; the profiler adds its collectors."""
@@ -163,7 +164,8 @@ class MemProfilerCallback(Adapter):
         return None
 
     def ended(self, trainer: Trainer, attachment: Attachment, reason: str | None) -> None:
-        """Print the summary."""
+        """Print the page, or its line."""
+        is_first, self._has_ended = not self._has_ended, True
         if isinstance(profiler := trainer.profiler, ExtendedPyTorchProfiler):  # type: ignore[attr-defined]
             profiler.take(attachment)
         if not trainer.is_global_zero:
@@ -171,11 +173,15 @@ class MemProfilerCallback(Adapter):
         place = attachment.place
         if self._output.loggers:
             send_report(trainer, attachment.run.sink)
-        if reason is not None or not self._output.summary:
+        summary = self._output.summary
+        if summary is None:
+            summary = True if is_first or attachment.run.stage == "fit" else "line"
+        if not summary:
             log.info("recorded in %s; show it with: lightning-memprof show %s", place.location, place.location)
             return
         try:
-            print_summary(place.directory, self.summary_file(), url=place.url)
+            file = self.summary_file() if reason is None else sys.stderr
+            print_summary(place.directory, file, url=place.url, is_line=summary == "line")
         except (MemprofError, OSError) as error:
             log.warning("the summary cannot be shown: %s", error)
 

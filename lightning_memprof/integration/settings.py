@@ -56,7 +56,9 @@ class OutputOptions:
     Args:
         dirpath: parent of the ``memprofiler`` directory; None is the Trainer's ``log_dir``. Also an fsspec URL
             (``s3://``, ``gs://``, ``memory://``): files are written locally and copied there in the background.
-        summary: print the summary on rank 0 at the end of the run.
+        summary: print the page on rank 0 at the end of a run: True, False, or ``"line"``, one line with the verdict and
+            the command that shows the page. None is the page for each fit and for the first run of the callback, and
+            the line for a validate, test or predict after another run. After an exception they go to standard error.
         loggers: send the report files to the Trainer's loggers that accept files: TensorBoard (as text), MLflow, W&B.
         curves: log curves of the pulse and of the windows during fit: to the Trainer's loggers on rank 0, and to
             TensorBoard event files in the run directory for other ranks, and for rank 0 without a TensorBoard logger.
@@ -70,7 +72,7 @@ class OutputOptions:
     """
 
     dirpath: str | Path | None = None
-    summary: bool = True
+    summary: bool | Literal["line"] | None = None
     loggers: bool = False
     curves: bool = False
     report: bool = False
@@ -78,6 +80,8 @@ class OutputOptions:
 
     def __post_init__(self) -> None:
         """Check the values."""
+        if self.summary not in (None, True, False, "line"):
+            raise ConfigError(f"OutputOptions(summary={self.summary!r}): must be True, False, 'line' or None")
         if self.on_error not in ("warn", "raise"):
             raise ConfigError(f"OutputOptions(on_error={self.on_error!r}): must be 'warn' or 'raise'")
         if self.dirpath is not None and not isinstance(self.dirpath, str | os.PathLike):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_memprof.analysis.memory.model import WindowAllocations
     from lightning_memprof.analysis.run.model import ArtifactFile, Run
     from lightning_memprof.analysis.trace.model import TraceReport
+    from lightning_memprof.report.view import View
 
 # Training waits for the page: about three seconds of reading at most, whatever the number of ranks.
 MAX_PULSE_BYTES: Final = 16 * MIB
@@ -27,13 +29,22 @@ MAX_NAMED: Final = 8
 WIDTH: Final = 80
 
 
-def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None = None) -> None:
-    """Print the view of a run directory to ``file``, standard output where it is None.
+def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None = None, is_line: bool = False) -> None:
+    """Print the page of a run directory, or one line with its verdict and the command for the page.
+
+    A run without a step has the line, unless something severe is known of it.
+
+    Args:
+        run_dir: of the run.
+        file: where to print; standard output where it is None.
+        url: of the run.
+        is_line: print the line.
 
     Raises:
         ReportError: it cannot be produced; no other exception reaches the training.
     """
     try:
+        from lightning_memprof.analysis.findings import Severity
         from lightning_memprof.analysis.run.load import load_run
         from lightning_memprof.report.printers.terminal import print_document
         from lightning_memprof.report.sections import run_document
@@ -41,10 +52,23 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
 
         run = without_unfinished(replace(load_run(run_dir, max_pulse_bytes=MAX_PULSE_BYTES), url=url))
         view = run_view(run, _allocations(run), max_memory_bytes=MAX_MEMORY_BYTES, traces=_traces(run))
-        print_document(run_document(view), file)
+        if is_line or (view.verdict.severity is Severity.NONE and not any(rank.steps for rank in view.ranks)):
+            _print_line(view, file or sys.stdout)
+        else:
+            print_document(run_document(view), file)
     except Exception as error:
         msg = f"{run_dir}: the summary cannot be shown ({type(error).__name__}: {error}); the data is on disk"
         raise ReportError(msg) from error
+
+
+def _print_line(view: View, file: TextIO) -> None:
+    from lightning_memprof.report.printers.text import encoded
+    from lightning_memprof.report.printers.values import clean, words_text
+
+    place = view.commands[0].arguments
+    line = f"memprof: {clean(words_text(view.verdict.sentence))} (lightning-memprof show {place})\n"
+    file.write(encoded(line, getattr(file, "encoding", None) or "utf-8"))
+    file.flush()
 
 
 def _traces(run: Run) -> tuple[TraceReport, ...]:

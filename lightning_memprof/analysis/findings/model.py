@@ -233,7 +233,7 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
         }
 
     def heaviest(self, cost: Callable[[TimeLedger], float]) -> tuple[Rank, TimeLedger] | None:
-        """Return the rank whose ledger costs the most, None if no rank has one of enough steps or none costs anything."""
+        """Return the rank whose ledger costs the most, None where none of enough steps costs anything."""
         found = [(rank, self.ledgers[rank.rank]) for rank in self.run.ranks if rank.rank in self.ledgers]
         ranks = [pair for pair in found if pair[1].steps >= MIN_STEPS and cost(pair[1]) > 0]
         return max(ranks, key=lambda pair: cost(pair[1]), default=None)

@@ -14,6 +14,7 @@ from lightning_memprof import ConfigError, OutputOptions
 from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
+from lightning_memprof.integration.callback import load_options
 from lightning_memprof.integration.settings import (
     Settings,
     check_collectors,
@@ -152,6 +153,20 @@ def test_anything_else_is_refused_with_the_value_and_the_rule(value: Any, messag
 def test_a_policy_that_does_not_exist_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"OutputOptions\(on_error='explode'\): must be 'warn' or 'raise'"):
         OutputOptions(on_error="explode")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("summary", ["page", 2, ""])
+def test_a_summary_that_does_not_exist_is_refused_by_its_name(summary: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"OutputOptions\(summary={summary!r}\)"):
+        OutputOptions(summary=summary)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("text", "summary"), [("line", "line"), ("false", False), ("true", True), ("null", None)])
+def test_yaml_has_the_summary_as_python_has_it(tmp_path: Path, text: str, summary: Any) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(f"output: {{summary: {text}}}\n")
+    assert load_options(path)["output"] == OutputOptions(summary=summary)
 
 
 def test_what_is_no_path_is_refused() -> None:
