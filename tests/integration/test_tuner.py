@@ -60,7 +60,7 @@ def test_the_searches_of_a_tuner_are_not_recorded_and_the_fit_after_them_is(
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_profiler_alone_leaves_the_trainer_of_a_search_as_it_was(tmp_path: Path, package: str) -> None:
-    training, tuner, model = tuned(package, tmp_path, profiler=ExtendedPyTorchProfiler(schedule={"wait": 1}))
+    training, tuner, model = tuned(package, tmp_path, profiler=ExtendedPyTorchProfiler(schedule=Schedule(wait=1)))
     before = list(training.callbacks)
     tuner.lr_find(model, num_training=3)
     assert (list(tmp_path.iterdir()), training.callbacks) == ([], before)
