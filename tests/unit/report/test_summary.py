@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,21 @@ def test_the_summary_is_the_page_on_standard_output(tmp_path: Path, capsys: pyte
     out, err = capsys.readouterr()
     assert out.startswith("verdict   Compute-bound")
     assert err == ""
+
+
+def test_the_line_is_one_in_the_encoding_of_its_stream(tmp_path: Path) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    directory = make_run(tmp_path / "m\N{LATIN SMALL LETTER U WITH DIAERESIS}n")
+    print_summary(directory, file, is_line=True)
+    file.seek(0)
+    (line,) = file.read().splitlines()
+    assert line.startswith("memprof: Compute-bound")
+    assert line.endswith(r"m\xfcn')")
+
+
+def test_a_run_without_a_step_has_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(make_run(tmp_path, FakeRun(steps=0, windows=())))
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_whatever_goes_wrong_is_a_report_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

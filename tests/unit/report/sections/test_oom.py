@@ -12,7 +12,7 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.run.load import load_rank, load_run
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.report.printers.json import to_json
-from lightning_memprof.report.summary import print_autopsy
+from lightning_memprof.report.summary import print_autopsy, print_summary
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import GIB
 from pages import full, short, words
@@ -61,6 +61,12 @@ def test_the_peak_that_a_failed_allocation_divides_is_the_lead_of_the_memory(tmp
     assert "The peak by category is not available" not in page
     whole = shown(make_run(tmp_path / "whole", FakeRun(device_bytes=lambda _: GIB, memory=None)))
     assert "The peak by category is not available" in whole
+
+
+def test_a_run_that_ran_out_of_memory_before_its_first_step_has_a_page(tmp_path: Path) -> None:
+    file = io.StringIO()
+    print_summary(recorded(tmp_path, event(), steps=0, windows=()), file)
+    assert len(file.getvalue().splitlines()) > 10
 
 
 def printed(run: Path) -> str:
