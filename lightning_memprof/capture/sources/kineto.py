@@ -127,8 +127,9 @@ class WindowTrace:
         return True
 
     def _start(self) -> None:
-        # Torch warns of the first free of a block that it has not seen allocated, and then of each thousandth.
-        unseen = torch.empty(1)
+        # Torch warns of the first free of a block that it has not seen allocated, and then of each thousandth. Not a
+        # tensor: modes of the program see operators.
+        unseen = torch.UntypedStorage(1, device="cpu")
         with native_log_raised():
             self.profiler.start_trace()
             del unseen
@@ -156,11 +157,11 @@ def native_log_raised() -> Iterator[None]:
     prints its lines.
     """
     raised = []
-    # The libraries that it depends on are searched, too.
-    libraries = ctypes.CDLL(sys.modules["torch._C"].__file__)
-    for symbol, variable, above in _LOG_LEVELS:
-        if not os.environ.get(variable):
-            with suppress(ValueError):
+    with suppress(OSError, ValueError):
+        # The libraries that it depends on are searched, too.
+        libraries = ctypes.CDLL(sys.modules["torch._C"].__file__)
+        for symbol, variable, above in _LOG_LEVELS:
+            if not os.environ.get(variable):
                 level = ctypes.c_int.in_dll(libraries, symbol)
                 raised.append((level, level.value))
                 level.value = max(level.value, above)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memprof.capture.sources.kineto import native_log_raised
+from lightning_memprof.capture.sources.kineto import WindowTrace, native_log_raised
+from lightning_memprof.schedule import Mark, Point
 
 SYMBOLS = ("_ZN9libkineto6Logger14severityLevel_E", "FLAGS_caffe2_log_level")
 PROGRAM = """
@@ -80,3 +84,21 @@ def test_a_torch_without_the_symbols_records_all_the_same(monkeypatch: pytest.Mo
     before = levels()
     with native_log_raised():
         assert levels() == before
+
+
+def test_a_mode_of_the_program_sees_no_operator_of_the_start() -> None:
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    trace = WindowTrace(profiler, lambda _: None)
+    with ExitStack() as ranges, Mode():
+        trace.prepare(ranges, lambda: None)
+        trace.on_mark(Mark(0, 0, Point.STEP_START, recorded=True, time_ns=0))
+        started = list(seen)
+        trace.finish()
+    assert [name for name in started if "record_function" not in name] == []
