@@ -505,3 +505,17 @@ def test_public_modules_alone_list_their_names():
         name for name in MODULES if any("__all__" in ast.unparse(node).partition("=")[0] for node in tree(name).body)
     }
     assert not [name for name in listed if "/" in name and not name.endswith("__init__.py") and "compat/" not in name]
+
+
+def test_templates_of_sentences_are_literals():
+    found = [
+        f"{name}:{node.lineno}"
+        for name in MODULES
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "phrase"
+        # A path or a name of the program may have braces: it is a value.
+        and not isinstance(node.args[0], ast.Constant)
+    ]
+    check_none(found)

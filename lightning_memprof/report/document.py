@@ -104,15 +104,30 @@ class Phrase(msgspec.Struct, frozen=True):
 Words = str | Phrase
 
 
-def phrase(template: str, *values: Cell | float) -> Phrase:
-    """Return a sentence; each ``{}`` of the template is one of the values, a bare number is a count."""
+def phrase(template: str, *values: Words | Cell | float) -> Phrase:
+    """Return a sentence; each ``{}`` of the template is one of the values, a bare number is a count.
+
+    The template is a literal: a path or a name of the program may contain braces, and is a value.
+    """
     pieces = template.split("{}")
     if len(pieces) != len(values) + 1:
         raise ValueError(f"{template!r} takes {len(pieces) - 1} values, not {len(values)}")
     parts: list[str | Cell] = [pieces[0]]
     for value, piece in zip(values, pieces[1:], strict=True):
-        parts += [value if isinstance(value, Cell) else count(value), piece]
+        parts += [*_parts(value), piece]
     return Phrase(tuple(part for part in parts if part != ""))
+
+
+def joined(separator: str, sentences: Sequence[Words]) -> Phrase:
+    """Return sentences as one, with a separator between two."""
+    parts = [part for sentence in sentences for part in (separator, *_parts(sentence))]
+    return Phrase(tuple(parts[1:]))
+
+
+def _parts(value: Words | Cell | float) -> tuple[str | Cell, ...]:
+    if isinstance(value, Phrase):
+        return value.parts
+    return (value if isinstance(value, str | Cell) else count(value),)
 
 
 class Column(msgspec.Struct, frozen=True):

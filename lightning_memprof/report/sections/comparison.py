@@ -20,6 +20,7 @@ from lightning_memprof.report.document import (
     Style,
     Table,
     Words,
+    joined,
     phrase,
     share,
     text,
@@ -87,30 +88,30 @@ def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()
 def conclusion(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Words:
     """Return the sentence with the result of the limits, the step time and the differences above noise."""
     statuses = {outcome.status for outcome in outcomes}
-    head = next((f"{status}: " for status in STATUSES if status in statuses), "")
+    head: Words = next((f"{status}: " for status in STATUSES if status in statuses), "")
     step = comparison.difference("step_ns")
     is_timed = step is not None and step.change is not None
-    times = [_value(step.a), _value(step.b)] if step is not None and is_timed else []
+    times = phrase("{} -> {}", _value(step.a), _value(step.b)) if step is not None and is_timed else ""
     if comparison.is_same:
-        return phrase(head + SAME + ": step time {} -> {}" * is_timed, *times)
+        return phrase("{}{}{}{}", head, SAME, ": step time " if is_timed else "", times)
     found = [difference for difference in comparison.differences if difference.is_above_noise]
     if step in found:
         found = [difference for difference in found if not _says_the_same(difference, step)]
     found.sort(key=lambda difference: FIRST.index(difference.name) if difference.name in FIRST else len(FIRST))
-    head += "B differs from A"
-    values: list[Cell] = []
+    head = f"{head}B differs from A"
     if step is not None and is_timed and step not in found:
-        head += f", step time {_noise(step)} ({{}} -> {{}})"
-        values += times
-    words = []
-    for difference in found[:MAX_IN_SENTENCE]:
-        words.append("step time {} ({} -> {})" if difference is step else f"{_quantity(difference.name)} {{}}")
-        values += [_change(difference), *(times if difference is step else ())]
+        head = phrase("{}, step time {} ({})", head, _noise(step), times)
+    words: list[Words] = [
+        phrase("step time {} ({})", _change(difference), times)
+        if difference is step
+        else phrase("{} {}", _quantity(difference.name), _change(difference))
+        for difference in found[:MAX_IN_SENTENCE]
+    ]
     if len(found) > MAX_IN_SENTENCE:
         words.append(f"{len(found) - MAX_IN_SENTENCE} more quantities")
     for group, changes in _by_group(comparison).items():
         words.append(f"{len(changes)} {group if len(changes) > 1 else group.removesuffix('s')}")
-    return phrase(f"{head}: {', '.join(words)}", *values)
+    return phrase("{}: {}", head, joined(", ", words))
 
 
 def _says_the_same(difference: Difference, step: Difference | None) -> bool:

@@ -105,11 +105,14 @@ def _verdict(estimate: Estimate) -> Words:
     if estimate.fit == "fits":
         if estimate.is_largest:
             samples = format_count(estimate.batch_size or 0, "sample")
-            words = f"The largest batch that fits has {samples}: {{}} of {{}} usable."
-            return phrase(words, size(reserved.likely_bytes), size(limit))
+            fits = size(reserved.likely_bytes)
+            return phrase("The largest batch that fits has {}: {} of {} usable.", samples, fits, size(limit))
         if estimate.retries:
-            words = "Fits, barely: the peak is {} of {} usable, and the allocator empties its cache, which is slow."
-            return phrase(words, size(reserved.likely_bytes), size(limit))
+            return phrase(
+                "Fits, barely: the peak is {} of {} usable, and the allocator empties its cache, which is slow.",
+                size(reserved.likely_bytes),
+                size(limit),
+            )
         return phrase("Fits: the peak is {}, and {} is usable.", size(reserved.likely_bytes), size(limit))
     if estimate.fit == "does not fit":
         over = size(reserved.likely_bytes - limit)
@@ -150,11 +153,9 @@ def _overview(estimate: Estimate) -> Section:
         Figure("tensors", size(estimate.allocated_bytes), phrase("reached by {}", code(estimate.operator))),
     ]
     if device.usable_bytes is not None and device.total_bytes is not None:
-        kept = phrase("of {}; CUDA and the driver use the rest", size(device.total_bytes))
+        kept: Words = phrase("of {}; CUDA and the driver use the rest", size(device.total_bytes))
         if estimate.retries:
-            kept = phrase(
-                f"the allocator empties its cache {format_count(estimate.retries, 'time')} to fit: this is slow"
-            )
+            kept = f"the allocator empties its cache {format_count(estimate.retries, 'time')} to fit: this is slow"
         figures.append(Figure("usable", size(device.usable_bytes), kept if device.name != "CPU" else device.source))
     if estimate.host.total_bytes >= MIB:
         moved = (size(estimate.host.to_device_bytes), size(estimate.host.to_host_bytes))
@@ -178,7 +179,7 @@ def _line(changed: Alternative, estimate: Estimate) -> Line:
     saved = estimate.reserved.likely_bytes - likely
     costs = f"; {changed.costs}" if changed.costs and saved > 0 else ""
     fit = f", {changed.fit}" if changed.fit != "no limit" else ""
-    return Line(changed.change, phrase(f"{{}} ({{}}){fit}{costs}", size(likely), change(-saved)))
+    return Line(changed.change, phrase("{} ({}){}{}", size(likely), change(-saved), fit, costs))
 
 
 def _memory(estimate: Estimate) -> Section:

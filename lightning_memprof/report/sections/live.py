@@ -172,8 +172,8 @@ def _median(lead: RankProgress) -> int:
 
 def _step_times(lead: RankProgress) -> Words:
     found = _durations(lead)
-    words = f"Step time in the last {len(found)} steps: median {{}}, min {{}}, max {{}}."
-    return phrase(words, *map(duration, (_median(lead), min(found), max(found))))
+    times = map(duration, (_median(lead), min(found), max(found)))
+    return phrase("Step time in the last {} steps: median {}, min {}, max {}.", len(found), *times)
 
 
 def _times(lead: RankProgress, ledger: TimeLedger | None) -> Iterator[Part]:

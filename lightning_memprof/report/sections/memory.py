@@ -23,6 +23,8 @@ from lightning_memprof.report.document import (
     change,
     count,
     duration,
+    index,
+    joined,
     phrase,
     share,
     size,
@@ -73,12 +75,12 @@ def memory_section(view: View) -> Section:
     """Return the peaks of the lead rank, the peak by category, and the memory that checkpointing would save."""
     memory = view.memory.lead
     if memory.peak is None and (ledger := view.byte_ledger) is not None and ledger.has_tensors:
-        lead: Words = phrase(f"Memory peaks at {{}} on {ledger.place}.", size(ledger.peak_bytes))
+        lead: Words = phrase("Memory peaks at {} on {}.", size(ledger.peak_bytes), ledger.place)
     elif memory.peak is None:
         lead = f"The peak by category is not available: {memory.reasons.get('peak', 'not recorded')}."
     else:
         on = f" on {memory.peak.device}" if memory.peak.device else ""
-        lead = phrase(f"Tensors peak at {{}}{on} in step {memory.peak.step}.", size(memory.peak.total_bytes))
+        lead = phrase("Tensors peak at {}{} in step {}.", size(memory.peak.total_bytes), on, index(memory.peak.step))
     parts: list[Part] = [
         Chart("memory-run"),
         Chart("memory"),
@@ -132,8 +134,8 @@ def _owners(view: View) -> Iterator[Table]:
     if ledger.step is not None:
         notes.append(f"tensors: step {ledger.step}; memory that nothing recorded owns is unattributed")
     if 0 < ledger.workspace_bytes <= ledger.bytes(UNATTRIBUTED):
-        words = "unattributed: cuBLAS keeps {} by default for each thread that multiplies matrices"
-        notes.append(phrase(words, size(ledger.workspace_bytes)))
+        kept = size(ledger.workspace_bytes)
+        notes.append(phrase("unattributed: cuBLAS keeps {} by default for each thread that multiplies matrices", kept))
     owned = [line for line in ledger.lines if line.category != UNATTRIBUTED]
     sums = {UNATTRIBUTED: ledger.bytes(UNATTRIBUTED) if owned else 0, "sum": whole}
     footer = [
@@ -157,14 +159,13 @@ def _categories(view: View) -> Iterator[Table]:
         return
     whole = peak.total_bytes
     notes: list[Words] = [f"{peak.source}: {peak.moment}"]
-    notes += [phrase(f"also {{}} on {other.device or '?'}", size(other.total_bytes)) for other in peak.others]
+    notes += [phrase("also {} on {}", size(other.total_bytes), other.device or "?") for other in peak.others]
     allocator = view.lead.device.peak_allocated_bytes if view.lead.device else None
     if allocator is not None:
-        words, beyond = f"{PEAKS['device'].label} {{}}", allocator - whole
+        peak_of_device = phrase("{} {}", PEAKS["device"].label, size(allocator))
+        beyond = size(allocator - whole)
         notes.append(
-            phrase(f"{words}, {{}} more than these categories", size(allocator), size(beyond))
-            if beyond > 0
-            else phrase(words, size(allocator))
+            phrase("{}, {} more than these categories", peak_of_device, beyond) if allocator > whole else peak_of_device
         )
     footer = [(text("sum"), size(whole), share(ratio(whole, whole)))]
     yield from filled(
@@ -213,28 +214,25 @@ def _over_time(memory: RankMemory) -> Iterator[Part]:
     found = peak_allocations(memory)
     if found is not None and len(found[1].curve) > 1:
         window, device = found
-        marks = ", ".join(
-            f"{mark.point.replace('_', ' ')} {{}}"
+        marks = [
+            phrase("{} {}", mark.point.replace("_", " "), size(mark.live_bytes))
             for mark in device.marks
             if mark.step is not None and mark.step == device.peak_step
-        )
-        sizes = [mark.live_bytes for mark in device.marks if mark.step is not None and mark.step == device.peak_step]
-        at = f"; step {device.peak_step}: {marks}" if marks else ""
+        ]
+        at = phrase("; step {}: {}", index(device.peak_step), joined(", ", marks)) if marks else ""
         first, last = device.curve[0][1], device.curve[-1][1]
         yield Chart(
             "live-bytes",
             f"Live bytes, {_window_name(window)} on {device.device}",
             _spread_evenly(device.curve),
-            phrase(
-                f"{{}} at the start, max {{}}, {{}} at the end{at}",
-                *map(size, (first, device.peak_bytes, last, *sizes)),
-            ),
+            phrase("{} at the start, max {}, {} at the end{}", *map(size, (first, device.peak_bytes, last)), at),
         )
     saved = [(step.step, step.activation_bytes) for step in memory.steps if step.activation_bytes is not None]
     if len(saved) > 1:
         values = [value for _, value in saved]
-        words = f"steps {saved[0][0]}–{saved[-1][0]}, count {len(saved)}: min {{}}, max {{}}"
-        yield Chart("saved-bytes", "Saved activations", values, phrase(words, size(min(values)), size(max(values))))
+        covered = f"steps {saved[0][0]}–{saved[-1][0]}, count {len(saved)}"
+        words = phrase("{}: min {}, max {}", covered, size(min(values)), size(max(values)))
+        yield Chart("saved-bytes", "Saved activations", values, words)
 
 
 CURVE_POINTS: Final = 160
@@ -347,7 +345,8 @@ def sites_section(view: View) -> Section | None:
         return Section("sites", "Allocation sites", f"Allocation sites are not available: {reason}.")
     window, device = found
     step = "" if device.peak_step is None else f" in step {device.peak_step}"
-    lead = phrase(f"Live bytes on {device.device} peak at {{}}{step}, {_window_name(window)}.", size(device.peak_bytes))
+    when = f"{step}, {_window_name(window)}"
+    lead = phrase("Live bytes on {} peak at {}{}.", device.device, size(device.peak_bytes), when)
     parameters = memory.activations.parameters if memory.activations else {}
     footer = [(text("unattributed"), size(device.unattributed_bytes))]
     if device.freed_outside_bytes:
@@ -416,16 +415,15 @@ def modules_section(view: View) -> Section:
     parts: list[Part] = [*_module_patterns(saved), *_every_module(saved)]
     types = sorted(saved.dtypes.items(), key=lambda item: -item[1])
     if types and saved.total_bytes:
-        words = ", ".join(f"{name} {{}} ({{}})" for name, _ in types)
-        values = [cell for _, total in types for cell in (size(total), share(total / saved.total_bytes))]
-        parts.append(Paragraph(phrase(f"By data type: {words}.", *values)))
+        words = [phrase("{} {} ({})", name, size(total), share(total / saved.total_bytes)) for name, total in types]
+        parts.append(Paragraph(phrase("By data type: {}.", joined(", ", words))))
     parts += [Paragraph(f"{note[0].upper()}{note[1:]}.") for note in compiled_note(view.training)]
     if saved.attribution:
-        parts.append(Paragraph(phrase(f"{{}} are unattributed: {saved.attribution}.", size(saved.unattributed_bytes))))
+        parts.append(Paragraph(phrase("{} are unattributed: {}.", size(saved.unattributed_bytes), saved.attribution)))
     if saved.uncounted:
-        words = "more values have an unknown size: a scripted module or hooks of the program saved them."
-        parts.append(Paragraph(f"{saved.uncounted} {words}"))
-    lead = phrase(f"Saved activations in step {saved.step}: {{}}.", size(saved.total_bytes))
+        unknown = "more values have an unknown size: a scripted module or hooks of the program saved them."
+        parts.append(Paragraph(f"{saved.uncounted} {unknown}"))
+    lead = phrase("Saved activations in step {}: {}.", index(saved.step), size(saved.total_bytes))
     return Section("modules", "Modules", lead, parts)
 
 

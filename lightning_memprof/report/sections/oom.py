@@ -15,7 +15,20 @@ from lightning_memprof.analysis.oom.causes import Memory
 from lightning_memprof.analysis.run.load import load_rank
 from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.artifacts.series import HolderRow
-from lightning_memprof.report.document import Cell, Line, Lines, Part, Section, Table, Words, code, phrase, size, text
+from lightning_memprof.report.document import (
+    Cell,
+    Line,
+    Lines,
+    Part,
+    Section,
+    Table,
+    Words,
+    code,
+    joined,
+    phrase,
+    size,
+    text,
+)
 from lightning_memprof.report.sections.labels import called, more
 from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.view import View
@@ -51,9 +64,8 @@ def holders_section(view: View) -> Section | None:
     if not found or not (grows or any(row.asked for _, row in found)):
         return None
     first = found[0][1]
-    lead = phrase(
-        f"Memory grew by {{}} between steps {first.since_step} and {first.step}.", size(first.grown_bytes or 0)
-    )
+    steps = f"{first.since_step} and {first.step}"
+    lead = phrase("Memory grew by {} between steps {}.", size(first.grown_bytes or 0), steps)
     parts = filled(
         Table("growing-holders", "Growing memory by holder", is_sortable=False),
         found,
@@ -168,7 +180,7 @@ def _failed(event: Autopsy) -> Words:
     if event.asked_bytes is None:
         return f"allocation of unknown size{by}: Python's MemoryError has no size"
     about = "about " if event.asked_source == "message, rounded" else ""
-    return phrase(f"allocation of {about}{{}}{by}", size(event.asked_bytes))
+    return phrase("allocation of {}{}{}", about, size(event.asked_bytes), by)
 
 
 def _state(event: Autopsy) -> Words:
@@ -192,10 +204,8 @@ def _state(event: Autopsy) -> Words:
             "device": memory.total_bytes,
         }
     )
-    known = {name: value for name, value in names.items() if value is not None}
-    return (
-        phrase(" · ".join(f"{name} {{}}" for name in known), *map(size, known.values())) if known else "not available"
-    )
+    known = [phrase("{} {}", name, size(value)) for name, value in names.items() if value is not None]
+    return joined(" · ", known) if known else "not available"
 
 
 def _outside(memory: Memory) -> Mapping[str, int | None]:

@@ -25,6 +25,7 @@ from lightning_memprof.report.document import (
     RuleHelp,
     Section,
     Stack,
+    Words,
     duration,
     index,
     phrase,
@@ -137,20 +138,19 @@ def _evidence(finding: Finding, file_ids: Mapping[str, str], known: Sequence[str
     if section is not None:
         yield Link(f"see {SECTION_NAMES.get(section, section)}", f"#{section}")
     for found in finding.evidence[:MAX_EVIDENCE]:
-        words, values = _short(PurePosixPath(found.artifact).name or found.artifact), []
+        where = _short(PurePosixPath(found.artifact).name or found.artifact)
         if found.rank is not None:
-            words += f", rank {found.rank}"
+            where += f", rank {found.rank}"
         if found.window is not None:
-            words += f", window {found.window}"
+            where += f", window {found.window}"
         if found.steps is not None:
-            words += f", {format_steps(found.steps if found.steps[0] != found.steps[1] else found.steps[:1])}"
-        words = words.replace("{}", "")
+            where += f", {format_steps(found.steps if found.steps[0] != found.steps[1] else found.steps[:1])}"
+        words: Words = where
         if found.start_ns is not None and found.end_ns is not None and found.steps is None:
-            words += ", {}"
-            values.append(duration(found.end_ns - found.start_ns))
+            words = phrase("{}, {}", where, duration(found.end_ns - found.start_ns))
         row = file_ids.get(found.artifact)
         if row is not None or "files" in known:
-            yield Link(phrase(words, *values), f"#{row or 'files'}")
+            yield Link(words, f"#{row or 'files'}")
     if len(finding.evidence) > MAX_EVIDENCE:
         yield Link(f"{len(finding.evidence) - MAX_EVIDENCE} more", "#files")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from lightning_memprof.analysis.ranks.report import RankReport, RankTimes, Waiting
-from lightning_memprof.report.document import Cell, Chart, Part, Section, Table, Words, duration, phrase, share
+from lightning_memprof.report.document import Cell, Chart, Part, Section, Table, Words, duration, index, phrase, share
 from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES, called
 from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.view import RankView, View
@@ -39,11 +39,11 @@ def ranks_section(view: View) -> Section | None:
         if (late := report.straggler) is not None:
             lead = f"{len(view.ranks)} ranks; the others wait for rank {late.rank}."
             if late.caused_ns is not None:
-                words = f"{len(view.ranks)} ranks; the others wait {{}} per step for rank {late.rank}."
-                lead = phrase(words, duration(late.caused_ns))
+                each, rank = duration(late.caused_ns), index(late.rank)
+                lead = phrase("{} ranks; the others wait {} per step for rank {}.", len(view.ranks), each, rank)
         elif report.waiting is not None:
-            words = f"{len(view.ranks)} ranks; a rank waits {{}} per recorded step."
-            lead = phrase(words, duration(report.waiting.waited_ns))
+            each = duration(report.waiting.waited_ns)
+            lead = phrase("{} ranks; a rank waits {} per recorded step.", len(view.ranks), each)
     return Section("ranks", "Ranks", lead, parts)
 
 
@@ -124,7 +124,7 @@ def _spreads(report: RankReport) -> Iterator[Table]:
 
 def _waiting(waiting: Waiting) -> Iterator[Table]:
     notes: list[Words] = [
-        phrase(f"{{}} of the waiting is for rank {rank}", share(ns / waiting.waited_ns))
+        phrase("{} of the waiting is for rank {}", share(ns / waiting.waited_ns), index(rank))
         for rank, ns in list(waiting.caused_ns.items())[:MAX_CAUSES]
         if waiting.waited_ns
     ]

@@ -24,6 +24,7 @@ from lightning_memprof.report.document import (
     count,
     duration,
     index,
+    joined,
     phrase,
     size,
     text,
@@ -109,9 +110,10 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, Cell | Words]]:
 
 def _value(name: str, value: Any) -> Cell | Words:
     if name == "parameter_dtypes" and isinstance(value, Mapping):
-        known = {str(dtype): total for dtype, total in value.items() if isinstance(total, int)}
-        cells = [cell for dtype, total in known.items() for cell in (text(dtype), size(total))]
-        return phrase(", ".join(["{} {}"] * len(known)), *cells)
+        known = [
+            phrase("{} {}", text(str(dtype)), size(total)) for dtype, total in value.items() if isinstance(total, int)
+        ]
+        return joined(", ", known)
     if isinstance(value, bool):
         return text("yes" if value else "no")
     if isinstance(value, int):
@@ -124,9 +126,7 @@ def _collected(view: View, collector: str) -> Words:
     failed = ", disabled after an error" * any(error.collector == collector for error in view.run.errors)
     if not files:
         return f"no file{failed}"
-    return phrase(
-        f"{format_count(len(files), 'file')}, {{}}{failed}", size(sum(file.size_bytes or 0 for file in files))
-    )
+    return phrase("{}, {}{}", format_count(len(files), "file"), _total(files), failed)
 
 
 def file_ids(view: View) -> dict[str, str]:
@@ -147,7 +147,7 @@ def files_section(view: View) -> Section:
     ordered = _ordered(view)
     others = ordered[MAX_FILES:]
     ids = file_ids(view)
-    notes = [phrase(f"{len(others)} more files, {{}}: the manifests list all", _total(others))] if others else []
+    notes = [phrase("{} more files, {}: the manifests list all", len(others), _total(others))] if others else []
     table = filled(
         Table("file-table", "Files", notes=notes, top=24),
         ordered[:MAX_FILES],
@@ -159,7 +159,7 @@ def files_section(view: View) -> Section:
         Field("collector", "text", lambda file: file.collector, priority=3),
         most=MAX_FILES,
     )
-    lead = phrase(f"{{}} files, {{}}, in {place(view.run.root, view.run)}.", len(ordered), _total(ordered))
+    lead = phrase("{} files, {}, in {}.", len(ordered), _total(ordered), place(view.run.root, view.run))
     return Section("files", "Files", lead, [*_commands(view), *table])
 
 
@@ -238,19 +238,16 @@ def _cost(view: View) -> Words:
     cost = view.lead.overhead
     if cost is None:
         return ""
-    words, values = [], []
+    words: list[Words] = []
     if cost.pulse_ns is not None and cost.steps:
-        words.append("pulse {} per step")
-        values.append(duration(cost.pulse_ns / cost.steps))
+        words.append(phrase("pulse {} per step", duration(cost.pulse_ns / cost.steps)))
     if cost.windows_ns is not None:
-        words.append("windows {}")
-        values.append(duration(cost.windows_ns))
+        words.append(phrase("windows {}", duration(cost.windows_ns)))
     if cost.windows_rss_bytes:
-        words.append("resident memory grows by about {} after the windows")
-        values.append(size(cost.windows_rss_bytes))
+        words.append(phrase("resident memory grows by about {} after the windows", size(cost.windows_rss_bytes)))
     if not words:
         return "Not counted."
-    return phrase(f"Profiler overhead of rank {view.lead.rank}: {', '.join(words)}.", *values)
+    return phrase("Profiler overhead of rank {}: {}.", index(view.lead.rank), joined(", ", words))
 
 
 def notes_section(view: View) -> Section | None:

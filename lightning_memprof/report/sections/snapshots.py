@@ -18,6 +18,7 @@ from lightning_memprof.report.document import (
     Words,
     count,
     duration,
+    index,
     phrase,
     size,
 )
@@ -71,7 +72,7 @@ def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterat
     ]
     if (failed := snapshot.oom) is not None:
         rows += [
-            ("failed allocation", phrase(f"{{}} on device {failed.device}", size(failed.requested_bytes))),
+            ("failed allocation", phrase("{} on device {}", size(failed.requested_bytes), index(failed.device))),
             *([("requested by", Cell(_short(failed.site), "code"))] if failed.site else []),
             ("free on the device", size(failed.device_free_bytes)),
             ("allocated", size(failed.live.allocated_bytes)),
@@ -79,8 +80,8 @@ def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterat
             ("largest free block", size(failed.largest_free_bytes)),
         ]
     if (uneven := snapshot.imbalance) is not None:
-        words = f"cuda:{uneven.device} peaks at {{}}, the median of the other devices is {{}}"
-        rows.append(("imbalance", phrase(words, size(uneven.peak_bytes), size(uneven.others_bytes))))
+        peaks = (index(uneven.device), size(uneven.peak_bytes), size(uneven.others_bytes))
+        rows.append(("imbalance", phrase("cuda:{} peaks at {}, the median of the other devices is {}", *peaks)))
     yield Facts(f"Snapshot {number + 1}" if several else "Snapshot", rows, snapshot.missing, is_wide=True)
     for device in snapshot.devices:
         on = f", device {device.device}" if len(snapshot.devices) > 1 else ""
@@ -96,8 +97,8 @@ def reserved_stack(device: DeviceReport, name: str) -> Stack:
     """Return the parts of the bytes that the allocator holds."""
     found = device.snapshot
     notes: list[Words] = [
-        phrase(f"{peak_note('requested')}: {{}}", size(device.peak_requested_bytes)),
-        phrase(f"{peak_note('reserved')}: {{}}", size(device.peak_reserved_bytes)),
+        phrase("{}: {}", peak_note("requested"), size(device.peak_requested_bytes)),
+        phrase("{}: {}", peak_note("reserved"), size(device.peak_reserved_bytes)),
         phrase("{} segments, largest free block {}", count(len(found.segments)), size(found.largest_free_block)),
     ]
     if found.inactive_bytes:
@@ -107,8 +108,8 @@ def reserved_stack(device: DeviceReport, name: str) -> Stack:
         )
     made, returned = device.segments_made, device.segments_returned
     if made[0] or returned[0]:
-        words = "recorded history: segments allocated {} ({}), freed {} ({})"
-        notes.append(phrase(words, count(made[0]), size(made[1]), count(returned[0]), size(returned[1])))
+        segments = (count(made[0]), size(made[1]), count(returned[0]), size(returned[1]))
+        notes.append(phrase("recorded history: segments allocated {} ({}), freed {} ({})", *segments))
     parts = bars(reserved_parts(device), found.reserved_bytes, "bytes")
     return Stack(f"Reserved bytes at the end{name}", size(found.reserved_bytes), parts, notes=notes)
 

@@ -116,12 +116,11 @@ def device_stack(times: GpuTimes, title: str) -> Stack:
     """Return the parts of a device's time."""
     notes: list[Words] = [
         phrase("busy {}", share(times.busy_ns / times.window_ns)) if times.window_ns else "no device activity",
-        phrase(f"{called('memory_copy')} and fills: total {{}}", duration(times.memory_copy_ns)),
+        phrase("{} and fills: total {}", called("memory_copy"), duration(times.memory_copy_ns)),
     ]
     if times.communication_ns:
-        words = "communication: total {}, {} exposed, {} overlapped by compute"
         parts = (times.communication_ns, times.communication_exposed_ns, times.communication_overlapped_ns)
-        notes.append(phrase(words, *map(duration, parts)))
+        notes.append(phrase("communication: total {}, {} exposed, {} overlapped by compute", *map(duration, parts)))
     whole = times.window_ns
     return Stack(title, duration(whole), bars(device_parts(times), whole, "ns"), notes=notes)
 

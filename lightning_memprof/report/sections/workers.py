@@ -47,7 +47,8 @@ def workers_section(view: View) -> Section | None:
     memory = private_memory(view.run.lead)
     held = [row.private_bytes for _, row in found if row.private_bytes is not None]
     lead: Words = phrase(
-        f"{format_count(len(found), 'worker')}: {{}} of private memory at most, {{}} per worker.",
+        "{}: {} of private memory at most, {} per worker.",
+        format_count(len(found), "worker"),
         size(max(memory, default=sum(held))),
         size(max(held, default=None)),
     )
@@ -144,9 +145,14 @@ def _node(view: View) -> Iterator[Lines]:
     limits = [view.run.lead.facts.environment.get(name) for name in ("memory_limit_bytes", "memory_bytes")]
     limit = next((value for value in limits if isinstance(value, int) and value > 0), None)
     each = max((row.private_bytes or 0 for rank in here for row in workers(rank)), default=0)
-    words = [size(resident + private), size(resident), size(private)]
-    text = f"at most {{}}: {format_count(len(here), 'rank')} with {{}} (RSS), private memory of their workers {{}}"
-    lines = [Fact("memory of the node", phrase(text, *words))]
+    words = phrase(
+        "at most {}: {} with {} (RSS), private memory of their workers {}",
+        size(resident + private),
+        format_count(len(here), "rank"),
+        size(resident),
+        size(private),
+    )
+    lines = [Fact("memory of the node", words)]
     if limit is not None:
         lines.append(Fact("limit of the node", size(limit)))
         if each and resident + private > NEAR * limit:

@@ -21,6 +21,7 @@ from lightning_memprof.report.document import (
     code,
     count,
     duration,
+    joined,
     phrase,
     share,
     size,
