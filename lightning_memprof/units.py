@@ -1,7 +1,9 @@
-"""Bytes, nanoseconds and shares for people. The only module that knows 1024."""
+"""Bytes, nanoseconds, shares and names for people. The only module that knows 1024."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Sequence
 from typing import Final
 
@@ -65,6 +67,31 @@ def format_steps(steps: Sequence[int]) -> str:
 def percent(share: float) -> str:
     """Write a share of 1 as a percentage: ``"47%"``, and ``"<1%"`` for what would round to 0."""
     return "<1%" if 0 < share < 0.005 else f"{share * 100:.0f}%"
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters, line breaks too, as escapes: a name must not control a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for letter in text
+    )
+
+
+def quoted(name: str | os.PathLike[str]) -> str:
+    """Return a path or a URL as an argument for a shell, printable: ``$'...'`` is bash's form with escapes."""
+    text = os.fspath(name)
+    if text.startswith("-"):
+        text = f"./{text}"
+    if text.isprintable():
+        return shlex.quote(text)
+    letters = (
+        f"\\{letter}" * (letter in "\\'")
+        or (letter if letter.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(letter)))
+        for letter in text
+    )
+    return f"$'{''.join(letters)}'"
 
 
 def _three_figures(value: float) -> str:

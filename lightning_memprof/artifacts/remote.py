@@ -47,6 +47,20 @@ def url_path(url: str) -> str | None:
     return url.partition("://")[2] if protocol_of(url) in LOCAL_PROTOCOLS else None
 
 
+def local_path(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the absolute path of a directory that a user names; None for a URL of another machine.
+
+    ``~`` is expanded, as Lightning does. The program may change its working directory afterwards.
+
+    Raises:
+        OSError: the path is relative, and the working directory was removed.
+    """
+    named: str | None = os.fspath(directory)
+    if is_url(named):
+        named = url_path(named)
+    return None if named is None else Path(os.path.expanduser(named)).absolute()  # noqa: PTH111 unknown users stay
+
+
 def check_url(url: str) -> None:
     """Refuse a URL without a file system that can write it; does not use the network.
 

@@ -22,6 +22,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.artifacts.naming import parse_manifest_name, parse_pulse_name
 from lightning_memprof.errors import ConfigError, ReportError
+from lightning_memprof.units import printable
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Run
@@ -85,6 +86,11 @@ def add_format(parser: ArgumentParser) -> None:
         default="terminal",
         help="a page to read, JSON for programs, or Markdown for an issue (default: %(default)s)",
     )
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line at once, to standard output where no stream is given; names of files control nothing in it."""
+    print(printable(line), file=stream, flush=True)
 
 
 def write_json(found: object) -> None:
@@ -343,7 +349,7 @@ def counting(first: str) -> Iterator[Callable[[str, int, int], None]]:
             nonlocal printed
             if time.monotonic() - printed > _LINE_SECONDS:
                 printed = time.monotonic()
-                print(f"memprof: {text}", file=sys.stderr, flush=True)
+                say(f"memprof: {text}", sys.stderr)
 
         yield write
         return

@@ -10,7 +10,7 @@ from typing import Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import Command, quiet_lightning
+from lightning_memprof.cli.command import Command, quiet_lightning, say
 from lightning_memprof.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ def demo(out: Path, steps: int = 40) -> int:
 
     with quiet_lightning():
         log_dir = train_demo(out, steps)
-    print(f"Recorded in {log_dir}")
+    say(f"Recorded in {log_dir}")
     if shutil.which("lightning-memprof") is None:
         scripts = Path(os.path.relpath(Path(sys.executable).parent))
         print(f"These commands are in {scripts}; to put them on your PATH: source {scripts / 'activate'}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from argparse import ArgumentError
 from contextlib import redirect_stdout
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.artifacts.naming import ESTIMATE
-from lightning_memprof.cli.command import Command, add_format, counting, quiet_lightning, write_document
+from lightning_memprof.cli.command import Command, add_format, counting, quiet_lightning, say, write_document
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.units import quoted
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.model import Run
@@ -65,6 +65,8 @@ def _execute(options: Namespace) -> int:
     output = None if options.output is None else Path(options.output)
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}")
+    # The program runs in this process, and may change its working directory.
+    output = output and output.absolute()
     from lightning_memprof.estimation.program import require_program
     from lightning_memprof.estimation.wanted import Wanted
 
@@ -95,8 +97,8 @@ def _execute(options: Namespace) -> int:
     if run is not None:
         forecast = json.dumps(estimate_to_json(estimate))
         (run.directory / ESTIMATE).write_text(forecast, encoding="utf-8")
-        command = f"lightning-memprof show {shlex.quote(options.against)} --section memory"
-        print(f"memprof: estimated and measured peak: {command}", file=sys.stderr)
+        command = f"lightning-memprof show {quoted(options.against)} --section memory"
+        say(f"memprof: estimated and measured peak: {command}", sys.stderr)
     if output is not None:
         output.write_text(estimate_to_html(estimate), encoding="utf-8")
     write_document(document, options.format, partial(estimate_to_json, estimate), is_full=options.all)

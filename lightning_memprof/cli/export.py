@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.command import Command, check_output, opened_target
+from lightning_memprof.cli.command import Command, check_output, opened_target, say
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
@@ -115,7 +115,7 @@ def _write_tables(source: _Source, form: Form, out: Path) -> None:
 
     written = (write_csv if form == "csv" else write_parquet)(_tables(source), out)
     for path, rows in written:
-        print(f"{path}: {format_count(rows, 'row')}")
+        say(f"{path}: {format_count(rows, 'row')}")
 
 
 def _tables(source: _Source) -> Iterator[Table]:
@@ -156,7 +156,7 @@ def _write_snapshot(source: _Source, out: Path) -> None:
     with whole_file(out, "wb") as stream:
         write_snapshot(snapshot, stream)
     events = sum(map(len, snapshot["device_traces"]))
-    print(f"{out}: {format_count(events, 'event')} of {file.name}; {_OPENS['memory_viz']}")
+    say(f"{out}: {format_count(events, 'event')} of {file.name}; {_OPENS['memory_viz']}")
 
 
 def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
@@ -190,7 +190,7 @@ def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
             scope.write(stream)
     is_folded = form == "flamegraph"
     count = format_count(len(counts), "stack") if is_folded else format_count(scope.profiles, "profile")
-    print(f"{out}: {count} of {of}; {_OPENS[form]}")
+    say(f"{out}: {count} of {of}; {_OPENS[form]}")
 
 
 def _memory_stacks(source: _Source) -> Iterator[tuple[str, Counter[Stack]]]:

@@ -12,7 +12,7 @@ from typing import Final
 from jsonargparse import ArgumentParser
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.command import ClosedOutput, Command
+from lightning_memprof.cli.command import ClosedOutput, Command, say
 from lightning_memprof.errors import MemprofError, is_ctrl_c
 
 COMMANDS: Final = (
@@ -177,20 +177,13 @@ def _new_parser(description: str, *, usage: str | None = None) -> ArgumentParser
 
 def _complain(error: Exception) -> int:
     """Print the error in one line; return the exit code."""
-    status = FAILED
-    if isinstance(error, ArgumentError):
-        message, status = f"{error}; see {PROGRAM} --help", USAGE
-    elif isinstance(error, MemprofError):
+    is_usage = isinstance(error, ArgumentError)
+    if isinstance(error, MemprofError):
         message = str(error)
     else:
-        message = f"{type(error).__name__}: {error} (--debug shows the traceback)"
-    print(f"{PROGRAM}: error: {_escaped(' '.join(message.split()))}", file=sys.stderr)
-    return status
-
-
-def _escaped(message: str) -> str:
-    """Escape control characters: a file name must not control the terminal."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode("ascii")
-        for char in message
-    )
+        # Others write several lines.
+        words = " ".join(str(error).split())
+        kind = type(error).__name__
+        message = f"{words}; see {PROGRAM} --help" if is_usage else f"{kind}: {words} (--debug shows the traceback)"
+    say(f"{PROGRAM}: error: {message}", sys.stderr)
+    return USAGE if is_usage else FAILED

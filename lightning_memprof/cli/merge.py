@@ -15,6 +15,7 @@ from lightning_memprof.cli.command import (
     merge_progress,
     opened_run,
     parse_numbers,
+    say,
     sigterm_as_ctrl_c,
 )
 from lightning_memprof.errors import ConfigError, ReportError
@@ -44,9 +45,9 @@ def _execute(options: Namespace) -> int:
     else:
         merged = _merge_files(files, out)
     for note in merged.notes:
-        print(note)
+        say(note)
     events = format_count(merged.events, "event")
-    print(f"{out}: {events}, {merged.size_bytes / 1e6:.1f} MB; lightning-memprof view opens it")
+    say(f"{out}: {events}, {merged.size_bytes / 1e6:.1f} MB; lightning-memprof view opens it")
     return 0
 
 
@@ -85,7 +86,7 @@ def _merge_files(files: Sequence[Path], out: Path) -> Merged:
         with merge_progress() as progress:
             merged = merge_traces(sources, out, progress)
     for note in clocks.notes("traces"):
-        print(note)
+        say(note)
     return merged
 
 
@@ -102,9 +103,9 @@ def _merge_run(target: str, out: Path, window: int | None, ranks: Sequence[int] 
             merged = merge_traces(sources, out, progress)
     for problem in run.problems:
         if ranks is None or problem.rank in ranks:
-            print(f"{problem.piece}: {problem.message}; the readable part is on the timeline")
+            say(f"{problem.piece}: {problem.message}; the readable part is on the timeline")
     for note in clocks.notes("hosts"):
-        print(note)
+        say(note)
     return merged
 
 

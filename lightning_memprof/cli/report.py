@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import TARGET_HELP, Command, check_output, infrequent_gc, open_in_browser, reading
+from lightning_memprof.cli.command import (
+    TARGET_HELP,
+    Command,
+    check_output,
+    infrequent_gc,
+    open_in_browser,
+    reading,
+    say,
+)
 from lightning_memprof.errors import ReportError
 from lightning_memprof.units import format_bytes
 
@@ -38,7 +46,7 @@ def _execute(options: Namespace) -> int:
         else:
             check_output(file, (artifact.file for artifact in view.run.artifacts), view.run.directory)
         write_page(view, file)
-    print(f"{file} ({format_bytes(file.stat().st_size)}) opens in any browser, offline.")
+    say(f"{file} ({format_bytes(file.stat().st_size)}) opens in any browser, offline.")
     if options.open:
         open_in_browser(file.absolute().as_uri(), "file")
     return 0

@@ -13,8 +13,9 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_memprof.artifacts.manifest import read_manifest
 from lightning_memprof.artifacts.naming import TRIGGER_REQUEST, manifest_name
 from lightning_memprof.artifacts.trigger import MOST_STEPS, Plan, Request, check_private, read_plan, write_request
-from lightning_memprof.cli.command import RUN_HELP, Command
+from lightning_memprof.cli.command import RUN_HELP, Command, say
 from lightning_memprof.errors import ArtifactError, ConfigError
+from lightning_memprof.units import quoted
 
 _POLL_SECONDS: Final = 0.2
 
@@ -60,7 +61,7 @@ def _execute(options: Namespace) -> int:
     steps = f"step {first}" if first == last else f"steps {first}-{last}"
     warm = f", warming up from step {plan.step}" if plan.warmup else ""
     print(f"rank 0 is at step {plan.seen_at}: {who} will record {steps}{warm}")
-    print(f"afterwards: lightning-memprof show {directory}")
+    say(f"afterwards: lightning-memprof show {quoted(directory)}")
     return 0
 
 

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING, Final
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.artifacts.own_program import uninterrupted
-from lightning_memprof.cli.command import Command, open_in_browser, opened_run, parse_numbers, sigterm_as_ctrl_c
+from lightning_memprof.cli.command import Command, open_in_browser, opened_run, parse_numbers, say, sigterm_as_ctrl_c
 from lightning_memprof.errors import ConfigError, ReportError
+from lightning_memprof.units import quoted
 
 if TYPE_CHECKING:
     from lightning_memprof.analysis.run.targets import Targets
@@ -74,13 +74,12 @@ def _execute(options: Namespace) -> int:
     with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="lightning-memprof-") as folder:
         trace = _prepare(options.TARGET, steps, Path(folder))
         if processor is None and (size := _uncompressed_bytes(trace)) > _LARGE_BYTES:
-            print(
+            say(
                 f"{trace.name} has {size / 1e6:.0f} MB: a browser may fail to open it. "
-                "Open a few steps with --steps 2-3, or the whole trace with --trace-processor PATH.",
-                flush=True,
+                "Open a few steps with --steps 2-3, or the whole trace with --trace-processor PATH."
             )
         with contextlib.suppress(KeyboardInterrupt), _served(trace, processor, options.port) as served:
-            print(f"Serving {trace.name} at {served.url}", flush=True)
+            say(f"Serving {trace.name} at {served.url}")
             print("Press Ctrl-C to stop.", flush=True)
             if not options.no_browser:
                 open_in_browser(served.url)
@@ -147,7 +146,7 @@ def _merged_files(targets: Targets, steps: Sequence[int] | None, folder: Path) -
     out = folder / "traces.json"
     merged = merge_traces(file_sources(traces, offsets_ns), out)
     for note in (*clocks.notes("traces"), *merged.notes):
-        print(note, flush=True)
+        say(note)
     return out
 
 
@@ -161,7 +160,7 @@ def _merged_run(target: str, steps: Sequence[int] | None, folder: Path) -> Path:
         out = folder / f"{run.root.name or 'run'}.json"
         merge_traces(run_sources(run, steps=steps, clocks=clocks), out)
     for problem in run.problems:
-        print(f"{problem.piece}: {problem.message}; the readable part is on the timeline", flush=True)
+        say(f"{problem.piece}: {problem.message}; the readable part is on the timeline")
     return out
 
 
@@ -258,7 +257,7 @@ def _tensorboard(options: Namespace) -> int:
         directory = tensorboard_directory(paths)
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", os.fspath(directory)]
         command += ["--host", _LOOPBACK, "--port", str(options.port)]
-        print(f"tensorboard --logdir {shlex.quote(shown_path(directory))}", flush=True)
+        say(f"tensorboard --logdir {quoted(shown_path(directory))}")
         # A new session, to end all its processes together: the profiler tab reads each run in a process that outlives
         # TensorBoard.
         process: subprocess.Popen[str] | None = None

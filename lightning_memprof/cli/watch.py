@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import RUN_HELP, Command
+from lightning_memprof.cli.command import RUN_HELP, Command, say
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
 
 if TYPE_CHECKING:
@@ -141,11 +141,11 @@ def _lines(watcher: _Watcher, interval: float) -> None:
     printed: set[str] = set()
     while True:
         watched = watcher.update()
-        print(clean(words_text(live_line(watched))), flush=True)
+        say(clean(words_text(live_line(watched))))
         for finding in watched.findings:
             if finding.rule not in printed:
                 printed.add(finding.rule)
-                print(f"  {finding.severity.name.lower()}: {finding.sentence}", flush=True)
+                say(f"  {finding.severity.name.lower()}: {finding.sentence}")
         if watcher.follower.has_ended or _is_gone(watcher.follower):
             return
         time.sleep(interval)

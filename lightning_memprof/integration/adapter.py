@@ -25,6 +25,7 @@ from lightning_memprof.integration.background import start_report
 from lightning_memprof.integration.place import claim_place
 from lightning_memprof.integration.settings import Settings, for_this_rank
 from lightning_memprof.report.printers.terminal import is_terminal
+from lightning_memprof.units import printable
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,14 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
             self.handleError(record)
 
 
+class _Line(logging.Formatter):
+    """Writes a message as one line: names of directories control nothing in it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 overriding
+        """Return the message, which a traceback may follow."""
+        return f"memprof: {printable(record.message)}"
+
+
 class LogLines:
     """Shows INFO lines of this package on the terminal where the program has set up no logging."""
 
@@ -66,7 +75,7 @@ class LogLines:
         if self._handler is not None or logging.getLogger().handlers or logger.handlers:
             return
         self._handler = _Handler()
-        self._handler.setFormatter(logging.Formatter("memprof: %(message)s"))
+        self._handler.setFormatter(_Line())
         logger.addHandler(self._handler)
         self._level = logger.level
         if logger.level == logging.NOTSET:

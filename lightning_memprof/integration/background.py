@@ -16,6 +16,7 @@ from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, StepRecord
 from lightning_memprof.report.written import PAGE_NAME
+from lightning_memprof.units import quoted
 
 if TYPE_CHECKING:
     from lightning_memprof.schedule import Window
@@ -83,7 +84,7 @@ def start_report(place: RunPlace) -> bool:
         Whether it was started: not for a run at a URL, whose working copy is about to be removed.
     """
     if place.url is not None:
-        log.info("make the HTML report with: lightning-memprof report %s", place.location)
+        log.info("make the HTML report with: lightning-memprof report %s", quoted(place.location))
         return False
     try:
         command = own_program("lightning_memprof.report.written", str(place.directory.absolute()))
@@ -98,7 +99,9 @@ def start_report(place: RunPlace) -> bool:
         )
     except (OSError, subprocess.SubprocessError) as error:
         log.warning(
-            "the HTML report cannot be made (%s); make it with: lightning-memprof report %s", error, place.location
+            "the HTML report cannot be made (%s); make it with: lightning-memprof report %s",
+            error,
+            quoted(place.location),
         )
         return False
     log.info("HTML report: %s (being written)", place.directory / PAGE_NAME)

@@ -36,6 +36,7 @@ from lightning_memprof.integration.settings import (
 )
 from lightning_memprof.report.summary import print_summary
 from lightning_memprof.schedule import Schedule, StageSchedules
+from lightning_memprof.units import quoted
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,8 @@ class MemProfilerCallback(Adapter):
         if summary is None:
             summary = True if is_first or attachment.run.stage == "fit" else "line"
         if not summary:
-            log.info("recorded in %s; show it with: lightning-memprof show %s", place.location, place.location)
+            where = place.location
+            log.info("recorded in %s; show it with: lightning-memprof show %s", where, quoted(where))
             return
         try:
             file = self.summary_file() if reason is None else sys.stderr

@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import manifest_name, parse_manifest_name
-from lightning_memprof.artifacts.remote import check_url, claim_url, is_url, url_path
+from lightning_memprof.artifacts.remote import check_url, claim_url, local_path
 from lightning_memprof.artifacts.secrets import has_password
 from lightning_memprof.artifacts.sink import RunPlace, Sink, claim_run_place
 from lightning_memprof.errors import MemprofError
@@ -47,10 +47,7 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
     found: _Agreed | None = None
     if trainer.is_global_zero:
         # The directory of a logger may be any object.
-        wanted = os.fspath(dirpath) if dirpath else str(_log_dir(trainer) or trainer.default_root_dir)
-        if is_url(wanted) and (path := url_path(wanted)) is not None:
-            wanted = path
-        place = _claim_url(trainer, stage, wanted) if is_url(wanted) else _claim_directory(stage, wanted)
+        place = _claim(trainer, stage, os.fspath(dirpath or str(_log_dir(trainer) or trainer.default_root_dir)))
         found = None if place is None else (str(place.root), place.number, place.url)
     agreed = _from_rank_0(trainer, found)
     return None if agreed is None else RunPlace(Path(agreed[0]), agreed[1], agreed[2])
@@ -142,21 +139,18 @@ def release_place(sink: Sink) -> None:
                 break
 
 
-def _claim_directory(stage: str, wanted: str) -> RunPlace | None:
-    root = Path(wanted)
+def _claim(trainer: Trainer, stage: str, wanted: str) -> RunPlace | None:
     if stage != "fit":
-        root = root / stage
+        wanted = f"{wanted.rstrip('/')}/{stage}"
     try:
-        return claim_run_place(root)
+        root = local_path(wanted)
+        return _claim_url(trainer, wanted.rstrip("/")) if root is None else claim_run_place(root)
     except (OSError, ValueError) as error:
-        log.warning("%s cannot be written (%s): this run is not recorded; training continues", root, error)
+        log.warning("%s cannot be written (%s): this run is not recorded; training continues", wanted, error)
         return None
 
 
-def _claim_url(trainer: Trainer, stage: str, url: str) -> RunPlace | None:
-    url = url.rstrip("/")
-    if stage != "fit":
-        url = f"{url}/{stage}"
+def _claim_url(trainer: Trainer, url: str) -> RunPlace | None:
     try:
         root = _working_copy(trainer, url)
     except OSError as error:
@@ -167,7 +161,7 @@ def _claim_url(trainer: Trainer, stage: str, url: str) -> RunPlace | None:
         number = claim_url(url)
     except MemprofError as error:
         log.warning("%s; recording into %s instead", error, root)
-        return _claim_directory("fit", str(root))
+        return claim_run_place(root)
     return RunPlace(root, number, url)
 
 
@@ -175,11 +169,10 @@ def _working_copy(trainer: Trainer, url: str) -> Path:
     """Create a directory for this run: next to the other files of the Trainer, or a temporary one."""
     place = "refused" if has_password(url) else url.partition("://")[2].rpartition("@")[2]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", place).strip("-.")[-60:]
-    base = trainer.default_root_dir
-    home = Path.cwd() if is_url(str(base)) else Path(base)
     try:
-        (home / WORKING_COPIES).mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=home / WORKING_COPIES)).absolute()
+        home = (local_path(trainer.default_root_dir) or Path.cwd()) / WORKING_COPIES
+        home.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=home))
     except OSError:
         return Path(tempfile.mkdtemp(prefix=f"memprofiler-{name}-"))
 

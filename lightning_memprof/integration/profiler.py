@@ -23,7 +23,7 @@ from lightning_memprof.analysis.trace.operators import (
     table_path,
     write_operator_table,
 )
-from lightning_memprof.artifacts.remote import is_url
+from lightning_memprof.artifacts.remote import local_path
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.capture.collectors.hook_timings import HookTimings
@@ -31,6 +31,7 @@ from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.capture.collectors.operator_trace import DEFAULT_FILENAME, NvtxRanges, OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
 from lightning_memprof.capture.faults import describe as fault_text
+from lightning_memprof.capture.sources.kineto import plain_directory
 from lightning_memprof.capture.torch_internals import _profiler_enabled
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration import live_runs
@@ -46,6 +47,7 @@ from lightning_memprof.integration.settings import (
     schedule_of,
 )
 from lightning_memprof.schedule import Schedule, StageSchedules
+from lightning_memprof.units import quoted
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +238,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
             schedule=schedule_of(self._chosen_schedule, self._stage or "fit"),
             collectors=[(collector, False) for collector in (Pulse(), OOMAutopsy(), *self.lend())],
             ranks=self._ranks,
-            output=OutputOptions(dirpath=self.dirpath),
+            output=OutputOptions(dirpath=self._trace.dirpath),
             table=self._table,
             fits_short_runs=self._chosen_schedule == _DEFAULT_SCHEDULE,
         )
@@ -296,11 +298,11 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
 
     def _export(self, profiler: torch.profiler.profile) -> None:
         """Write the trace of a recording outside of a Trainer into ``dirpath``, if it is a directory."""
-        if self.dirpath is None or is_url(str(self.dirpath)):
+        if self.dirpath is None or (directory := local_path(self._trace.dirpath or "")) is None:
             return
-        directory = Path(self.dirpath)
         if self._export_to_chrome:
-            torch.profiler.tensorboard_trace_handler(str(directory), self._prepare_filename(extension=""))(profiler)
+            with plain_directory(directory) as plain:
+                torch.profiler.tensorboard_trace_handler(plain, self._prepare_filename(extension=""))(profiler)
         if self._trace.stacks_metric is not None:
             profiler.export_stacks(
                 str(directory / self._prepare_filename(extension=".stack")), self._trace.stacks_metric
@@ -345,7 +347,8 @@ class _ProfilerHost(Adapter):
     def ended(self, trainer: Trainer, attachment: Any, reason: str | None) -> None:
         """Leave the Trainer."""
         self._profiler.take(attachment)
-        log.info("recorded in %s; show it with: lightning-memprof show %s", *[attachment.place.location] * 2)
+        place = attachment.place.location
+        log.info("recorded in %s; show it with: lightning-memprof show %s", place, quoted(place))
         self._leave(trainer)
 
     def _leave(self, trainer: Trainer) -> None:

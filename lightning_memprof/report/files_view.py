@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
@@ -20,6 +19,7 @@ from lightning_memprof.analysis.snapshot.report import SnapshotReport, snapshot_
 from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.document import Command
+from lightning_memprof.units import quoted
 
 MAX_NAMED: Final = 2
 
@@ -146,7 +146,7 @@ def _nothing(reports: FileReports, rank: int | None) -> str:
 
 def _commands(targets: Targets, traces: tuple[TraceReport, ...]) -> tuple[Command, ...]:
     named = targets.named or (*targets.traces, *targets.snapshots)
-    names = " ".join(shlex.quote(shown_path(path)) for path in named[:MAX_NAMED])
+    names = " ".join(quoted(shown_path(path)) for path in named[:MAX_NAMED])
     if len(named) > MAX_NAMED:
         names += " ..."
     commands = [Command("lightning-memprof show", f"{names} --format json")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from lightning_memprof.artifacts.remote import is_url
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.files_view import FileReports, FilesView, files_view, read_files
 from lightning_memprof.report.view import View, run_view
-from lightning_memprof.units import format_list
+from lightning_memprof.units import format_list, quoted
 
 # Size on disk of traces and snapshots together, read in about a minute. Larger ones are named one at a time.
 MAX_FILE_BYTES: Final = 256 << 20
@@ -149,7 +148,7 @@ def _not_analysed(left_out: Sequence[ArtifactFile], count: int, url: str | None)
     """Name the files that were too large, and the command that analyses one of them."""
     named = format_list([artifact.path for artifact in left_out], MAX_NAMED)
     where = left_out[0].path if url is not None else str(left_out[0].file.absolute())
-    command = f"lightning-memprof report {shlex.quote(where)} -o trace.html"
+    command = f"lightning-memprof report {quoted(where)} -o trace.html"
     return (
         f"{len(left_out)} of {count} traces and snapshots are large and were not analysed: {named}; "
         f"to analyse one: {command}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +49,7 @@ from lightning_memprof.artifacts.series import HangRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.report.document import Command
 from lightning_memprof.report.named import NamedMoment, named_moments
+from lightning_memprof.units import quoted
 
 ShownStatus = Literal["finished", "exception", "running or killed", "did not start"]
 
@@ -338,12 +338,12 @@ def _device_note(run: Run, ranks: Sequence[RankView]) -> str | None:
 
 def _commands(run: Run) -> tuple[Command, ...]:
     name = run.root if _is_newest(run) else run.directory
-    place = shlex.quote(shown_place(name, run.root, run.url))
+    place = quoted(shown_place(name, run.root, run.url))
     commands = [Command("lightning-memprof report", place), Command("lightning-memprof show", f"{place} --format json")]
     if traces := run.files("trace"):
         commands.append(Command("lightning-memprof view", place))
         logs = shown_place(trace_directory(run, traces[0].file), run.root, run.url)
-        commands.append(Command("tensorboard --logdir", shlex.quote(logs)))
+        commands.append(Command("tensorboard --logdir", quoted(logs)))
     return tuple(commands)
 
 

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import os
+import subprocess
+
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_memprof.units import AT_ONCE_US, format_count, format_list, nanoseconds
+from lightning_memprof.units import AT_ONCE_US, format_count, format_list, nanoseconds, printable, quoted
 
 
 @given(st.integers(-(2**43) * 1000, 2**43 * 1000))
@@ -26,3 +30,30 @@ def test_a_long_list_is_cut_and_counted() -> None:
 
 def test_one_of_something_has_no_s() -> None:
     assert [format_count(number, "event") for number in (0, 1, 12_345)] == ["0 events", "1 event", "12,345 events"]
+
+
+ODD_NAMES = [
+    "a\nb",
+    "-dash",
+    "~",
+    "it's",
+    "a\x1b[31m\\b'",
+    "ü\r",
+    "\udcff",
+    "[lr=0.1]{x}*?'\"\\$HOME#%41&;`ü",
+    "x%d{}y",
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_quoted_name_is_one_printable_line_that_a_shell_reads_back(name: str) -> None:
+    argument = quoted(name)
+    assert argument.isprintable()
+    done = subprocess.run(["bash", "-c", f"printf %s {argument}"], check=True, capture_output=True)
+    assert os.path.normpath(os.fsdecode(done.stdout)) == name
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_printable_text_is_the_same_but_for_control_characters(name: str) -> None:
+    assert printable(name).isprintable()
+    assert (printable(name) == name) is name.isprintable()

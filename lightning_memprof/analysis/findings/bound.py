@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -50,7 +49,7 @@ from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.analysis.snapshot.report import SnapshotReport
 from lightning_memprof.analysis.trace.intervals import length, union
 from lightning_memprof.analysis.trace.model import TraceReport
-from lightning_memprof.units import format_count, format_ns, percent
+from lightning_memprof.units import format_count, format_ns, percent, quoted
 
 # In fewer steps the first ones, which are not typical, are most of the run.
 FEW_STEPS: Final = 5
@@ -251,7 +250,7 @@ def _around(ledger: TimeLedger) -> str | None:
 def _look_further(run: Run) -> str:
     """Return the command for the most detailed artifact of the run."""
     if any(artifact.type == "trace" and artifact.state == "present" for artifact in run.artifacts):
-        return f"{VIEW} {shlex.quote(shown_place(run.directory, run.root, run.url))}"
+        return f"{VIEW} {quoted(shown_place(run.directory, run.root, run.url))}"
     return RECORD_OPERATORS
 
 

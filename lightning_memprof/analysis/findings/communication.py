@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -21,7 +20,7 @@ from lightning_memprof.analysis.ranks.arrivals import WindowWaits
 from lightning_memprof.analysis.ranks.lateness import larger_batches
 from lightning_memprof.analysis.ranks.report import Straggler
 from lightning_memprof.analysis.trace.model import TraceReport
-from lightning_memprof.units import MIB, format_bytes, format_ns, percent
+from lightning_memprof.units import MIB, format_bytes, format_ns, percent, quoted
 
 SHOWN: Final = 3
 # As for data: from 30% on the wait decides how long the run takes.
@@ -197,7 +196,7 @@ def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Finding 
     own_ns = waits.own_wait_ns[rank]
     others_ns = round(statistics.median(ns for other, ns in waits.own_wait_ns.items() if other != rank))
     ledgers = [trace.device_ledger or trace.host_ledger for other, trace in ranks.items() if other != rank]
-    files = " ".join(shlex.quote(str(trace.file)) for trace in list(ranks.values())[:SHOWN])
+    files = " ".join(quoted(trace.file) for trace in list(ranks.values())[:SHOWN])
     return Finding(
         rule="straggler_trace",
         # Where most ranks were not recorded, one of them may be later still.

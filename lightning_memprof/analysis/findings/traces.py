@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
@@ -21,6 +20,7 @@ from lightning_memprof.analysis.trace.model import (
     Synchronization,
     TraceReport,
 )
+from lightning_memprof.units import quoted
 
 # Of exposed loading, and of copies from pageable memory: both can run beside the step.
 BESIDE_THE_STEP: Final = (0.5, 1.0)
@@ -118,7 +118,7 @@ ALL_AT_ONCE: Final = remedy(f"Update all parameters at once: {OPTIMIZER}.", "tra
 
 def open_trace(trace: TraceReport) -> str:
     """Return the command that shows the trace."""
-    return f"Open the trace: lightning-memprof view {shlex.quote(os.fspath(trace.file))}."
+    return f"Open the trace: lightning-memprof view {quoted(trace.file)}."
 
 
 def seen_in(trace: TraceReport, start_ns: int | None = None, duration_ns: int = 0) -> tuple[Evidence, ...]:

@@ -17,6 +17,7 @@ from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.manifest import RunFacts
 from lightning_memprof.artifacts.naming import TraceName, table_name
 from lightning_memprof.errors import ArtifactError, ConfigError
+from lightning_memprof.units import quoted
 
 _WIDTH: Final = 12
 _SPACE: Final = "  "
@@ -164,7 +165,7 @@ def ensure_operator_tables(run: Run) -> Run:
         try:
             if not table.exists():
                 if not table.resolve().is_relative_to(run.root.resolve()):
-                    command = f"lightning-memprof show {sources[0].file}"
+                    command = f"lightning-memprof show {quoted(sources[0].file)}"
                     problems.append(
                         Problem(table.name, f"is not made outside of the run; `{command}` shows the operators", rank)
                     )

@@ -37,7 +37,7 @@ from lightning_memprof.capture.threads import calls_of_error, calls_of_thread, l
 from lightning_memprof.capture.torch_internals import _dump_fr_trace_json, _dump_nccl_trace_json
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.packages import PACKAGES
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_ns, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -260,7 +260,7 @@ class _Watch:
             # All at once: a rank whose neighbour has ended raises for its connection.
             time.sleep(max(0.0, aborted.stat().st_mtime + 1.5 * self._longest_sleep - time.time()))
             message = f"a step does not end: rank {self._run.rank} ends with exit code {ABORTED} (on_hang='abort')"
-            print(f"memprof: {message}; lightning-memprof show {aborted.parent}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"memprof: {message}; lightning-memprof show {quoted(aborted.parent)}", file=sys.stderr, flush=True)  # noqa: T201
             # No cleanup: it would wait for the other ranks.
             os._exit(ABORTED)
 

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_memprof.artifacts.naming import TraceName, numbered, series_path, temporary_name
+from lightning_memprof.artifacts.remote import local_path
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.artifacts.trace_rewriting import write_trace
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, SkipWindow
@@ -88,8 +89,10 @@ class OperatorTrace(Collector):
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check what torch would reject during the training."""
+        """Check what torch would reject during the training, which may change its working directory."""
         _activities(self.activities)
+        if self.dirpath and (directory := local_path(self.dirpath)) is not None:
+            object.__setattr__(self, "dirpath", str(directory))
 
     def unavailable(self, run: RunContext) -> str | None:
         """Return a reason if another profiler owns torch.profiler, or torch was built without Kineto."""
@@ -174,7 +177,8 @@ class OperatorTrace(Collector):
 
     def _save(self, run: RunContext, window: Window, trace: WindowTrace) -> None:
         profiler = trace.profiler
-        directory = Path(self.dirpath) if self.dirpath else run.sink.place.root
+        # At a URL, they are uploaded from the run's root.
+        directory = (local_path(self.dirpath) if self.dirpath else None) or run.sink.place.root
         name = TraceName(
             stage=run.stage,
             filename=numbered(self.filename, run.sink.place.number),

@@ -52,6 +52,7 @@ _LOG_LEVELS: Final = (
     ("_ZN9libkineto6Logger14severityLevel_E", "KINETO_LOG_LEVEL", 6),
     ("FLAGS_caffe2_log_level", "TORCH_CPP_LOG_LEVEL", 2),
 )
+_OPENED: Final = Path("/proc/self/fd")
 
 
 class WindowTrace:
@@ -264,6 +265,22 @@ def _quoteless(name: str) -> str:
     return name.replace('"', "'")
 
 
+@contextmanager
+def plain_directory(directory: Path) -> Iterator[str]:
+    """Create a directory, and yield a path of it to which torch can save a trace.
+
+    Kineto changes backslashes and line breaks in a path and then cannot rename the file, refuses a name that is not
+    UTF-8, and writes quotes and control characters unescaped into the JSON. The yielded path has none of them.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    try:
+        plain = _OPENED / str(opened)
+        yield str(plain if plain.is_dir() else directory)
+    finally:
+        os.close(opened)
+
+
 @dataclass(frozen=True)
 class TraceFile:
     """A trace that Kineto has written: as JSON until it is compressed, then only as ``trace``."""
@@ -279,14 +296,14 @@ class TraceFile:
 
         Raises:
             RuntimeError: it has no trace.
-            OSError: the file is truncated: on a full disk torch reports nothing.
+            OSError: the file is truncated: torch reports no failed write.
         """
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
         if results is None or results.trace_start_ns() == 0:
             raise RuntimeError("Kineto returned no trace of this window; another profiler may have stopped it")
-        self.raw.parent.mkdir(parents=True, exist_ok=True)
         try:
-            results.save(str(self.raw))
+            with plain_directory(self.raw.parent) as plain:
+                results.save(f"{plain}/{self.raw.name}")
             return self._complete_bytes()
         except BaseException:
             for partial in (self.raw, self._unfinished):
@@ -300,14 +317,16 @@ class TraceFile:
         return self.raw.with_name(f"{self.raw.name}.tmp")
 
     def _complete_bytes(self) -> int:
+        size, is_complete = 0, False
         found = self.raw if self.raw.exists() else self._unfinished
-        with found.open("rb") as file:
+        with suppress(FileNotFoundError), found.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             is_complete = file.read().rstrip().endswith(b"}")
         if found is not self.raw or not is_complete:
-            msg = f"torch wrote only {format_bytes(size)} of the trace; is the disk full?"
-            raise OSError(errno.ENOSPC, msg, str(self.raw))
+            free = format_bytes(shutil.disk_usage(self.raw.parent).free)
+            msg = f"torch wrote {format_bytes(size)} of the trace, without its end; {free} free on the file system"
+            raise OSError(errno.EIO, msg, str(self.raw))
         return size
 
     def export(self, path: str, use_python_export: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 torch's

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from lightning_memprof.report.document import Cell, Table, Words
-from lightning_memprof.units import format_bytes, format_ns, percent
+from lightning_memprof.units import format_bytes, format_ns, percent, printable
 
 NONE: Final = "-"
 MAX_TEXT: Final = 600
@@ -60,13 +60,7 @@ def amount(value: float, unit: str = "") -> str:
 
 def clean(value: str, longest: int = MAX_TEXT) -> str:
     """Make control characters visible, since recorded text must not control a terminal, and cut long text."""
-    short = value if len(value) <= longest else value[: longest - 1] + "…"
-    if short.isprintable():
-        return short
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape", "backslashreplace").decode("ascii")
-        for letter in short
-    )
+    return printable(value if len(value) <= longest else value[: longest - 1] + "…")
 
 
 def _count(value: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -46,7 +45,7 @@ from lightning_memprof.report.sections.traces import device_stack, traces_sectio
 from lightning_memprof.report.sections.trial import trial_section
 from lightning_memprof.report.sections.workers import workers_section
 from lightning_memprof.report.view import View
-from lightning_memprof.units import format_count, format_list, format_ns
+from lightning_memprof.units import format_count, format_list, format_ns, quoted
 
 # A run has these sections only where there is something in them; otherwise this is what there is to say.
 EMPTY_SECTIONS: Final = {
@@ -99,7 +98,7 @@ def run_document(view: View) -> Document:
         location=where,
         commands=view.commands,
         incomplete=incomplete,
-        update=f"To update it: lightning-memprof report {shlex.quote(where)}" if incomplete else "",
+        update=f"To update it: lightning-memprof report {quoted(where)}" if incomplete else "",
     )
 
 

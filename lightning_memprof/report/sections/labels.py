@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Final, NamedTuple
@@ -15,6 +14,7 @@ from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.analysis.snapshot.report import DeviceReport
 from lightning_memprof.analysis.trace.model import GpuTimes
 from lightning_memprof.report.document import Badge, Bar, Cell, Style
+from lightning_memprof.units import quoted
 
 # Names that are not here are shown with blanks for underscores.
 LABELS: Final[Mapping[str, str]] = {
@@ -167,10 +167,10 @@ def compiled_note(training: Mapping[str, object] | None) -> Iterator[str]:
 def file_command(where: str, kind: str) -> str:
     """Return the command that opens a file, empty where none does."""
     if kind == "trace":
-        return f"lightning-memprof view {shlex.quote(where)}"
+        return f"lightning-memprof view {quoted(where)}"
     if kind == "snapshot":
-        return f"lightning-memprof show {shlex.quote(where)}"
-    return f"less {shlex.quote(where)}" if PurePath(where).suffix in READABLE else ""
+        return f"lightning-memprof show {quoted(where)}"
+    return f"less {quoted(where)}" if PurePath(where).suffix in READABLE else ""
 
 
 def reserved_parts(device: DeviceReport) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -32,7 +31,7 @@ from lightning_memprof.report.document import (
 from lightning_memprof.report.sections.labels import MORE, counter, file_command, place
 from lightning_memprof.report.sections.tables import Field, filled, ratio
 from lightning_memprof.report.view import View
-from lightning_memprof.units import format_count
+from lightning_memprof.units import format_count, quoted
 
 # More rows are slow to lay out; the manifests list all files.
 MAX_FILES: Final = 400
@@ -178,7 +177,7 @@ def _total(files: Sequence[ArtifactFile]) -> Cell:
 
 
 def _commands(view: View) -> Iterator[Table]:
-    where = shlex.quote(place(view.run.directory, view.run))
+    where = quoted(place(view.run.directory, view.run))
     rows = [
         ("this report, updated", f"lightning-memprof report {where}"),
         ("everything, in the terminal", f"lightning-memprof show {where} --all"),

@@ -17,6 +17,7 @@ from lightning_memprof.cli.main import main
 from lightning_memprof.cli.show import show
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.report.opened import OpenOptions
+from lightning_memprof.units import quoted
 
 TABLE = "fit-fts_extended_pytorch_profiler-0.txt"
 
@@ -96,7 +97,7 @@ def test_a_run_that_names_a_trace_elsewhere_gets_no_table_written_there(
     before = sorted(elsewhere.iterdir())
     problems = shown(capsys, tmp_path / "sent")["problems"]
     assert [one["message"] for one in problems if one["piece"] == TABLE] == [
-        f"is not made outside of the run; `lightning-memprof show {before[0]}` shows the operators"
+        f"is not made outside of the run; `lightning-memprof show {quoted(before[0])}` shows the operators"
     ]
     assert sorted(elsewhere.iterdir()) == before
 

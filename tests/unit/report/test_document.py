@@ -21,7 +21,6 @@ from lightning_memprof.report.document import (
     code,
     count,
     duration,
-    joined,
     phrase,
     share,
     size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from typing import Final
 
@@ -27,7 +26,7 @@ from lightning_memprof.analysis.ledger.model import TimeLedger
 from lightning_memprof.analysis.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.analysis.run.locate import shown_path
 from lightning_memprof.analysis.trace.model import TraceReport
-from lightning_memprof.units import format_count, format_ns, percent
+from lightning_memprof.units import format_count, format_ns, percent, quoted
 
 VIEW: Final = "See every operator on a timeline: lightning-memprof view"
 RECORD_ALL: Final = "Use a trace with all events of a few steps."
@@ -35,7 +34,7 @@ RECORD_ALL: Final = "Use a trace with all events of a few steps."
 
 def look(trace: TraceReport) -> str:
     """Return the command that shows every operator of a trace."""
-    return f"{VIEW} {shlex.quote(shown_path(trace.file))}"
+    return f"{VIEW} {quoted(shown_path(trace.file))}"
 
 
 def busy(trace: TraceReport) -> float:
