@@ -1,0 +1,128 @@
+"""Runs in directories whose names a shell, a template, a terminal or torch reads otherwise, or that are relative."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
+from lightning_memprof.cli.main import main
+from lightning_memprof.integration.background import REPORT_VARIABLE
+from lightning_memprof.tensorboard.runs import RunList
+from training import Perceptron, loader, manifest, rows_of, trainer
+
+PATIENCE_SECONDS = 90
+NAMES = [
+    "a\nb",
+    "a\\b",
+    "x%d{}y",
+    "[lr=0.1]{x}*?'\"\\$HOME#%41&;`ü",
+    "a\x1b[31mb\tc\r",
+    "\udcff",
+    "-dash ~[red]x",
+]
+
+
+def artifacts(run: Path) -> list[Path]:
+    """Give the listed files; each is there, and as large as listed."""
+    files = []
+    for row in rows_of(run, "artifact"):
+        files.append(run.parent / row["path"])
+        assert files[-1].stat().st_size == row["size_bytes"], row["path"]
+    return files
+
+
+def trace_of(files: list[Path]) -> dict[str, Any]:
+    (trace,) = [file for file in files if file.name.endswith(".pt.trace.json.gz")]
+    read: dict[str, Any] = json.loads(gzip.decompress(trace.read_bytes()))
+    return read
+
+
+def is_inert(text: str) -> bool:
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+class Away(Callback):
+    """Changes the working directory in a step of a recorded window."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if args[-1] == 2:
+            self._directory.mkdir(parents=True)
+            os.chdir(self._directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_run_in_a_directory_of_any_name_is_whole_and_every_command_reads_it(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    callback = MemProfilerCallback(output=OutputOptions(report=False))
+    root = tmp_path / name
+    trainer(root, callback, default_root_dir=root, profiler="fts_extended", logger=False).fit(Perceptron(), loader())
+    run = root / "memprofiler"
+    assert callback.run_directory == run
+    assert rows_of(run, "error") == []
+    assert trace_of(artifacts(run))["traceEvents"]
+    printed = capfd.readouterr()
+    assert "verdict" in printed.out
+    assert is_inert("".join(line for line in printed.err.splitlines(keepends=True) if line.startswith("memprof")))
+    out = tmp_path / f"out {name}"
+    out.mkdir()
+    target = name if not name.startswith("-") else f"./{name}"
+    for command in (
+        ["show", target, "--all"],
+        ["show", target, "--format", "markdown"],
+        ["show", target, "--format", "json"],
+        ["report", target],
+        ["report", target, "-o", str(out / "page.html")],
+        ["compare", target, target],
+        ["merge", target, "-o", str(out / "merged.json")],
+        ["export", target, "--to", "csv", "-o", str(out / "tables")],
+        ["export", target, "--to", "speedscope", "-o", str(out / "stacks.json")],
+        ["watch", target, "--once"],
+    ):
+        assert main(command) == 0, command
+        assert is_inert(capfd.readouterr().out), command
+    assert main(["show", f"{target}/nothing"]) == 1
+    assert len(capfd.readouterr().err.splitlines()) == 1
+    assert (run / "report.html").stat().st_size > 100_000
+    assert (out / "page.html").stat().st_size > 100_000
+    assert json.loads((out / "merged.json").read_bytes())["traceEvents"]
+    (listed,) = json.loads(json.dumps(RunList({"": tmp_path}).document()))["runs"]
+    assert (listed["label"], listed["state"]) == (name, "finished")
+
+
+@pytest.mark.slow
+def test_a_relative_directory_stays_where_it_is_if_the_program_changes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(REPORT_VARIABLE, raising=False)
+    callback = MemProfilerCallback(output=OutputOptions(dirpath="runs", summary=False, report=True))
+    profiler = ExtendedPyTorchProfiler(dirpath="traces")
+    away = tmp_path / "away" / "far"
+    trainer(tmp_path, callback, Away(away), profiler=profiler).fit(Perceptron(), loader())
+    run = tmp_path / "runs" / "memprofiler"
+    assert (Path.cwd(), callback.run_directory) == (away, run)
+    assert list(away.iterdir()) == []
+    assert rows_of(run, "error") == []
+    assert manifest(run)[-1]["steps"] == 12
+    assert len((run / "pulse.rank00000.csv").read_text().splitlines()) == 13
+    artifacts(run)
+    # Written by a process of its own.
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (run / "report.html").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (run / "report.html").exists()
+    assert trace_of(list((tmp_path / "traces").iterdir()))["traceEvents"]
