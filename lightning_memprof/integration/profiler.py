@@ -68,7 +68,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
     apply to the operator trace. Without a Trainer it records from the first ``profile(action)`` to ``describe()``.
 
     Args:
-        dirpath: directory for traces and tables; None is the Trainer's ``log_dir``.
+        dirpath: directory for traces and tables, made absolute at once; None is the Trainer's ``log_dir``.
         filename: middle part of the file names; if given, a run of one process also writes Lightning's
             ``{stage}-{filename}.txt``.
         group_by_input_shapes: one row per shape in the operator table; needs ``record_shapes=True``.

@@ -54,8 +54,9 @@ class OutputOptions:
     """Destination of the results of a run, and the policy for failing collectors.
 
     Args:
-        dirpath: parent of the ``memprofiler`` directory; None is the Trainer's ``log_dir``. Also an fsspec URL
-            (``s3://``, ``gs://``, ``memory://``): files are written locally and copied there in the background.
+        dirpath: parent of the ``memprofiler`` directory; None is the Trainer's ``log_dir``. ``~`` is expanded, and a
+            relative path is made absolute in ``setup``. Also an fsspec URL (``s3://``, ``gs://``, ``memory://``): files
+            are written locally and copied there in the background.
         summary: print the page on rank 0 at the end of a run: True, False, or ``"line"``, one line with the verdict and
             the command that shows the page. None is the page for each fit and for the first run of the callback, and
             the line for a validate, test or predict after another run. After an exception they go to standard error.

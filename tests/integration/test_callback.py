@@ -159,6 +159,15 @@ def test_max_time_leaves_a_closed_saved_window_marked_truncated(tmp_path: Path) 
     assert windows(only_run(tmp_path))[0]["truncated"]
 
 
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    callback = MemProfilerCallback(collectors=[HostMemory()], output=OutputOptions(dirpath="~/runs", summary=False))
+    trainer(tmp_path, callback).fit(Perceptron(), loader(2))
+    assert callback.run_directory == tmp_path / "home/runs/memprofiler"
+    assert not (tmp_path / "~").exists()
+
+
 def test_fast_dev_run_closes_its_window(tmp_path: Path, package: Package) -> None:
     callback = recorder(output=OutputOptions(dirpath=tmp_path, summary=False, on_error="raise"))
     package.trainer(tmp_path, callback, fast_dev_run=3, default_root_dir=tmp_path).fit(package.Perceptron(), loader())

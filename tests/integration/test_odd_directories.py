@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
+from markupsafe import escape
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from lightning_memprof.cli.main import main
@@ -126,3 +128,43 @@ def test_a_relative_directory_stays_where_it_is_if_the_program_changes_its_own(
         time.sleep(0.05)
     assert (run / "report.html").exists()
     assert trace_of(list((tmp_path / "traces").iterdir()))["traceEvents"]
+
+
+ODD = "x{}%d{0}[red]\\a'b`|<i>"
+# Lightning writes the settings of a callback behind its name, in braces.
+ODD_CALLBACK = ODD.replace("{", "").replace("}", "")
+
+
+class OddNames(Perceptron):
+    """Has a module with an odd name, and raises an exception with an odd text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module(ODD, torch.nn.Linear(1, 1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 8:
+            raise ValueError(f"{ODD}\n{ODD}")
+        return self.get_submodule(ODD)(self.net(batch)).square().mean()
+
+
+@pytest.mark.slow
+def test_names_of_the_program_are_values_in_every_format(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    callback = MemProfilerCallback(output=OutputOptions(report=False))
+    slow = type(ODD_CALLBACK, (Callback,), {"on_train_batch_end": lambda *_: time.sleep(0.05)})
+    training = trainer(tmp_path, callback, slow(), profiler="fts_extended")
+    callback.snapshot(ODD)
+    with pytest.raises(ValueError, match="red"):
+        training.fit(OddNames(), loader())
+    run = callback.run_directory
+    assert run is not None
+    assert rows_of(run, "error") == []
+    trace_of(artifacts(run))
+    capfd.readouterr()
+    for command in (["show", str(run), "--all"], ["show", str(run), "--format", "markdown"]):
+        assert main(command) == 0
+        assert is_inert(capfd.readouterr().out), command
+    assert main(["show", str(run), "--format", "json"]) == 0
+    assert f"{json.dumps(ODD_CALLBACK)[1:-1]}.on_train_batch_end takes" in capfd.readouterr().out
+    assert main(["report", str(run)]) == 0
+    assert escape(ODD) in (run / "report.html").read_text()

@@ -302,6 +302,20 @@ def test_outside_of_a_trainer_folded_stacks_are_written(tmp_path: Path) -> None:
     assert (tmp_path / "mine.stack").exists()
 
 
+def test_outside_of_a_trainer_the_trace_is_in_dirpath_whatever_its_name_and_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profiler = ExtendedPyTorchProfiler(dirpath="a\\\nb", filename="mine")
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path / "away")
+    with profiler.profile("training_step"):
+        torch.zeros(42)
+    profiler.describe()
+    (trace,) = (tmp_path / "a\\\nb").glob("*.json")
+    assert json.loads(trace.read_bytes())["traceEvents"]
+
+
 def test_outside_of_a_trainer_it_leaves_a_profiler_of_the_program_alone() -> None:
     profiler = ExtendedPyTorchProfiler()
     with (

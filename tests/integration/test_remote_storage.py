@@ -14,8 +14,9 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from lightning.pytorch import Callback
 
-from lightning_memprof import ConfigError, MemProfilerCallback, OutputOptions
+from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from lightning_memprof.analysis.run.fetch import local_run
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts import remote, upload
@@ -216,6 +217,35 @@ def test_a_trainers_url_with_a_password_is_recorded_here_without_it(
     for path in copies:
         assert "HIDDEN" not in str(path)
         assert path.is_dir() or b"HIDDEN" not in path.read_bytes()
+
+
+def test_traces_of_a_profiler_with_a_url_are_at_the_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    profiler = ExtendedPyTorchProfiler(dirpath=URL)
+    trainer(tmp_path / "log", profiler=profiler, default_root_dir=str(tmp_path)).fit(Perceptron(), loader(6))
+    assert [name for name in stored() if name.endswith(".pt.trace.json.gz")]
+    assert [path.name for path in tmp_path.rglob("*") if "memory:" in path.name] == []
+
+
+@pytest.mark.slow
+def test_a_program_that_changes_its_working_directory_uploads_from_the_relative_one(
+    tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Away(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            (tmp_path / "away").mkdir()
+            monkeypatch.chdir(tmp_path / "away")
+
+    monkeypatch.chdir(tmp_path)
+    url = f"s3://{BUCKET}/away"
+    callback = MemProfilerCallback(output=OutputOptions(dirpath=url, summary=False, on_error="raise"))
+    trainer(tmp_path / "log", callback, Away(), default_root_dir="here").fit(Perceptron(), loader(6))
+    assert list((tmp_path / "away").iterdir()) == []
+    assert working_copies(tmp_path / "here") == []
+    with local_run(url) as found:
+        run = load_run(found.path)
+        assert (run.status, run.problems) == ("finished", ())
+        assert all(artifact.state == "present" for artifact in run.artifacts)
 
 
 def test_a_refused_setup_leaves_no_working_copy(tmp_path: Path) -> None:

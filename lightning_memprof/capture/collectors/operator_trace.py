@@ -63,7 +63,8 @@ class OperatorTrace(Collector):
         stacks_metric: also write folded Python stacks weighted by this metric, ``"self_cpu_time_total"`` for
             instance; implies ``with_stack`` and takes seconds at the end of a window.
         filename: middle part of the trace names.
-        dirpath: directory of the traces; None is the run's root, where TensorBoard finds them.
+        dirpath: directory of the traces, made absolute at once; None, or a URL, is the run's root, where TensorBoard
+            finds them.
         options: further keyword arguments of ``torch.profiler.profile``.
 
     Raises:

@@ -21,7 +21,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_memprof.artifacts import remote, upload
-from lightning_memprof.artifacts.remote import Remote, check_url, claim_remote, claim_url, is_url, url_path
+from lightning_memprof.artifacts.remote import Remote, check_url, claim_remote, claim_url, is_url, local_path, url_path
 from lightning_memprof.artifacts.upload import Mirror, Pace, Uploads
 from lightning_memprof.errors import ArtifactError, ConfigError
 
@@ -110,6 +110,17 @@ def test_a_url_is_known_by_its_protocol() -> None:
     assert not is_url("/tmp/s3:/runs")
     assert url_path("file:///tmp/runs") == "/tmp/runs"
     assert url_path("s3://bucket/runs") is None
+
+
+def test_a_directory_is_absolute_with_its_home_and_a_url_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    given = ("runs", Path("runs"), "~/runs", "file://runs", "/a/../b", "~no-user/x", "s3://bucket/runs")
+    runs = tmp_path / "runs"
+    expected = [runs, runs, tmp_path / "home/runs", runs, Path("/a/../b"), tmp_path / "~no-user/x", None]
+    assert [local_path(directory) for directory in given] == expected
 
 
 @pytest.mark.parametrize(
