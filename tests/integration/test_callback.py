@@ -159,6 +159,18 @@ def test_max_time_leaves_a_closed_saved_window_marked_truncated(tmp_path: Path) 
     assert windows(only_run(tmp_path))[0]["truncated"]
 
 
+def test_the_command_that_shows_a_run_is_quoted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = MemProfilerCallback(
+        collectors=[HostMemory()], output=OutputOptions(dirpath=tmp_path / "a b", summary=False, report=False)
+    )
+    with caplog.at_level("INFO", logger="lightning_memprof"):
+        trainer(tmp_path, callback).fit(Perceptron(), loader(2))
+        trainer(tmp_path / "a b", profiler=ExtendedPyTorchProfiler()).fit(Perceptron(), loader(2))
+    shown = [line.partition("show it with: ")[2] for line in caplog.messages if "show it with" in line]
+    places = (tmp_path / "a b/memprofiler", tmp_path / "a b/log/memprofiler")
+    assert shown == [f"lightning-memprof show '{place}'" for place in places]
+
+
 def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

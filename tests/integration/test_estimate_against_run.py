@@ -64,6 +64,17 @@ def test_the_page_of_a_run_compares_its_peak_with_its_estimate(
     assert ("all tensors" in rows) == is_whole
 
 
+@pytest.mark.slow
+def test_the_page_is_where_the_command_was_started_if_the_program_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    away = "import os; os.mkdir('away'); os.chdir('away')\n"
+    Path("train.py").write_text(away + PROGRAM.replace("COLLECTORS", "None"), encoding="utf-8")
+    assert main(["estimate", "--what-if", "none", "-o", "page.html", "train.py"]) == 0
+    assert (tmp_path / "page.html").exists()
+
+
 def test_a_damaged_estimate_hides_nothing_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -189,7 +189,7 @@ def test_a_name_in_an_error_cannot_steer_the_terminal(tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert err.rstrip("\n").isprintable()
-    assert "\\x1b[31m" in err
+    assert "a\\x1b[31m\\nb\\x07" in err
 
 
 @pytest.mark.slow

@@ -47,13 +47,16 @@ def answer(directory: Path, step: int) -> threading.Thread:
     return thread
 
 
-def test_it_says_what_the_ranks_will_record(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_the_ranks_will_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "a b"
+    root.mkdir()
+    run = began(root)
     rank = answer(run, 100)
-    assert main(["trigger", str(tmp_path), "--active", "3", "--warmup", "1"]) == 0
+    assert main(["trigger", str(root), "--active", "3", "--warmup", "1"]) == 0
     rank.join()
     first, second = capsys.readouterr().out.splitlines()
     assert first == "rank 0 is at step 100: all 4 ranks will record steps 121-123, warming up from step 120"
-    assert second == f"afterwards: lightning-memprof show {run}"
+    assert second == f"afterwards: lightning-memprof show '{run}'"
 
 
 def test_one_rank_and_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,17 @@ def test_lines_are_shown_and_the_logger_is_left_as_it_was(level: int, monkeypatc
     logger.setLevel(logging.NOTSET)
 
 
+def test_a_name_stays_on_its_line_and_a_traceback_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
+    lines = LogLines()
+    with bare_root():
+        lines.show()
+        logging.getLogger("lightning_memprof").info("recorded in %s", "/a\nb\x1b[31m", exc_info=ValueError("why"))
+        lines.hide()
+    assert shown.getvalue().splitlines() == [r"memprof: recorded in /a\nb\x1b[31m", "ValueError: why"]
+
+
 def test_two_runs_at_a_time_show_each_line_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     monkeypatch.setattr("sys.stderr", shown)
