@@ -8,6 +8,7 @@ that also has a range on the device. A rewritten file has the tab's categories; 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -49,6 +50,26 @@ _REWRITTEN: Final = re.compile(
 _WITH_STACK: Final = re.compile(rb'"with_stack": ?1\b')
 # The end that Kineto writes: the tab takes the text before the last bracket as events. The path is not escaped.
 _END: Final = re.compile(rb'\]\s*,\s*"traceName": "[^\n]*"\s*\}\s*\Z')
+
+
+# A letter of a name, as :func:`range_name` writes it.
+_LETTER: Final = re.compile(rb"&#([0-9]{1,7});")
+_MOST_LETTER: Final = 0x10FFFF
+
+
+def range_name(name: str) -> str:
+    """Return a name of the program for a range, in letters that Kineto keeps; :func:`write_trace` restores it.
+
+    Kineto writes quotes unescaped, which breaks the JSON, ``/`` for a backslash, and ``unknown`` for a whole name with
+    a letter that is not printable ASCII.
+    """
+    # Called for each action.
+    if name.isascii() and name.isprintable() and not ('"' in name or "\\" in name):
+        return name
+    encodable = name.encode("utf-8", "replace").decode()
+    return "".join(
+        letter if " " <= letter <= "~" and letter not in '"\\' else f"&#{ord(letter)};" for letter in encodable
+    )
 
 
 def write_trace(raw: Path, target: Path) -> None:
@@ -153,7 +174,8 @@ class _Rewrite:
         if self._is_first:
             self._is_first = False
             self._has_stacks = _WITH_STACK.search(piece[: max(0, piece.find(b'"traceEvents"'))]) is not None
-        return _REWRITTEN.sub(self._event, piece)
+        text = _REWRITTEN.sub(self._event, piece)
+        return _LETTER.sub(_letter, text) if b"&#" in text else text
 
     def end(self, text: bytes) -> bytes:
         """Finish the last piece: with ``Framework``, the tab shows Lightning's modules and counts operators alone."""
@@ -176,6 +198,11 @@ class _Rewrite:
             if was == category:
                 return found[0]
         return b'"cat": "%b"%b%b%b%b' % (category, found["between"], _MARK, was, _MARK_END)
+
+
+def _letter(found: re.Match[bytes]) -> bytes:
+    number = int(found[1])
+    return json.dumps(chr(number)).encode()[1:-1] if number <= _MOST_LETTER else found[0]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def printable(name: object) -> str:
+def encodable(name: object) -> str:
     """Return any name as text that files and traces can encode."""
     return str(name).encode("utf-8", "replace").decode()
 

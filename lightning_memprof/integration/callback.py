@@ -13,9 +13,10 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_memprof.artifacts.trace_rewriting import range_name
 from lightning_memprof.capture.base import Collector, Position
 from lightning_memprof.capture.budget import Budget
-from lightning_memprof.capture.named_snapshots import NamedSnapshots, printable
+from lightning_memprof.capture.named_snapshots import NamedSnapshots, encodable
 from lightning_memprof.capture.sources.growth import holders_of
 from lightning_memprof.capture.triggers.watch import Triggers, check_steps
 from lightning_memprof.errors import ConfigError, MemprofError
@@ -110,16 +111,16 @@ class MemProfilerCallback(Adapter):
 
     def snapshot(self, name: str) -> None:
         """Record the current memory under ``name``, at any point of the program."""
-        self._named.take(printable(name), "snapshot", self._position())
+        self._named.take(encodable(name), "snapshot", self._position())
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
         """Record the memory at the start and the end of the body; in a window the trace has a range of this name."""
-        name = printable(name)
+        name = encodable(name)
         in_window = self.attachment is not None and self.attachment.session.window is not None
         self._named.take(name, "start", self._position())
         try:
-            with torch.profiler.record_function(name) if in_window else nullcontext():
+            with torch.profiler.record_function(range_name(name)) if in_window else nullcontext():
                 yield
         finally:
             self._named.take(name, "end", self._position())

@@ -130,7 +130,7 @@ def test_a_relative_directory_stays_where_it_is_if_the_program_changes_its_own(
     assert trace_of(list((tmp_path / "traces").iterdir()))["traceEvents"]
 
 
-ODD = "x{}%d{0}[red]\\a'b`|<i>"
+ODD = "x{}%d{0}[red]\\a'b`|<i>\"größe"
 # Lightning writes the settings of a callback behind its name, in braces.
 ODD_CALLBACK = ODD.replace("{", "").replace("}", "")
 
@@ -138,14 +138,16 @@ ODD_CALLBACK = ODD.replace("{", "").replace("}", "")
 class OddNames(Perceptron):
     """Has a module with an odd name, and raises an exception with an odd text."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: MemProfilerCallback) -> None:
         super().__init__()
+        self.recorder = recorder
         self.add_module(ODD, torch.nn.Linear(1, 1))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == 8:
             raise ValueError(f"{ODD}\n{ODD}")
-        return self.get_submodule(ODD)(self.net(batch)).square().mean()
+        with self.recorder.region(ODD):
+            return self.get_submodule(ODD)(self.net(batch)).square().mean()
 
 
 @pytest.mark.slow
@@ -153,13 +155,15 @@ def test_names_of_the_program_are_values_in_every_format(tmp_path: Path, capfd: 
     callback = MemProfilerCallback(output=OutputOptions(report=False))
     slow = type(ODD_CALLBACK, (Callback,), {"on_train_batch_end": lambda *_: time.sleep(0.05)})
     training = trainer(tmp_path, callback, slow(), profiler="fts_extended")
-    callback.snapshot(ODD)
     with pytest.raises(ValueError, match="red"):
-        training.fit(OddNames(), loader())
+        training.fit(OddNames(callback), loader())
     run = callback.run_directory
     assert run is not None
     assert rows_of(run, "error") == []
-    trace_of(artifacts(run))
+    names = {event.get("name", "") for event in trace_of(artifacts(run))["traceEvents"]}
+    assert f"[pl][module]torch.nn.modules.linear.Linear: {ODD}" in names
+    assert f"[pl][profile][Callback]{ODD_CALLBACK}.on_train_batch_end" in names
+    assert ODD in names
     capfd.readouterr()
     for command in (["show", str(run), "--all"], ["show", str(run), "--format", "markdown"]):
         assert main(command) == 0

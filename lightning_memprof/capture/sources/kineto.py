@@ -20,7 +20,7 @@ import torch
 from isal import igzip
 from torch.autograd.profiler import profile as autograd_profile
 
-from lightning_memprof.artifacts.trace_rewriting import FAST_LEVEL
+from lightning_memprof.artifacts.trace_rewriting import FAST_LEVEL, range_name
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.compiled import WRAPPED, compiled_modules, module_paths
 from lightning_memprof.capture.sources.module_calls import module_calls
@@ -210,7 +210,7 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
     for path, module in module_paths(model).items():
         kind = type(getattr(module, WRAPPED, module))
         name = f"{kind.__module__}.{kind.__qualname__}{' (compiled)' if path in compiled else ''}"
-        names[path] = _quoteless(f"[pl][module]{name}: {path}")
+        names[path] = range_name(f"[pl][module]{name}: {path}")
     ranges: list[Any] = []
 
     def before(path: str, args: tuple[Any, ...]) -> None:  # noqa: ARG001 the name is enough
@@ -239,7 +239,7 @@ def action_ranges(*listeners: Listener) -> Iterator[Callable[[], None]]:
     ranges: list[tuple[str, Any]] = []
 
     def start(name: str) -> None:
-        opened = _RecordFunctionFast(_quoteless("[pl][profile]" + name))
+        opened = _RecordFunctionFast(range_name("[pl][profile]" + name))
         opened.__enter__()
         ranges.append((name, opened))
 
@@ -258,11 +258,6 @@ def action_ranges(*listeners: Listener) -> Iterator[Callable[[], None]]:
             yield cut
         finally:
             cut()
-
-
-def _quoteless(name: str) -> str:
-    """Replace quotes: Kineto writes them unescaped, which breaks the JSON."""
-    return name.replace('"', "'")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, Final
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from lightning_memprof.artifacts.trace_rewriting import range_name
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.torch_internals import _RecordFunctionFast
 from lightning_memprof.packages import PACKAGES
@@ -106,6 +107,6 @@ def _put(hooks: MutableMapping[int, Any], kind: str) -> Iterator[tuple[MutableMa
     for key, hook in list(hooks.items()):
         place = str(getattr(_function(hook), "__module__", None))
         if place.partition(".")[0] not in _NOT_THE_PROGRAMS:
-            made = _Ranged(hook, f"[pl][{kind}_hook]{hook_name(hook)}".replace('"', "'"))
+            made = _Ranged(hook, range_name(f"[pl][{kind}_hook]{hook_name(hook)}"))
             hooks[key] = made
             yield hooks, key, made

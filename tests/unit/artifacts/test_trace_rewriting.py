@@ -15,7 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memprof.artifacts import trace_rewriting
-from lightning_memprof.artifacts.trace_rewriting import original_categories, tensorboard_categories, write_trace
+from lightning_memprof.artifacts.trace_rewriting import (
+    original_categories,
+    range_name,
+    tensorboard_categories,
+    write_trace,
+)
 from recorded_rows import read_events
 
 EVENT = """
@@ -87,6 +92,22 @@ def test_an_event_has_the_category_that_the_tab_reads_and_says_what_torch_wrote(
 def test_what_the_tab_reads_already_stays_as_it_is(event):
     (found,) = loaded(text(event))["traceEvents"]
     assert (found["cat"], found["args"]) == (event[0], {"External id": 0, "Ev Idx": 3})
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "größe", "a\nb\x1b", "日本語\U0001f600", "&#x; &", "plain: net.0"])
+def test_a_name_of_a_range_is_written_in_plain_letters_and_restored(name: str) -> None:
+    written = range_name(f"[pl][module]{name}")
+    assert written.isascii()
+    assert written.isprintable()
+    assert not {'"', "\\"} & set(written)
+    (found,) = loaded(text(("cpu_op", written)))["traceEvents"]
+    assert found["name"] == f"[pl][module]{name}"
+
+
+def test_what_is_no_letter_stays_and_a_name_that_is_not_utf8_can_be_written() -> None:
+    (found,) = loaded(text(("cpu_op", "&#9999999; &#65;")))["traceEvents"]
+    assert found["name"] == "&#9999999; A"
+    assert range_name("a\udcff") == "a?"
 
 
 def test_modules_and_actions_make_it_a_trace_of_lightnings_but_not_where_stacks_name_torchs_modules():
