@@ -55,10 +55,9 @@ def local_path(directory: str | os.PathLike[str]) -> Path | None:
     Raises:
         OSError: the path is relative, and the working directory was removed.
     """
-    named: str | None = os.fspath(directory)
-    if is_url(named):
-        named = url_path(named)
-    return None if named is None else Path(os.path.expanduser(named)).absolute()  # noqa: PTH111 unknown users stay
+    named = os.fspath(directory)
+    local = url_path(named) if is_url(named) else named
+    return None if local is None else Path(os.path.expanduser(local)).absolute()  # noqa: PTH111 unknown users stay
 
 
 def check_url(url: str) -> None:

@@ -224,7 +224,7 @@ def test_an_action_of_the_users_own_is_named_in_the_trace(tmp_path: Path) -> Non
                 return self.loss(batch)
 
     trainer(tmp_path, profiler=ExtendedPyTorchProfiler()).fit(Named(), loader())
-    assert names_in(traces(tmp_path / "log")[0]).count("[pl][profile]my 'own' part") == 2
+    assert names_in(traces(tmp_path / "log")[0]).count('[pl][profile]my "own" part') == 2
 
 
 def test_folded_stacks_are_written_where_asked(tmp_path: Path) -> None:
