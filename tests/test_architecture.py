@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -80,7 +79,7 @@ TOP_LEVEL = {
     "pyproject.toml",
     "tests",
 }
-# Each owns one switch of the interpreter that torch gives no handle for, or what such switches belong to: the live runs.
+# Each owns one switch of the interpreter that torch gives no handle for, or the live runs, to which they belong.
 STATE_OWNERS = {
     "capture/collectors/allocator_history.py",
     "capture/collectors/oom.py",
