@@ -130,7 +130,7 @@ class WindowTrace:
     def _start(self) -> None:
         # Torch warns of the first free of a block that it has not seen allocated, and then of each thousandth. Not a
         # tensor: modes of the program see operators.
-        unseen = torch.UntypedStorage(1, device="cpu")
+        unseen = torch.UntypedStorage(1, device="cpu")  # type: ignore[no-untyped-call]
         with native_log_raised():
             self.profiler.start_trace()
             del unseen
