@@ -68,7 +68,7 @@ class Endings:
 
     Args:
         trainer: of the run.
-        callback: the callback; one that the Trainer does not have now gets its hooks from one that it has.
+        callback: the callback; while the Trainer does not have it, another one may pass its hooks on.
         raised: called with an exception that leaves the training loop.
         end: ends the run.
     """
@@ -82,7 +82,8 @@ class Endings:
     ) -> None:
         self._trainer = trainer
         self._callback = callback
-        self._is_direct = self._has_callback()
+        # For each epoch that runs: a search of a Tuner has one inside another, with callbacks of its own.
+        self._had_callback: list[bool] = []
         self._raised = raised
         self._end = end
         self._handled: BaseException | None = None
@@ -90,10 +91,10 @@ class Endings:
 
     def handlers(self) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], None]]]:
         """Return the handlers of the start and of the stop of an action, by its name."""
-        names = ("run_training_epoch", *self._hooks)
-        return dict.fromkeys(names, self._note), {
-            "run_training_epoch": self._epoch_end, **dict.fromkeys(self._hooks, self._hook_end)
-        }  # fmt: skip
+        return (
+            {"run_training_epoch": self._epoch_start, **dict.fromkeys(self._hooks, self._note)},
+            {"run_training_epoch": self._epoch_end, **dict.fromkeys(self._hooks, self._hook_end)},
+        )
 
     def _note(self) -> None:
         # The program may call fit while it handles an exception of its own.
@@ -103,11 +104,15 @@ class Endings:
         error = sys.exc_info()[1]
         return None if error is self._handled else error
 
+    def _epoch_start(self) -> None:
+        self._note()
+        self._had_callback.append(self._has_callback())
+
     def _epoch_end(self) -> None:
         error = self._exception()
         if error is not None and not isinstance(error, StopIteration):
             self._raised(error)
-        if self._is_direct and not self._has_callback():
+        if self._had_callback.pop() and not self._has_callback():
             self._end()
 
     def _hook_end(self) -> None:
