@@ -87,7 +87,7 @@ def check_private(directory: Path) -> None:
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise ArtifactError(
             f"{directory}: every user may write into it (mode {stat.S_IMODE(mode):04o}), so no file there is taken for "
-            f"a request; chmod o-w {directory}, or send SIGUSR2 to the ranks"
+            f"a request; chmod o-w {directory}"
         )
 
 

@@ -73,7 +73,7 @@ def _world_size(directory: Path) -> int:
     if manifest.end is not None:
         raise ArtifactError(f"{directory}: this run has ended; only a running job can record a window")
     if manifest.run.fields.get("triggers") is False:
-        raise ArtifactError(f"{directory}: this run was started with Triggers(file=False); send SIGUSR2 to its ranks")
+        raise ArtifactError(f"{directory}: this run was started with Triggers(file=False) and reads no requests")
     return manifest.run.world_size or 1
 
 
@@ -104,7 +104,10 @@ def _check_running(directory: Path) -> None:
 
 COMMAND: Final = Command(
     summary="record a window of a running job now",
-    description="Record a window of a running job now, at the same step on all ranks.",
+    description=(
+        "Record a window of a running job now, at the same step on all ranks. The command writes a request file into the "
+        "run directory; it sends no signal."
+    ),
     add_options=_add_options,
     execute=_execute,
 )

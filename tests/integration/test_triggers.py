@@ -27,7 +27,7 @@ from lightning_memprof import (
 )
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.analysis.trace.operators import ensure_operator_tables
-from lightning_memprof.artifacts.trigger import read_plan
+from lightning_memprof.artifacts.trigger import Request, read_plan, write_request
 from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
 from lightning_memprof.triggers import AllocatorRetries, SlowStep
@@ -128,7 +128,7 @@ def test_sigusr2_opens_a_window_on_this_rank_and_the_programs_own_handler_hears_
     try:
         own = signal.getsignal(signal.SIGUSR2)
         at = At(_3=lambda: os.kill(os.getpid(), signal.SIGUSR2))
-        trainer(tmp_path, memprof(), at).fit(Perceptron(), loader(10))
+        trainer(tmp_path, memprof(triggers=Triggers(signal=True)), at).fit(Perceptron(), loader(10))
         assert signal.getsignal(signal.SIGUSR2) is own
     finally:
         signal.signal(signal.SIGUSR2, before)
@@ -142,8 +142,20 @@ def test_sigusr2_is_the_programs_again_after_a_fit_that_raised(tmp_path: Path) -
 
     before = signal.getsignal(signal.SIGUSR2)
     with pytest.raises(ValueError, match="no"):
-        trainer(tmp_path, memprof(), At(_3=fail)).fit(Perceptron(), loader(10))
+        trainer(tmp_path, memprof(triggers=Triggers(signal=True)), At(_3=fail)).fit(Perceptron(), loader(10))
     assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_outside_windows_signals_have_the_handlers_of_a_bare_run(tmp_path: Path) -> None:
+    def handlers(*callbacks: pl.Callback, **options: Any) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        at = At(_6=lambda: found.update({number: signal.getsignal(number) for number in signal.valid_signals()}))
+        trainer(tmp_path, *callbacks, at, **options).fit(Perceptron(), loader(8))
+        # Lightning's own.
+        del found[signal.SIGTERM]
+        return found
+
+    assert handlers(MemProfilerCallback(output=OUTPUT), profiler="fts_extended") == handlers()
 
 
 def test_a_slow_step_opens_a_window_once_and_a_validation_is_none(tmp_path: Path) -> None:
@@ -182,7 +194,12 @@ def test_each_stage_has_its_schedule(tmp_path: Path) -> None:
 
 def test_the_profiler_alone_takes_stages_and_opens_windows_that_are_wanted(tmp_path: Path) -> None:
     profiler = ExtendedPyTorchProfiler(schedule=StageSchedules(fit=None, test=Schedule(wait=0, warmup=0, active=1)))
-    training = trainer(tmp_path, At(_3=lambda: os.kill(os.getpid(), signal.SIGUSR2)), profiler=profiler)
+
+    def request() -> None:
+        write_request(tmp_path / "log" / "memprofiler", Request("id", "somebody"))
+        time.sleep(0.06)
+
+    training = trainer(tmp_path, At(_3=request), profiler=profiler)
     training.fit(Perceptron(), loader(8))
     training.test(Perceptron(), loader(4))
     log_dir = tmp_path / "log"

@@ -47,7 +47,7 @@ class Triggers:
 
     Args:
         file: check every 50 ms whether ``lightning-memprof trigger`` requests a window.
-        signal: SIGUSR2 opens a window on this rank.
+        signal: install a handler of SIGUSR2, which then opens a window on this rank.
         anomalies: anomalies that open a window on this rank.
         warmup: warmup steps, whose records are discarded.
         active: steps to record.
@@ -57,7 +57,7 @@ class Triggers:
     """
 
     file: bool = True
-    signal: bool = True
+    signal: bool = False
     anomalies: list[Anomaly] = field(default_factory=list)
     warmup: int = 1
     active: int = 3
