@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.analysis.memory.report import NO_OPTIMIZER_STEP
 from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import ModuleMemory, Pulse, SavedTensors
 from training import Perceptron, loader, trainer
@@ -61,6 +62,19 @@ def test_a_tracked_step_gives_every_category_of_its_peak(tmp_path: Path, capsys:
     assert memory["peak_bytes"]["parameter"] == PARAMETER_BYTES
     assert memory["peak_bytes"]["optimizer_state"] == STATE_BYTES
     assert sum(memory["peak_bytes"].values()) == memory["total_bytes"]
+
+
+@pytest.mark.parametrize("collector", [SavedTensors, ModuleMemory])
+def test_before_the_first_optimizer_step_its_state_is_not_available(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], collector: Any
+) -> None:
+    callback = MemProfilerCallback(collectors=[collector()], output=OutputOptions(summary=False))
+    memory = memory_of(tmp_path, capsys, callback, accumulate_grad_batches=8)
+    assert memory["peak_bytes"]["parameter"] == PARAMETER_BYTES
+    assert memory["peak_bytes"]["optimizer_state"] is None
+    assert memory["unknown"]["optimizer_state"] == NO_OPTIMIZER_STEP.format(step=memory["step"])
+    known = [size for size in memory["peak_bytes"].values() if size is not None]
+    assert sum(known) == memory["total_bytes"]
 
 
 def test_the_page_on_the_terminal_has_its_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

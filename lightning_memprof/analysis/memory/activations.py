@@ -72,14 +72,15 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
         return self.total_bytes - sum(module.own_activation_bytes for module in self.modules)
 
 
-class StepEnd(msgspec.Struct, frozen=True):
+class StepEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The end of one step: live bytes by category of :data:`HELD`, and ``(parameter, gradient)`` bytes by module.
 
-    ``note`` is the reason why the step has no backward.
+    ``global_step`` is the number of optimizer steps before the step; ``note`` is the reason why it has no backward.
     """
 
     window: int
     step: int
+    global_step: int | None
     held: Mapping[str, int | None]
     modules: Mapping[str, tuple[int, int]]
     note: str | None
@@ -153,7 +154,14 @@ def _end(window: RecordedWindow, row: SavedTensorsRow) -> StepEnd | None:
             case [int() as parameters, int() as gradients]:
                 modules[name] = (parameters, gradients)
     held = {name: row.held.get(f"{name}_bytes") for name in HELD}
-    return StepEnd(window=window.index, step=row.step, held=held, modules=modules, note=row.note)
+    return StepEnd(
+        window=window.index,
+        step=row.step,
+        global_step=row.global_step,
+        held=held,
+        modules=modules,
+        note=row.note,
+    )
 
 
 class CheckpointedBlock(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ LAST: Final = ("temporary", "other")
 TRACKERS: Final = ("module_memory", "fsdp_memory")
 NOT_SEEN: Final = "only ModuleMemory and FSDPMemory measure it"
 NOT_COUNTED: Final = "not measured"
+NO_OPTIMIZER_STEP: Final = "no optimizer step before step {step}"
 MOMENT_TRACKED: Final = "peak of the step"
 MOMENT_HELD: Final = "end of the step"
 NO_BACKWARD: Final = "no backward was recorded"
@@ -239,11 +240,11 @@ def _tracked_peak(rank: Rank) -> CategoryPeak | None:
 def _category_peak(row: PeakRow, source: str, window: int) -> CategoryPeak | None:
     if row.total_bytes is None or row.categories is None or row.step is None:
         return None
-    sizes = dict(row.categories)
+    sizes = _known(row.categories, row.global_step)
     rest = row.total_bytes - sum(sizes.values())
     if rest:
         sizes["other"] = sizes.get("other", 0) + rest
-    categories, unknown = _complete(sizes)
+    categories, unknown = _complete(sizes, row.step)
     return CategoryPeak(
         source=source,
         moment=MOMENT_TRACKED,
@@ -264,11 +265,23 @@ def _on_first_device(peaks: Iterable[CategoryPeak], device: str | None) -> Categ
     return replace(first, others=tuple(others))
 
 
-def _complete(sizes: Mapping[str, int]) -> tuple[dict[str, int | None], dict[str, str]]:
+def _known(sizes: Mapping[str, int | None], global_step: int | None) -> dict[str, int]:
+    """Return the measured categories; most optimizers have no state before their first step."""
+    known = {name: size for name, size in sizes.items() if size is not None}
+    if global_step == 0 and not known.get("optimizer_state"):
+        known.pop("optimizer_state", None)
+    return known
+
+
+def _complete(sizes: Mapping[str, int], step: int) -> tuple[dict[str, int | None], dict[str, str]]:
     """Return all categories in order, uncommon ones last, and the reason by category that is None."""
     names = [*CATEGORIES, *(name for name in sizes if name not in CATEGORIES)]
     names.sort(key=lambda name: LAST.index(name) + 1 if name in LAST else 0)
-    return {name: sizes.get(name) for name in names}, {name: NOT_COUNTED for name in names if name not in sizes}
+    unknown = {name: NOT_COUNTED for name in names if name not in sizes}
+    # Both are measured at once.
+    if "optimizer_state" in unknown and "parameter" in sizes:
+        unknown["optimizer_state"] = NO_OPTIMIZER_STEP.format(step=step)
+    return {name: sizes.get(name) for name in names}, unknown
 
 
 def _saved_peak(saved: SavedSteps, device: str | None) -> CategoryPeak | None:
@@ -285,7 +298,7 @@ def _saved_peak(saved: SavedSteps, device: str | None) -> CategoryPeak | None:
     if not sums:
         return None
     sizes, place = max(sums, key=lambda entry: sum(entry[0].values()))
-    categories, unknown = _complete(sizes)
+    categories, unknown = _complete(sizes, place.step)
     if "temporary" in unknown:
         unknown["temporary"] = NOT_SEEN
     if "activation" in unknown:
@@ -304,8 +317,7 @@ def _saved_peak(saved: SavedSteps, device: str | None) -> CategoryPeak | None:
 
 
 def _held(end: StepEnd | None) -> dict[str, int]:
-    held = end.held if end is not None else {}
-    return {name: size for name, size in held.items() if size is not None}
+    return _known(end.held, end.global_step) if end is not None else {}
 
 
 def _activations(saved: SavedSteps, largest: Activations) -> Activations:
