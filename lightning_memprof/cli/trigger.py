@@ -105,7 +105,7 @@ def _check_running(directory: Path) -> None:
 COMMAND: Final = Command(
     summary="record a window of a running job now",
     description=(
-        "Record a window of a running job now, at the same step on all ranks. The command writes a request file into the "
+        "Record a window of a running job now, at the same step on all ranks. The command writes a request into the "
         "run directory; it sends no signal."
     ),
     add_options=_add_options,

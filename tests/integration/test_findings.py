@@ -99,6 +99,14 @@ def test_a_validation_alone_is_healthy_and_gets_no_advice_for_a_training(tmp_pat
     assert "Train" not in advice.replace("Trainer(", "")
 
 
+def test_9_steps_are_too_few_to_judge_a_slow_validation(tmp_path: Path) -> None:
+    slow = Training(steps=3, options={"max_epochs": 3}, validation=Samples(6), collectors=None)
+    found = findings_of(tmp_path, slow)
+    assert next(iter(found)) == "nothing_found"
+    assert "validation_bound" not in found
+    assert not severities(found)
+
+
 def test_a_slow_dataset_is_input_bound(tmp_path: Path, healthy: dict[str, Finding]) -> None:
     finding = findings_of(tmp_path, Training(data=Samples(24, seconds=0.02)))["input_bound"]
     assert finding.severity is Severity.CRITICAL

@@ -41,6 +41,7 @@ __all__ = [
     "verdict",
 ]
 
+# Of memory and of a run's end: true after any number of steps.
 RULES: Final[tuple[Rule, ...]] = (
     profiler.hang,
     profiler.worker_died,
@@ -52,6 +53,14 @@ RULES: Final[tuple[Rule, ...]] = (
     memory.validation_memory,
     modules.retained_graph,
     snapshot.allocator_retries,
+    communication.memory_imbalance,
+    memory.peak_elsewhere,
+    memory.activation_peak,
+    memory.optimizer_state,
+    memory.data_memory,
+)
+# Of the time of a step.
+STEP_RULES: Final[tuple[Rule, ...]] = (
     communication.straggler,
     modules.buffer_broadcast,
     loops.synced_passes,
@@ -80,11 +89,6 @@ RULES: Final[tuple[Rule, ...]] = (
     host.slow_steps,
     slowing.slower_steps,
     host.gc_pauses,
-    communication.memory_imbalance,
-    memory.peak_elsewhere,
-    memory.activation_peak,
-    memory.optimizer_state,
-    memory.data_memory,
     profiler.profiler_overhead,
 )
 TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (
@@ -134,11 +138,13 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     If only the wait for a core is, ``nothing_found`` comes second: a training run on a busy machine is bound by
     something, too. A rule that raises is a finding of its own: it hides nothing else.
     """
+    judged = facts.of_enough_steps()
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
+    of_run += [finding for rule in (STEP_RULES if judged else ()) for finding in _guarded(rule, judged)]
     reported = {finding.rule for finding in of_run}
     of_files = [
         finding
-        for finding in examine_files(facts.steady_traces, facts.snapshots)
+        for finding in examine_files(facts.steady_traces if judged else (), facts.snapshots)
         if SAME_FAULT.get(finding.rule, "") not in reported and not (facts.ledgers and finding.rule in OF_FEW_STEPS)
     ]
     found = _by_severity([*of_run, *of_files])

@@ -51,8 +51,8 @@ from lightning_memprof.analysis.trace.intervals import length, union
 from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.units import format_count, format_ns, percent, quoted
 
-# In fewer steps the first ones, which are not typical, are most of the run.
-FEW_STEPS: Final = 5
+# The required steps, the first one, and those of two windows.
+ENOUGH_STEPS: Final = 20
 # From this share of forward and backward on, the model decides how long a step takes.
 COMPUTE_BOUND: Final = 0.5
 MAX_MESSAGE: Final = 120
@@ -98,18 +98,17 @@ def nothing_found(facts: Facts) -> Finding:
         )
     first = max(DOING, key=lambda phase: statistics.breakdown_ns[phase] or 0)
     numbers = {"dominant": first, "share": statistics.share(first), "duration_ns": statistics.mean_ns}
-    if statistics.steps < MIN_STEPS:
+    if statistics.used < MIN_STEPS:
         return Finding(
             rule=NOTHING_FOUND,
             severity=Severity.INFO,
             sentence="Too few steps to judge.",
-            why=f"{early}{format_count(statistics.steps, 'step')} recorded; the first one is not typical.",
-            next_steps=(f"{again} at least {FEW_STEPS} steps.", _look_further(run)),
+            why=f"{early}Step times come from {statistics.basis}; a verdict needs {MIN_STEPS}.",
+            next_steps=(f"{again} at least {ENOUGH_STEPS} steps.", _look_further(run)),
             numbers=numbers,
         )
-    few = f" Only {statistics.steps} steps were recorded." if statistics.steps < FEW_STEPS else ""
     if (bound := _bound(facts, rank)) is not None:
-        return replace(bound, why=f"{early}{bound.why}{few}")
+        return replace(bound, why=f"{early}{bound.why}")
     ledger = facts.ledgers[rank.rank]
     shares = {DOING[phase]: statistics.share(phase) for phase in DOING}
     validation = ledger.ns("validation") / ledger.running_ns
@@ -132,7 +131,7 @@ def nothing_found(facts: Facts) -> Finding:
         rule=NOTHING_FOUND,
         severity=Severity.NONE if around is None else Severity.INFO,
         sentence=around or f"{dominant[0].upper()}{dominant[1:]}.",
-        why=f"{early}{mean}; {'the second largest part is' if around is None else f'{dominant},'} {runner_up}.{few}",
+        why=f"{early}{mean}; {'the second largest part is' if around is None else f'{dominant},'} {runner_up}.",
         next_steps=(_look_further(run),) if around is None else (LARGER, _look_further(run)),
         numbers=numbers,
     )

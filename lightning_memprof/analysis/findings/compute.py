@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Final
 
 from lightning_memprof.analysis.findings.measures import ranks_on_host, torch_threads
-from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, SHORT_STEP_NS, Facts, Finding, Recovery
+from lightning_memprof.analysis.findings.model import NOTABLE, SHORT_STEP_NS, Facts, Finding, Recovery
 from lightning_memprof.analysis.ledger.model import TimeLedger, total
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
@@ -31,7 +31,7 @@ def double_precision(facts: Facts) -> Finding | None:
         return None
     rank, ledger = heaviest
     source, share = _double_share(rank, ledger)
-    if share < MIN_DOUBLE or ledger.steps < MIN_STEPS:
+    if share < MIN_DOUBLE:
         return None
     spent = ledger.ns(*PASSES) * share
     worth = Recovery(unit="ns", min=spent * DOUBLE[0], max=spent * DOUBLE[1], whole=ledger.running_ns)
@@ -90,7 +90,7 @@ def thread_oversubscription(facts: Facts) -> Finding | None:
     rank, ledger = heaviest
     cores, threads = rank.facts.cpu_count, torch_threads(rank)
     here = len(ranks_on_host(facts, rank))
-    if not cores or not threads or not is_oversubscribed(facts, rank) or ledger.steps < MIN_STEPS:
+    if not cores or not threads or not is_oversubscribed(facts, rank):
         return None
     spent = ledger.ns(*_COMPUTED)
     most = max(1 - cores / (threads * here), LEAST_RECOVERED)
@@ -283,7 +283,7 @@ def optimizer_bound(facts: Facts) -> Finding | None:
     saved = FASTER if slow else LESS_OFTEN
     worth = Recovery(unit="ns", min=spent * saved[0], max=spent * saved[1], whole=ledger.running_ns)
     least = NOTABLE if slow else NOTABLE_OPTIMIZER * LESS_OFTEN[1]
-    if worth.share < least or statistics.used < MIN_STEPS or not considered:
+    if worth.share < least or not considered:
         return None
     optimizer_ns = round(mean_share * ledger.step_ns)
     if statistics.mean_ns < SHORT_STEP_NS and optimizer_ns < MIN_OPTIMIZER_NS:
@@ -394,7 +394,7 @@ def dense_embedding(facts: Facts) -> Finding | None:
         return None
     rank, ledger = worst[0], facts.ledgers[worst[0].rank]
     found = _embedding(rank)
-    if found is None or ledger.steps < MIN_STEPS:
+    if found is None:
         return None
     embedding, share = found
     optimizers = rank.training.optimizers if rank.training else []

@@ -22,7 +22,6 @@ from lightning_memprof.analysis.findings.measures import (
     worker_advice,
 )
 from lightning_memprof.analysis.findings.model import (
-    MIN_STEPS,
     NOTABLE,
     SHORT_STEP_NS,
     Facts,
@@ -104,7 +103,7 @@ def input_bound(facts: Facts) -> Finding | None:
     rank, statistics = worst
     ledger = facts.ledgers[rank.rank]
     share, wait_ns = statistics.share("data_wait"), statistics.breakdown_ns["data_wait"] or 0
-    if share <= NOTABLE_SHARE or statistics.used < MIN_STEPS:
+    if share <= NOTABLE_SHARE:
         return None
     if statistics.mean_ns < SHORT_STEP_NS and wait_ns < MIN_COST_NS:
         return None

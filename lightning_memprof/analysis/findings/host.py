@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from lightning_memprof.analysis.findings.compute import is_oversubscribed
 from lightning_memprof.analysis.findings.measures import core_use, few_steps, one_by_one
 from lightning_memprof.analysis.findings.model import (
-    MIN_STEPS,
     NOTABLE,
     SHORT_STEP_NS,
     Facts,
@@ -193,7 +192,7 @@ def _matters(ledger: TimeLedger, lines: Sequence[TimeLine], least_share: float =
     ns = total(lines)
     is_hook = all(line.part == "module_hook" for line in lines)
     least = MIN_SHORT_NS if ledger.step_ns < SHORT_STEP_NS and not is_hook else MIN_NS
-    return ledger.steps >= MIN_STEPS and ns >= max(least, least_share * ledger.running_ns)
+    return ns >= max(least, least_share * ledger.running_ns)
 
 
 # Python collects everything once in a while, and programs at the end of epochs; a model is compiled for a few shapes:
@@ -286,7 +285,7 @@ def between_steps(facts: Facts) -> Finding | None:
         return None
     rank, ledger = worst
     ns = ledger.ns("untracked")
-    if ns <= max(NOTABLE_BETWEEN * ledger.running_ns, MIN_BETWEEN_NS) or ledger.steps < MIN_STEPS:
+    if ns <= max(NOTABLE_BETWEEN * ledger.running_ns, MIN_BETWEEN_NS):
         return None
     worth = Recovery(unit="ns", min=0, max=ns - MIN_BETWEEN_NS, whole=ledger.running_ns)
     return Finding(

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.analysis.ledger.memory import ByteLedger, run_bytes
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
@@ -25,8 +26,8 @@ from lightning_memprof.analysis.steps.statistics import PulseStatistics, pulse_s
 from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.artifacts.naming import pulse_name
 
-# The first steps start workers and select kernels: fewer than these do not represent a run.
-MIN_STEPS: Final = 3
+# The first steps start workers and select kernels, and one validation or checkpoint is most of a short run.
+MIN_STEPS: Final = 10
 # The Trainer itself takes 1 to 4 ms per step: in shorter steps its share hides the model's.
 SHORT_STEP_NS: Final = 10_000_000
 # The rule of the finding that no other rule fired.
@@ -176,6 +177,13 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
             measure=measure,
         )
 
+    def of_enough_steps(self) -> Facts | None:
+        """Return the facts of the ranks with enough steps to judge step time, None if the ranks have too few."""
+        judged = {rank: found for rank, found in self.statistics.items() if found.used >= MIN_STEPS}
+        if len(judged) == len(self.statistics):
+            return self
+        return replace(self, statistics=judged) if judged else None
+
     @cached_property
     def ledgers(self) -> Mapping[int, TimeLedger]:
         """The time ledgers of the ranks that have a pulse, by rank."""
@@ -233,10 +241,9 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
         }
 
     def heaviest(self, cost: Callable[[TimeLedger], float]) -> tuple[Rank, TimeLedger] | None:
-        """Return the rank whose ledger costs the most, None where none of enough steps costs anything."""
+        """Return the rank whose ledger costs the most, None where none costs anything."""
         found = [(rank, self.ledgers[rank.rank]) for rank in self.run.ranks if rank.rank in self.ledgers]
-        ranks = [pair for pair in found if pair[1].steps >= MIN_STEPS and cost(pair[1]) > 0]
-        return max(ranks, key=lambda pair: cost(pair[1]), default=None)
+        return max((pair for pair in found if cost(pair[1]) > 0), key=lambda pair: cost(pair[1]), default=None)
 
     @property
     def is_fit(self) -> bool:

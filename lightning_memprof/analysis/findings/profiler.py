@@ -10,7 +10,7 @@ from statistics import median
 from typing import Final
 
 from lightning_memprof.analysis.findings.measures import own_ns
-from lightning_memprof.analysis.findings.model import Evidence, Facts, Finding, Recovery, Severity
+from lightning_memprof.analysis.findings.model import MIN_STEPS, Evidence, Facts, Finding, Recovery, Severity
 from lightning_memprof.analysis.findings.traces import NOTABLE_SHARE, idle_ns, on_rank, remedies, remedy, seen_in, times
 from lightning_memprof.analysis.ledger.run import typical_in_windows
 from lightning_memprof.analysis.ranks.hangs import Difference, Place, call, difference, last_calls, places, usual_call
@@ -34,8 +34,6 @@ from lightning_memprof.units import format_bytes, format_count, format_list, for
 OTHER_PROFILER: Final = re.compile(r"its own torch profiler|owns torch\.profiler")
 # At this share of the figures, a phase would be a finding.
 SEVERE_SHARE: Final = 0.20
-# Fewer steps support no conclusions: a longer run has steps outside windows.
-MIN_USED: Final = 10
 # The pulse may take 20 µs per step: a larger share occurs only in very short steps.
 NOTABLE_PULSE: Final = 0.02
 # Windows are a choice, and their cost is paid once.
@@ -139,7 +137,7 @@ def _profiled(facts: Facts, rank: Rank) -> Finding | None:
     kind = TORCH_PROFILER if refused or TORCH_PROFILER in kinds else PYTHON_PROFILER
     excess, others = _beyond_others(steps)
     part = ""
-    if others >= MIN_USED and len(kinds) >= MIN_PROFILED:
+    if others >= MIN_STEPS and len(kinds) >= MIN_PROFILED:
         part = f" in {len(kinds)} of {len(steps)} steps"
         least = most = min(excess, ledger.ns(*PROFILED))
         why = (
@@ -202,7 +200,7 @@ def _in_figures(facts: Facts, rank: Rank, statistics: PulseStatistics) -> Findin
     steps, dearest = typical_in_windows(rank), _dearest(rank)
     return Finding(
         rule="profiler_overhead",
-        severity=Severity.WARNING if share >= SEVERE_SHARE and statistics.used >= MIN_USED else Severity.INFO,
+        severity=Severity.WARNING if share >= SEVERE_SHARE else Severity.INFO,
         sentence=f"Recording takes {percent(share)} of the steps that the figures come from{facts.on_rank(rank)}.",
         why=(
             f"{len(steps)} of the {statistics.used} steps are in windows; profiler overhead is "

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from lightning_memprof.analysis.findings.measures import MOST, OF_VALUES, READS, VIEWS
-from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTABLE, Facts, Finding, Recovery
+from lightning_memprof.analysis.findings.model import NOTABLE, Facts, Finding, Recovery
 from lightning_memprof.analysis.findings.program.lines import COPY_LESS, has, of_action, of_spot
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimeLine, grouped, total
 from lightning_memprof.analysis.run.model import Rank
@@ -294,7 +294,7 @@ def busy_thread(facts: Facts) -> list[Finding]:
 def _busiest(facts: Facts, rank: Rank) -> Finding | None:
     ledger = facts.ledgers.get(rank.rank)
     rows = [row for row in rank.read(ProcessRow).rows if row.kind == "thread" and row.elapsed_ns]
-    if ledger is None or not rows or ledger.steps < MIN_STEPS:
+    if ledger is None or not rows:
         return None
     elapsed = rows[-1].elapsed_ns or 1
     # With an accelerator the training thread sleeps for that, too.

@@ -46,12 +46,6 @@ def test_a_healthy_run_says_what_it_is_bound_by_and_how_to_look_further(tmp_path
     assert f"lightning-memprof view {shown_path(run.directory)}" in said.next
 
 
-def test_three_steps_are_judged_with_a_word_of_caution(tmp_path: Path) -> None:
-    said = verdict(load_run(make_run(tmp_path, FakeRun(steps=4, windows=()))))
-    assert (said.rule, said.severity) == ("nothing_found", Severity.NONE)
-    assert said.why.endswith("Only 4 steps were recorded.")
-
-
 def test_an_early_end_is_said(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(endings={0: "RuntimeError: boom"}))))
     assert said.why.startswith("The run ended early with RuntimeError: boom. ")

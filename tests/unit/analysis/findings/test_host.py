@@ -50,17 +50,27 @@ def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
     assert said.next == "Train for some steps; if the Trainer has reached max_epochs, increase max_epochs."
 
 
-def test_few_steps_are_too_few_to_judge(tmp_path: Path) -> None:
-    said = verdict(load_run(make_run(tmp_path, FakeRun(steps=2, windows=(), phases=phases(data_wait=10**9)))))
-    assert (said.rule, said.severity) == ("nothing_found", Severity.INFO)
-    assert said.sentence == "Too few steps to judge."
-    assert said.why.startswith("2 steps recorded")
+@pytest.mark.parametrize("steps", [1, 4, 10])
+def test_up_to_10_steps_outside_windows_are_too_few_to_judge_step_time(tmp_path: Path, steps: int) -> None:
+    slow = phases(data_wait=10**9, callbacks=10**8)
+    (few,) = examine(Facts.of(load_run(make_run(tmp_path / "few", FakeRun(steps=steps, windows=(), phases=slow)))))
+    assert (few.rule, few.severity) == ("nothing_found", Severity.INFO)
+    assert few.sentence == "Too few steps to judge."
+    judged = verdict(load_run(make_run(tmp_path / "judged", FakeRun(steps=11, windows=(), phases=slow))))
+    assert judged.rule == "input_bound"
 
 
-def test_one_step_is_said_in_the_singular(tmp_path: Path) -> None:
-    said = verdict(load_run(make_run(tmp_path, FakeRun(steps=1, windows=()))))
-    assert said.why.startswith("1 step recorded")
-    assert said.severity is Severity.INFO
+def test_steps_of_windows_are_no_steps_outside_windows(tmp_path: Path) -> None:
+    fake = FakeRun(steps=14, windows=((2, 3, 4, 5),), phases=phases(data_wait=10**9))
+    assert verdict(load_run(make_run(tmp_path, fake))).rule == "nothing_found"
+
+
+def test_a_rank_of_few_steps_is_not_judged_beside_one_of_many(tmp_path: Path) -> None:
+    fake = FakeRun(world_size=2, windows=(), phases=lambda rank, _: HEALTHY | {"data_wait": rank * 10**9})
+    run = make_run(tmp_path, fake)
+    pulse = run / "pulse.rank00001.csv"
+    pulse.write_text("".join(pulse.read_text().splitlines(keepends=True)[:6]))
+    assert "input_bound" not in {finding.rule for finding in examine(Facts.of(load_run(run)))}
 
 
 def test_waiting_for_data_is_found_with_the_present_settings(tmp_path: Path) -> None:

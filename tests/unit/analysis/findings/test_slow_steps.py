@@ -100,7 +100,7 @@ def test_advice_for_a_validation_names_no_setting_of_a_training(tmp_path: Path, 
 
 def test_few_batches_of_a_validation_are_not_told_to_train(tmp_path: Path) -> None:
     said = verdict(load_run(make_run(tmp_path, FakeRun(stage="validate", steps=2, windows=()))))
-    assert said.next == "Run at least 5 steps."
+    assert said.next == "Run at least 20 steps."
 
 
 def marks(steps: range, duration_ns: int) -> list[dict[str, Any]]:
