@@ -506,3 +506,58 @@ def test_the_page_at_the_end_of_the_run_names_a_graph_that_outlives_its_step(
     made = trainer(tmp_path, MemProfilerCallback(schedule=LATE), profiler=profiler)
     made.fit(Retaining(is_retained=is_retained), batches(16, 4096, 256))
     assert ("Graphs outlive their step" in capsys.readouterr().out) == is_retained
+
+
+class Asleep(Model):
+    """Sleeps for most of each step, somewhere."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(nn.Sequential(nn.Linear(32, 16), Nap() if place == "forward" else nn.Tanh(), nn.Linear(16, 1)))
+        self.place = place
+
+    def nap(self, place: str) -> None:
+        if self.place == place:
+            time.sleep(0.02)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.nap("training_step")
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        self.nap("backward")
+        loss.backward()
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        self.nap("optimizer_zero_grad")
+        super().optimizer_zero_grad(*args)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.nap("optimizer_step")
+        super().optimizer_step(*args, **kwargs)
+
+
+class Nap(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "rule"),
+    [
+        ("training_step", "python_time"),
+        ("forward", "python_time"),
+        ("backward", "nothing_found"),
+        ("optimizer_zero_grad", "hook_bound"),
+        ("optimizer_step", "hook_bound"),
+    ],
+)
+def test_a_sleep_of_most_of_a_step_is_named_where_it_is(shown: Any, place: str, rule: str) -> None:
+    found = shown(place, Asleep(place), batches(30, 8, 32))
+    # On a busy machine the wait for a core comes first.
+    assert next(name for name in found if name != "core_wait") == rule
+    assert place in found[rule]["sentence"]
+    assert "time.sleep(0.02)" in found[rule]["sentence"]

@@ -22,7 +22,7 @@ from lightning_memprof.analysis.findings import (
 )
 from lightning_memprof.analysis.findings.bound import nothing_found, nothing_in_files
 from lightning_memprof.analysis.findings.gpu import allocator, collectives, holders, idle, waits
-from lightning_memprof.analysis.findings.model import NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity
+from lightning_memprof.analysis.findings.model import MIN_STEPS, NOTHING_FOUND, Evidence, Facts, Finding, Rule, Severity
 from lightning_memprof.analysis.findings.program import lines, loops, passes, python, slowing
 from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
@@ -138,7 +138,7 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     If only the wait for a core is, ``nothing_found`` comes second: a training run on a busy machine is bound by
     something, too. A rule that raises is a finding of its own: it hides nothing else.
     """
-    judged = facts.of_enough_steps()
+    judged = _of_enough_steps(facts)
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
     of_run += [finding for rule in (STEP_RULES if judged else ()) for finding in _guarded(rule, judged)]
     reported = {finding.rule for finding in of_run}
@@ -155,6 +155,14 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
         bound = (replace(each, severity=Severity.INFO) for each in _guarded(nothing_found, facts))
         return (*severe, *bound, *found[1:])
     return found
+
+
+def _of_enough_steps(facts: Facts) -> Facts | None:
+    """Return the facts of the ranks with enough steps to judge step time, None if the ranks have too few."""
+    judged = {rank: found for rank, found in facts.statistics.items() if found.used >= MIN_STEPS}
+    if len(judged) == len(facts.statistics):
+        return facts
+    return replace(facts, statistics=judged) if judged else None
 
 
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:

@@ -32,7 +32,7 @@ from lightning_memprof.analysis.findings.modules import (
     in_compiled,
     operator_family,
 )
-from lightning_memprof.analysis.findings.program.lines import fitting, has, of_forward
+from lightning_memprof.analysis.findings.program.lines import fitting, has, of_action, of_forward
 from lightning_memprof.analysis.findings.program.passes import ACCUMULATE
 from lightning_memprof.analysis.findings.traces import (
     ALL_AT_ONCE,
@@ -47,6 +47,7 @@ from lightning_memprof.analysis.ranks.hangs import first_exception
 from lightning_memprof.analysis.run.locate import shown_place
 from lightning_memprof.analysis.run.model import Rank, Run
 from lightning_memprof.analysis.snapshot.report import SnapshotReport
+from lightning_memprof.analysis.steps.lines import Spot
 from lightning_memprof.analysis.trace.intervals import length, union
 from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.units import format_count, format_ns, percent, quoted
@@ -163,14 +164,14 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
         steps: tuple[str, ...] = (*once, _look_further(facts.run))
     else:
         achieved = _of_module(facts, rank, heaviest)
-        at = of_forward(rank) if owner is ledger and rank.facts.is_cpu else None
+        at, passes = _longest_line(rank, ledger) if owner is ledger and rank.facts.is_cpu else (None, "")
         compiled = " (compiled)" if in_compiled(heaviest.module, rank) else ""
         leads = f"; {heaviest.leader} has {percent(heaviest.leader_ns / heaviest.ns)} of it" if heaviest.leader else ""
         sentence = (
             f"Compute-bound: {heaviest.module}{compiled} takes {owner.share_text(heaviest.ns)}{often} "
             f"({format_ns(heaviest.ns)} of {format_ns(owner.running_ns)}), "
             f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
-            f"{has(at, 'the forward') if at else leads}"
+            f"{has(at, passes) if at else leads}"
         )
         why = (
             f"{achieved.text + ' ' if achieved else ''}Forward takes {format_ns(ledger.ns('forward'))}, backward "
@@ -196,6 +197,12 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
             **(achieved.numbers if achieved else {}),
         },
     )
+
+
+def _longest_line(rank: Rank, ledger: TimeLedger) -> tuple[Spot | None, str]:
+    """Return where the program has most of a pass, of backward if it is the longer one and has lines of the program."""
+    at = of_action(rank, ".backward") if ledger.ns("backward") > ledger.ns("forward") else None
+    return (at, "the backward") if at is not None else (of_forward(rank), "the forward")
 
 
 def _own_passes(ledger: TimeLedger) -> tuple[TimeLine, ...]:

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from lightning_memprof.analysis.ledger.memory import ByteLedger, run_bytes
 from lightning_memprof.analysis.ledger.model import TimeLedger, TimePart, total
@@ -176,13 +175,6 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
             memory=memory,
             measure=measure,
         )
-
-    def of_enough_steps(self) -> Facts | None:
-        """Return the facts of the ranks with enough steps to judge step time, None if the ranks have too few."""
-        judged = {rank: found for rank, found in self.statistics.items() if found.used >= MIN_STEPS}
-        if len(judged) == len(self.statistics):
-            return self
-        return replace(self, statistics=judged) if judged else None
 
     @cached_property
     def ledgers(self) -> Mapping[int, TimeLedger]:

@@ -45,6 +45,8 @@ _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
     "forward": ("forward_hook", "self_log", "rank_wait"),
     "backward": ("backward_hook",),
 }
+# The Trainer's own work around an optimizer takes 1 to 2 ms.
+_BESIDE_OPTIMIZER_NS: Final = 2_000_000
 # The parts in which ranks meet.
 # One call with this part of the time of all recorded calls of a module, of two or more, is a stall.
 _STALLED: Final = 0.75
@@ -118,7 +120,7 @@ def run_ledger(
         lines += whole[:-1]
         parts = {part, *_INSIDE.get(part, ())} - logged
         recorded = without_stalls(inside.of(*parts), inside.steps) if inside and part in _STEADY else ()
-        lines += _with_detail(whole[-1], recorded, kernels)
+        lines += _with_detail(rank, whole[-1], recorded, kernels)
     return TimeLedger(
         step_ns=total(lines),
         median_ns=median,
@@ -158,12 +160,26 @@ def _kernels(device: TimeLedger, median: float) -> tuple[TimeLine, ...]:
     return tuple(replace(line, ns=stretch * line.ns) for line in device.passes)
 
 
-def _with_detail(rest: TimeLine, recorded: Sequence[TimeLine], kernels: Sequence[TimeLine]) -> Sequence[TimeLine]:
+def _with_detail(
+    rank: Rank, rest: TimeLine, recorded: Sequence[TimeLine], kernels: Sequence[TimeLine]
+) -> Sequence[TimeLine]:
     """Return the lines of modules and operators in the rest of a phase: on the host, or on the device's clock."""
     if detail := corrected(recorded, rest.ns) if recorded else ():
-        return detail
+        return _beside_optimizers(rank, detail) if rest.part == "optimizer" else detail
     launched = [line for line in kernels if line.part == rest.part]
     return _divided(rest.ns, launched, replace(rest, name=IDLE) if launched else rest)
+
+
+def _beside_optimizers(rank: Rank, detail: Sequence[TimeLine]) -> Sequence[TimeLine]:
+    """Return the lines of the optimizer phase; what is not in optimizers, if it is most, is the program's hook."""
+    beside = [line for line in detail if not line.name]
+    hooks = [row for row in rank.actions if row.phase == "optimizer" and (row.action or "").startswith(MODULES)]
+    hook = max(hooks, key=lambda row: row.total_ns or 0, default=None)
+    if hook is None or hook.action is None or total(beside) <= max(total(detail) / 2, _BESIDE_OPTIMIZER_NS):
+        return detail
+    name, count = action_name(hook.action), (hook.count or 0) / (hook.steps or 1)
+    owned = TimeLine(part="module_hook", name=name, ns=total(beside), count=count, longest_ns=hook.max_ns)
+    return [*(line for line in detail if line.name), owned]
 
 
 def without_stalls(lines: Sequence[TimeLine], steps: int) -> list[TimeLine]:

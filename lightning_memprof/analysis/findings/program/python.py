@@ -20,7 +20,7 @@ from lightning_memprof.units import format_bytes, format_ns, percent
 
 # Calls of operators and modules take some Python everywhere.
 NOTABLE_PYTHON: Final = 0.10
-# In a forward of fewer operators, a recording does not explain the remaining time.
+# In a forward of fewer operators, a recording explains the remaining time only by a line of the program.
 MIN_CALLED: Final = 10
 SAVED_PYTHON: Final = (0.5, 0.9)
 SAVED_READS: Final = (0.8, 1.0)
@@ -33,7 +33,7 @@ FORMATS: Final = frozenset({"aten::masked_select", "aten::resolve_conj"})
 NO_TEXT: Final = 'Write tensors as text once in many steps, and in messages that are read: logger.debug("%s", tensor).'
 AT_ONCE: Final = (
     "Do the work of {name} for all values at once, on tensors or NumPy arrays, not in Python loops; or in the "
-    "DataLoader's workers."
+    "DataLoader's workers; or outside the step."
 )
 NO_LOOPS: Final = "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps."
 
@@ -64,11 +64,13 @@ def python_time(facts: Facts) -> Finding | None:
     rank, ledger = worst
     python = _python(ledger)
     called = sum(line.called for line in ledger.of("forward"))
-    if python.ns < (NOTABLE if python.reads else NOTABLE_PYTHON) * ledger.running_ns or called < MIN_CALLED:
+    at = _line(rank, python) if python.is_most else None
+    if python.ns < (NOTABLE if python.reads else NOTABLE_PYTHON) * ledger.running_ns:
+        return None
+    if not called or (called < MIN_CALLED and (at is None or at.place is None)):
         return None
     ns, share = python.ns, ledger.share_text(python.ns)
     where = f"the forward of {python.module}" if python.module else "training_step, outside of its submodules,"
-    at = _own_line(rank) if python.is_most and not python.module else None
     outside = f"Python code in {where} takes {share}"
     if python.reads:
         where, count = where.partition(",")[0], f"{python.reads:,.0f}"
@@ -107,10 +109,10 @@ def python_time(facts: Facts) -> Finding | None:
     )
 
 
-def _own_line(rank: Rank) -> Spot | None:
-    """Return where the program has the time of the training step itself."""
-    own = [row for row in lines(rank, FORWARD["fit"]) if MODULE_CALL not in row.functions]
-    return next(iter(spots(own)), None)
+def _line(rank: Rank, python: _Python) -> Spot | None:
+    """Return where the program has the time: of the training step itself, or of the forward of modules."""
+    rows = lines(rank, FORWARD["fit"])
+    return next(iter(spots([row for row in rows if (MODULE_CALL in row.functions) == bool(python.module)])), None)
 
 
 def _python(ledger: TimeLedger) -> _Python:

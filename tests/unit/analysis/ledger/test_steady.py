@@ -190,7 +190,7 @@ def test_a_run_is_judged_by_its_steps_outside_windows(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_recorded_whole_has_no_other_steps_to_be_judged_by(tmp_path: Path) -> None:
-    run = load_run(make_run(tmp_path, FakeRun(steps=6, windows=((1, 2, 3, 4, 5),))))
+    run = load_run(make_run(tmp_path, FakeRun(steps=12, windows=(tuple(range(1, 12)),))))
     facts = Facts.of(run, (recorded(compute=17, python=45, operators=38),))
     assert facts.steady_traces[0].steady is None
     assert "gpu_idle" in {finding.rule for finding in examine(facts)}

@@ -73,16 +73,16 @@ def test_loading_in_the_training_process_is_named_with_its_line(
     assert found.next_steps[0].startswith("Open and parse a file") == (part != "sampler")
 
 
-@pytest.mark.parametrize(("each", "is_named"), [(1, True), (150, False)])
+@pytest.mark.parametrize(("operators", "each", "is_named"), [(12, 1, True), (1, 1, True), (12, 150, False)])
 def test_python_of_the_training_step_is_named_with_its_line_where_it_has_most_of_the_time(
-    tmp_path: Path, each: float, is_named: bool
+    tmp_path: Path, operators: int, each: float, is_named: bool
 ) -> None:
     events = [
         ("user_annotation", "ProfilerStep#2", 0, 4000),
         ("cpu_op", "[pl][profile][Strategy]SingleDeviceStrategy.training_step", 0, 2000),
         ("cpu_op", "[pl][profile][Strategy]SingleDeviceStrategy.backward", 2000, 3000),
         ("cpu_op", "aten::mm", 2000, 2900),
-        *(("cpu_op", "aten::add", 10 + 160 * at, 10 + 160 * at + each) for at in range(12)),
+        *(("cpu_op", "aten::add", 10 + 160 * at, 10 + 160 * at + each) for at in range(operators)),
     ]
     rows = [
         {"ph": "X", "cat": cat, "name": name, "pid": 9, "tid": 9, "ts": start, "dur": end - start, "args": {}}
