@@ -291,11 +291,15 @@ class OverheadFacts(Row):
 
 
 class EndRow(Row, tag_field="kind", tag="end"):
-    """The end of a rank's run; ``exception`` is its text where one ended it."""
+    """The end of a rank's run; ``exception`` is its text where one ended it.
+
+    ``peak_rss_bytes`` is the kernel's high-water mark of the process, which counts what came before the run, too.
+    """
 
     status: str | None = None
     exception: str | None = None
     steps: Int64 | None = None
+    peak_rss_bytes: Int64 | None = None
     overhead: OverheadFacts | None = None
 
 

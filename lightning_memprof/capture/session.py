@@ -17,6 +17,7 @@ from lightning_memprof.capture.base import Collector, OnMark, OnStep, Position, 
 from lightning_memprof.capture.budget import remove_old_windows
 from lightning_memprof.capture.clock import StepClock
 from lightning_memprof.capture.planner import RequestSource, Turn, WindowPlanner
+from lightning_memprof.capture.sources.memory import peak_rss_bytes
 from lightning_memprof.capture.watchdog import Watchdog
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.schedule import Action, Mark, Point, Window
@@ -189,7 +190,7 @@ class Session:
             parts.callback(self._end_last_step)
 
     def facts(self) -> dict[str, Any]:
-        """Return the number of steps and the profiler overhead, for the manifest's last row."""
+        """Return the number of steps, the peak RSS and the profiler overhead, for the manifest's last row."""
         apart = self._progress.apart_ns
         spent = {name: self._collectors_ns.get(name, 0) + apart.get(name, 0) for name in self._collectors_ns | apart}
         overhead = OverheadFacts(
@@ -197,7 +198,8 @@ class Session:
             windows_ns=self._windows_ns + self._progress.charged_ns,
             collectors_ns=spent,
         )
-        return {"steps": self._steps, "overhead": msgspec.structs.asdict(overhead)}
+        peak = peak_rss_bytes(0)
+        return {"steps": self._steps, "peak_rss_bytes": peak, "overhead": msgspec.structs.asdict(overhead)}
 
     def _end_step(self) -> int:
         """End the current step, if there is one; return the time from which on nothing is counted yet."""

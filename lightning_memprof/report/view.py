@@ -263,9 +263,7 @@ def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[Wi
             _last(step.host.rss_bytes for step in steps),
         ),
         max_rss_bytes=_most(*rss, *(step.host.max_rss_bytes for step in steps)),
-        peak_rss_bytes=_most(
-            *rss, *(step.host.max_rss_bytes for step in steps), *(s.host.peak_rss_bytes for s in steps)
-        ),
+        peak_rss_bytes=rank.peak_rss_bytes,
         uss_bytes=_last(step.host.uss_bytes for step in steps),
         vms_bytes=_last(step.host.vms_bytes for step in steps),
     )

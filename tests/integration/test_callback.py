@@ -19,8 +19,10 @@ from lightning_memprof.analysis.trace.operators import ensure_operator_tables
 from lightning_memprof.artifacts import naming
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.trace_rewriting import original_categories
+from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import HookTimings, HostMemory, OperatorTrace, Pulse
 from lightning_memprof.integration.attachment import Attachment
+from lightning_memprof.units import MIB
 from recorded_rows import read_pulse
 from training import Package, Perceptron, loader, manifest, only_run, rows_of, trainer
 
@@ -472,6 +474,32 @@ def test_the_manifest_ends_with_what_recording_cost(tmp_path: Path) -> None:
     assert (end["kind"], end["status"], end["steps"]) == ("end", "finished", 12)
     assert end["overhead"]["pulse_ns"] > 0
     assert end["overhead"]["collectors_ns"]["operator_trace"] > 0
+
+
+class Swelling(Perceptron):
+    """Touches 256 MiB in its validation."""
+
+    def val_dataloader(self) -> Any:
+        return loader(1)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        torch.ones(64 * MIB)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark cannot be reset here")
+def test_the_peak_rss_of_a_run_is_the_high_water_mark_with_that_of_its_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+    trainer(tmp_path, recorder(collectors=[Pulse(), HostMemory()])).fit(Swelling(), loader())
+    run = only_run(tmp_path)
+    sampled = max(row["rss_bytes"] or 0 for row in read_pulse(run / naming.pulse_name(0)))
+    peak = manifest(run)[-1]["peak_rss_bytes"]
+    assert peak > sampled + 128 * MIB
+    assert main(["show", str(run), "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ranks"][0]["host"]["peak_rss_bytes"] == peak
+    assert document["ledger"]["memory"]["peak_bytes"] == peak
 
 
 def test_windows_do_not_keep_the_memory_of_their_events(tmp_path: Path, run_program: Callable[..., Any]) -> None:

@@ -166,17 +166,17 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
 
 def _add_sizes(found: _Gathered, run: Run) -> None:
     """Add the peak RSS and the device peaks, each of the rank with the largest."""
-    rss = [max(known) for rank in run.ranks if (known := [r for row in rank.pulse if (r := row["rss_bytes"])])]
+    rss = [size for rank in run.ranks if (size := rank.peak_rss_bytes)]
+    is_whole = all(rank.high_water_bytes for rank in run.ranks)
     device = [
         max(known) for rank in run.ranks if (known := [r for row in rank.pulse if (r := row["device_peak_bytes"])])
     ]
-    found.add(peak("peak_rss_bytes", rss and [max(rss)], "the pulse", _RESIDENT))
+    source = "the kernel's high-water mark" if is_whole else "samples at steps"
+    found.add(peak("peak_rss_bytes", rss and [max(rss)], source, _RESIDENT))
     found.add(peak("peak_allocated_bytes", device and [max(device)], "the device's allocator"))
     steps = [window_step for window in run.lead.windows for window_step in window_steps(run.lead, window)]
     reserved = [r for step in steps if step.device and (r := step.device.reserved_bytes) is not None]
     found.add(peak("peak_reserved_bytes", reserved, "recorded steps"))
-    resident = [r for step in steps if (r := step.host.max_rss_bytes) is not None]
-    found.add(peak("peak_rss_bytes", resident and [max(resident)], "recorded steps", _RESIDENT))
 
 
 def _add_memory(found: _Gathered, memory: RankMemory) -> None:

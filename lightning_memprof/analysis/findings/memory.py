@@ -431,7 +431,7 @@ def data_memory(facts: Facts) -> Finding | None:
         return None
     size, rank, loader = max(found, key=lambda each: each[0])
     ledger = facts.byte_ledgers.get(rank.rank) if rank.facts.is_cpu else None
-    peak = max((row["rss_bytes"] or 0 for row in rank.pulse), default=0)
+    peak = rank.peak_rss_bytes or 0
     size = min(size, ledger.bytes("data_set") if ledger is not None else peak)
     if size < max(MIN_BYTES, NOTABLE_DATA * peak):
         return None

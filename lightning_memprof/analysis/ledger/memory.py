@@ -19,7 +19,7 @@ from lightning_memprof.analysis.memory.report import CategoryPeak, RankMemory
 from lightning_memprof.analysis.run.model import Rank
 from lightning_memprof.analysis.snapshot.replay import free_ranges
 from lightning_memprof.analysis.snapshot.report import DeviceReport
-from lightning_memprof.artifacts.series import AllocatorRow, HostRow, ProcessRow
+from lightning_memprof.artifacts.series import AllocatorRow, ProcessRow
 
 UNATTRIBUTED: Final = "unattributed"
 # Of a peak this close to what the machine can hold, a few percent decide whether the next batch fits.
@@ -148,9 +148,7 @@ def run_bytes(rank: Rank, memory: RankMemory | None, sharing: int = 1) -> ByteLe
 
 
 def _on_host(rank: Rank, tensors: list[ByteLine], step: int | None, sharing: int) -> ByteLedger | None:
-    rows = [row for window in rank.windows for row in window.read(HostRow).rows]
-    resident = [row["rss_bytes"] for row in rank.pulse] + [row.peak_rss_bytes or row.rss_bytes for row in rows]
-    measured = _most(resident)
+    measured = rank.peak_rss_bytes
     process = measured or sum(line.bytes for line in tensors)
     if not process:
         return None

@@ -270,7 +270,6 @@ def _times(rank: Rank, pulse: PulseStatistics | None, gathered: _Gathered) -> Ra
     wait = gathered.own_wait_ns(rank.rank)
     recorded = summary.recorded.phases_ns if summary and summary.recorded else None
     peaks = gathered.peaks.get(rank.rank, {})
-    rss = max((ns for row in rank.pulse if (ns := row["rss_bytes"]) is not None), default=0)
     device = max((ns for row in rank.pulse if (ns := row["device_peak_bytes"]) is not None), default=0)
     return RankTimes(
         rank=rank.rank,
@@ -286,7 +285,7 @@ def _times(rank: Rank, pulse: PulseStatistics | None, gathered: _Gathered) -> Ra
             if recorded is not None and wait is not None
             else None
         ),
-        rss_peak_bytes=max(rss, peaks.get("peak_rss_bytes", 0)) or None,
+        rss_peak_bytes=max(rank.peak_rss_bytes or 0, peaks.get("peak_rss_bytes", 0)) or None,
         device_peak_bytes=max(device, peaks.get("allocated_bytes.all.peak", 0)) or None,
     )
 

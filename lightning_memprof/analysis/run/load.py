@@ -214,6 +214,7 @@ def _read_rank(layout: Layout, number: int, *, in_full: bool, with_pulse: bool =
         exception=end.exception if end else None,
         steps=max(len(pulse), (end.steps if end else None) or 0),
         overhead=end.overhead if end else None,
+        high_water_bytes=end.peak_rss_bytes if end else None,
         in_full=in_full,
         profiler_pauses=tuple((row.time_ns - row.ns, row.time_ns) for row in manifest.of(PauseRow)),
     )

@@ -19,7 +19,7 @@ from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.manifest import OverheadFacts, RunFacts, TrainingFacts
 from lightning_memprof.artifacts.naming import heartbeat_name
 from lightning_memprof.artifacts.rows import decode_rows
-from lightning_memprof.artifacts.series import ActionTotalRow, HangRow, PulseRow, SeriesRow, StallRow
+from lightning_memprof.artifacts.series import ActionTotalRow, HangRow, HostRow, PulseRow, SeriesRow, StallRow
 from lightning_memprof.units import format_count
 
 Status = Literal["finished", "exception", "running or killed"]
@@ -134,7 +134,8 @@ class Rank(_Reader, frozen=True, dict=True):
 
     Of thousands of ranks most are not read ``in_full``: they have no pulse and no artifacts here. ``profiler_pauses``
     are the long ones between two steps, ``(begin, end)`` in nanoseconds since the epoch, and ``held_up`` the steps in
-    which the rank waited for that of another rank.
+    which the rank waited for that of another rank. ``high_water_bytes`` is the kernel's maximum of the resident memory,
+    of the whole process, when the run ended.
     """
 
     rank: int
@@ -147,6 +148,7 @@ class Rank(_Reader, frozen=True, dict=True):
     exception: str | None
     steps: int
     overhead: OverheadFacts | None
+    high_water_bytes: int | None = None
     in_full: bool = True
     profiler_pauses: tuple[tuple[int, int], ...] = ()
     held_up: frozenset[int] = frozenset()
@@ -155,6 +157,13 @@ class Rank(_Reader, frozen=True, dict=True):
     def typical_steps(self) -> TypicalSteps | None:
         """The typical steps of the pulse, None where it has no timed step; several rules use them."""
         return typical_steps(self.pulse, self.held_up)
+
+    @cached_property
+    def peak_rss_bytes(self) -> int | None:
+        """The peak RSS: the high-water mark, or of a rank without one the largest sample; None without a sample."""
+        windows = (row for window in self.windows for row in window.read(HostRow).rows)
+        sampled = [*(row["rss_bytes"] for row in self.pulse), *(row.peak_rss_bytes or row.rss_bytes for row in windows)]
+        return max((size for size in (self.high_water_bytes, *sampled) if size is not None), default=None)
 
     @cached_property
     def system(self) -> SystemSamples:

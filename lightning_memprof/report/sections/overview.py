@@ -184,7 +184,9 @@ def _figures(view: View) -> Iterator[Figure]:
         yield Figure(PEAKS["device"].label, size(lead.device.peak_allocated_bytes), allocated, "#memory")
     peak_rss = lead.host.peak_rss_bytes or lead.host.max_rss_bytes
     if peak_rss is not None:
-        yield Figure(PEAKS["rss"].label, size(peak_rss), "whole process, whole run", "#memory")
+        is_whole = view.run.lead.high_water_bytes is not None
+        note = "whole process, whole run" if is_whole else "whole process, sampled at steps"
+        yield Figure(PEAKS["rss"].label, size(peak_rss), note, "#memory")
     if (peak := view.memory.lead.peak) is not None:
         tensors = f"tensors only, step {peak.step}"
         yield Figure(PEAKS["tensors"].label, size(peak.total_bytes), tensors, "#memory", is_short=False)
