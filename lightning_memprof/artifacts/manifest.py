@@ -283,9 +283,10 @@ class BudgetRow(Row, tag_field="kind", tag="budget"):
 
 
 class OverheadFacts(Row):
-    """The cost of this package in nanoseconds."""
+    """The cost of this package in nanoseconds: wall time, of the pulse also the CPU time of the training thread."""
 
     pulse_ns: Int64 | None = None
+    pulse_cpu_ns: Int64 | None = None
     windows_ns: Int64 | None = None
     collectors_ns: dict[str, Int64] = msgspec.field(default_factory=dict)
 

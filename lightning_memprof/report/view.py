@@ -67,19 +67,26 @@ class WindowView(msgspec.Struct, frozen=True):
 
 
 class Overhead(msgspec.Struct, frozen=True):
-    """The profiler overhead of a rank in nanoseconds; None where it was not counted.
+    """The profiler overhead of a rank in nanoseconds of wall time; None where it was not counted.
 
+    ``pulse_cpu_ns`` is the CPU time of the training thread in the pulse, to which other programs add nothing.
     ``run_ns`` is the time of all steps, which does not include opening and closing windows; ``windows_rss_bytes`` the
     resident memory that remains after the windows, None where too few steps surround them.
     """
 
     rank: int
     pulse_ns: int | None
+    pulse_cpu_ns: int | None
     windows_ns: int | None
     collectors_ns: Mapping[str, int]
     steps: int
     run_ns: int | None
     windows_rss_bytes: int | None
+
+    @property
+    def net_pulse_ns(self) -> int | None:
+        """The CPU time of the pulse; of a recording without it the wall time."""
+        return self.pulse_ns if self.pulse_cpu_ns is None else self.pulse_cpu_ns
 
     @property
     def whole_ns(self) -> int | None:
@@ -296,6 +303,7 @@ def _overhead(rank: Rank) -> Overhead | None:
     return Overhead(
         rank=rank.rank,
         pulse_ns=rank.overhead.pulse_ns,
+        pulse_cpu_ns=rank.overhead.pulse_cpu_ns,
         windows_ns=rank.overhead.windows_ns,
         collectors_ns=rank.overhead.collectors_ns,
         steps=rank.steps,

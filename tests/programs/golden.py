@@ -118,6 +118,7 @@ ADDED: Final = (
     "snapshots.oom.failures",
     "snapshots.oom.first",
     "snapshots.devices.functions_at_peak",
+    "*overhead.pulse_cpu_ns",
 )
 # How many commands are proposed is no figure, nor how many gaps of a snapshot are named.
 ANY_LENGTH: Final = ("commands", "snapshots.missing")

@@ -217,7 +217,8 @@ def _of_run(facts: Facts, rank: Rank) -> Finding | None:
     """Return the cost of the pulse or of the windows to the whole run; the user chose both."""
     run_ns = sum(row["duration_ns"] or 0 for row in rank.pulse)
     overhead = rank.overhead or OverheadFacts()
-    pulse_ns, windows_ns = overhead.pulse_ns or 0, overhead.windows_ns or 0
+    pulse_ns = (overhead.pulse_ns if overhead.pulse_cpu_ns is None else overhead.pulse_cpu_ns) or 0
+    windows_ns = overhead.windows_ns or 0
     if not run_ns:
         return None
     numbers = {"rank": rank.rank, "pulse_ns": pulse_ns, "windows_ns": windows_ns, "run_ns": run_ns}

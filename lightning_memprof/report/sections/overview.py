@@ -198,12 +198,12 @@ def _figures(view: View) -> Iterator[Figure]:
 
 
 def _overhead(cost: Overhead) -> Figure:
-    pulse = duration(ratio(cost.pulse_ns, cost.steps))
+    pulse = duration(ratio(cost.net_pulse_ns, cost.steps))
     if not cost.whole_ns:
         return Figure(
             "profiler overhead", pulse, phrase("per step; windows {}", duration(cost.windows_ns)), "#overhead"
         )
-    total = (cost.pulse_ns or 0) + (cost.windows_ns or 0)
+    total = (cost.net_pulse_ns or 0) + (cost.windows_ns or 0)
     words = phrase("of the run; pulse {} per step, windows {}", pulse, duration(cost.windows_ns))
     return Figure("profiler overhead", share(total / cost.whole_ns), words, "#overhead")
 

@@ -206,8 +206,9 @@ def overhead_section(view: View) -> Section:
         Table("overhead-ranks", "Profiler overhead by rank", is_sortable=len(found) > 1, top=MAX_RANKS),
         found[:MAX_FILES],
         Field("rank", "index", lambda row: row[0]),
-        Field("pulse/step", "ns", lambda row: ratio(row[1].pulse_ns, row[1].steps)),
-        Field("pulse share", "share", lambda row: ratio(row[1].pulse_ns, row[1].run_ns), "of all steps"),
+        Field("pulse/step", "ns", lambda row: ratio(row[1].pulse_ns, row[1].steps), "wall time"),
+        Field("pulse CPU/step", "ns", lambda row: ratio(row[1].pulse_cpu_ns, row[1].steps), "CPU time of the thread"),
+        Field("pulse share", "share", lambda row: ratio(row[1].net_pulse_ns, row[1].run_ns), "of all steps"),
         Field("windows", "ns", lambda row: row[1].windows_ns, "sum over all windows"),
         Field(
             "windows share", "share", lambda row: ratio(row[1].windows_ns, row[1].whole_ns), "of all steps and windows"
@@ -239,7 +240,14 @@ def _cost(view: View) -> Words:
         return ""
     words: list[Words] = []
     if cost.pulse_ns is not None and cost.steps:
-        words.append(phrase("pulse {} per step", duration(cost.pulse_ns / cost.steps)))
+        wall = duration(cost.pulse_ns / cost.steps)
+        if cost.pulse_cpu_ns is None:
+            words.append(phrase("pulse {} per step", wall))
+        else:
+            cpu = duration(cost.pulse_cpu_ns / cost.steps)
+            words.append(
+                phrase("pulse {} of wall time per step and {} of CPU time, to which other programs add little", wall, cpu)
+            )
     if cost.windows_ns is not None:
         words.append(phrase("windows {}", duration(cost.windows_ns)))
     if cost.windows_rss_bytes:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -229,6 +230,20 @@ def test_time_that_a_collector_charges_is_not_the_pulses_also_after_the_last_ste
         overhead = made.facts()["overhead"]
     assert overhead["collectors_ns"] == {"reads": 60_000_000_000}
     assert overhead["windows_ns"] == 60_000_000_000
+    assert overhead["pulse_ns"] > 0
+
+
+def test_the_cpu_time_of_the_pulse_is_that_of_some_steps_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 1 µs between two readings.
+    readings = itertools.count(step=1_000)
+    monkeypatch.setattr(time, "thread_time_ns", lambda: next(readings))
+    with context(tmp_path) as run, session(run, scripted(), [FakeCollector(follows=True)]) as made:
+        drive(made, range(1_000))
+    overhead = made.facts()["overhead"]
+    assert overhead["pulse_cpu_ns"] == 1_000 * 1_000
+    assert next(readings) < 2 * 90 * 1_000
     assert overhead["pulse_ns"] > 0
 
 
