@@ -69,7 +69,7 @@ class WindowView(msgspec.Struct, frozen=True):
 class Overhead(msgspec.Struct, frozen=True):
     """The profiler overhead of a rank in nanoseconds of wall time; None where it was not counted.
 
-    ``pulse_cpu_ns`` is the CPU time of the training thread in the pulse, to which other programs add nothing.
+    ``pulse_cpu_ns`` is the CPU time of the training thread in the pulse, to which other programs add little.
     ``run_ns`` is the time of all steps, which does not include opening and closing windows; ``windows_rss_bytes`` the
     resident memory that remains after the windows, None where too few steps surround them.
     """
