@@ -65,13 +65,13 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
     """Read a recorded run.
 
     Args:
-        path: the run directory, its log directory, or a parent directory with one run.
+        path: the run directory, its log directory, or a parent directory; of several runs, the newest.
         max_pulse_bytes: stop reading pulses after this many bytes, and note the ranks without one; None reads all. A
             pulse has about 100 bytes per step and is read at about 10 MB/s.
         rank: a rank to read in full, however many ranks there are.
 
     Raises:
-        ArtifactError: there is no run, there are several, or no manifest is readable.
+        ArtifactError: there is no run, or no manifest is readable.
     """
     loaded = load.load_run(path, max_pulse_bytes=max_pulse_bytes, rank=rank)
     return Run(**msgspec.structs.asdict(loaded))

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 import webbrowser
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Format = Literal["terminal", "json", "markdown"]
 
-RUN_HELP: Final = "a log_dir, its memprofiler directory, or a folder with one run"
+RUN_HELP: Final = "a log_dir, its memprofiler directory, or a folder of runs (the newest)"
 TARGET_HELP: Final = f"{RUN_HELP}; or traces, snapshots, and folders of them"
 _MOST_NUMBERS: Final = 1_000_000
 # Shorter waits need no bar, and a bar that flickers is a distraction.
@@ -93,6 +93,13 @@ def say(line: str, stream: TextIO | None = None) -> None:
     print(printable(line), file=stream, flush=True)
 
 
+def named_or_newest(targets: Sequence[str]) -> Sequence[str]:
+    """Return the targets, or without any the newest run below the working directory, or this where it has none."""
+    from lightning_memprof.analysis.run.locate import newest_run
+
+    return targets or [str(newest_run(Path()))]
+
+
 def write_json(found: object) -> None:
     """Write JSON to standard output."""
     sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
@@ -136,7 +143,7 @@ def opened_run(target: str) -> Iterator[Run]:
     """Read a run; the files of a run at a URL are local while the context is open.
 
     Raises:
-        ArtifactError: there is no run, there are several, or it is unreadable.
+        ArtifactError: there is no run, or it is unreadable.
     """
     from msgspec.structs import replace
 

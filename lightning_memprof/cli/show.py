@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
@@ -16,6 +15,7 @@ from lightning_memprof.cli.command import (
     Format,
     add_format,
     infrequent_gc,
+    named_or_newest,
     reading,
     write_document,
     write_json,
@@ -39,12 +39,12 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 def _execute(options: Namespace) -> int:
-    from lightning_memprof.analysis.run.locate import newest_run
     from lightning_memprof.report.opened import OpenOptions
 
-    targets = options.TARGET or [str(newest_run(Path()))]
     chosen = OpenOptions(rank=options.rank, window=options.window)
-    return show(targets, options.format, chosen, is_full=options.all, sections=options.section or ())
+    return show(
+        named_or_newest(options.TARGET), options.format, chosen, is_full=options.all, sections=options.section or ()
+    )
 
 
 COMMAND: Final = Command(
@@ -66,8 +66,8 @@ def show(
     """Show where the time and the memory of a run, a trace or a snapshot went.
 
     Args:
-        targets: a log directory, its memprofiler directory, or a parent directory with one run, also by URL; or traces,
-            snapshots, and directories of them.
+        targets: a log directory, its memprofiler directory, or a parent directory, which means its newest run, also by
+            URL; or traces, snapshots, and directories of them.
         format: a page for the terminal, JSON with bytes and nanoseconds, or Markdown for an issue or a merge request.
         options: which rank and window; None shows everything.
         is_full: whether all sections are shown instead of the short page; as JSON these are the tables of the pages
@@ -78,7 +78,7 @@ def show(
         The exit code.
 
     Raises:
-        ArtifactError: the target is missing or unreadable, or there are several runs.
+        ArtifactError: the target is missing or unreadable, or several runs are named.
         ConfigError: the protocol of the URL is unknown, or there is no such section.
     """
     from lightning_memprof.report.opened import opened

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Final
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.artifacts.own_program import uninterrupted
-from lightning_memprof.cli.command import Command, open_in_browser, opened_run, parse_numbers, say, sigterm_as_ctrl_c
+from lightning_memprof.cli.command import (
+    Command,
+    named_or_newest,
+    open_in_browser,
+    opened_run,
+    parse_numbers,
+    say,
+    sigterm_as_ctrl_c,
+)
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import quoted
 
@@ -51,8 +59,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "TARGET",
         nargs="*",
-        default=["."],
-        help="a run as for show, or trace files and folders of them (default: this directory)",
+        help="a run as for show, or trace files and folders of them (default: the newest run in this directory)",
     )
     parser.add_argument("--steps", metavar="A-B", help="open only these steps, as in 2-3 or 2,5-7")
     parser.add_argument("--trace-processor", metavar="PATH", help="start this trace_processor_shell, for large traces")
@@ -72,7 +79,7 @@ def _execute(options: Namespace) -> int:
     steps = None if options.steps is None else parse_numbers("--steps", options.steps)
     processor = None if options.trace_processor is None else Path(options.trace_processor)
     with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="lightning-memprof-") as folder:
-        trace = _prepare(options.TARGET, steps, Path(folder))
+        trace = _prepare(named_or_newest(options.TARGET), steps, Path(folder))
         if processor is None and (size := _uncompressed_bytes(trace)) > _LARGE_BYTES:
             say(
                 f"{trace.name} has {size / 1e6:.0f} MB: a browser may fail to open it. "
@@ -253,7 +260,7 @@ def _tensorboard(options: Namespace) -> int:
 
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard: TensorBoard is not installed; pip install tensorboard torch-tb-profiler")
-    with sigterm_as_ctrl_c(), _local(options.TARGET) as paths:
+    with sigterm_as_ctrl_c(), _local(options.TARGET or ["."]) as paths:
         directory = tensorboard_directory(paths)
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", os.fspath(directory)]
         command += ["--host", _LOOPBACK, "--port", str(options.port)]

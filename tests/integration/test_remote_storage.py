@@ -16,6 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch import Callback
 
+from fake_runs import make_run
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from lightning_memprof.analysis.run.fetch import local_run
 from lightning_memprof.analysis.run.load import load_run
@@ -139,13 +140,15 @@ def test_a_place_without_a_run_is_said_with_its_url(tmp_path: Path) -> None:
     fsspec.filesystem("memory").pipe_file("/bucket/exp/other.txt", b"")
     with pytest.raises(ArtifactError, match=f"{URL}: no run is in it"), local_run(URL):
         pass
-    for name in ("a", "b"):
-        fsspec.filesystem("memory").pipe_file(f"/bucket/exp/{name}/memprofiler/manifest.rank00000.jsonl", b"")
-    with (
-        pytest.raises(ArtifactError, match=f"{URL}: contains 2 runs; name one, newest first: {URL}/[ab], {URL}/[ab]"),
-        local_run(URL),
-    ):
-        pass
+
+
+def test_of_several_runs_at_a_url_the_one_that_started_last_is_copied(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        make_run(tmp_path / name)
+    fsspec.filesystem("memory").put(str(tmp_path), "/bucket/exp", recursive=True)
+    with local_run(URL) as found:
+        assert found.url == f"{URL}/a"
+        assert load_run(found.path).lead.steps == load_run(tmp_path / "a").lead.steps > 0
 
 
 def test_a_place_that_cannot_be_written_is_recorded_here_instead(

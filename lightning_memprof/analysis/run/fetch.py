@@ -36,10 +36,10 @@ def local_run(path: str) -> Iterator[LocalRun]:
     run are copied.
 
     Args:
-        path: a path, or an fsspec URL of a run directory, of a log directory, or of a parent with one run in it.
+        path: a path, or an fsspec URL of a run directory, of a log directory, or of a parent of log directories.
 
     Raises:
-        ArtifactError: the URL cannot be read, no run is there, or several are.
+        ArtifactError: the URL cannot be read, or no run is there.
         ConfigError: fsspec does not know the URL's protocol, or its package is not installed.
     """
     if not is_url(path):
@@ -67,11 +67,8 @@ def _fetch(url: str, folder: Path) -> LocalRun:
     below = remote.at(tail) if inside else remote.path
     found = remote.filesystem.find(below, maxdepth=MAX_DEPTH + 2)
     names = [str(name)[len(remote.path) :].lstrip("/") for name in found]
-    for name in names:
-        if parse_manifest_name(PurePosixPath(name).name) is not None and ".." not in PurePosixPath(name).parts:
-            # Empty: names decide which run is meant.
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
+    # The newest run is meant: its first manifest has its start.
+    _copy(remote, folder, _first_manifests(names))
     try:
         run = find_run(start).directory.relative_to(folder.absolute()).as_posix()
     except ArtifactError as error:
@@ -80,6 +77,15 @@ def _fetch(url: str, folder: Path) -> LocalRun:
     root = "" if run == PurePosixPath(run).name else run.rpartition("/")[0] + "/"
     _copy(remote, folder, [f"{root}{name}" for name in sorted(_beside(folder / run))])
     return LocalRun(folder / run, f"{remote.url}/{root}".rstrip("/"))
+
+
+def _first_manifests(names: Iterable[str]) -> Iterable[str]:
+    """Return the manifest of the lowest rank in each run directory."""
+    found: dict[PurePosixPath, str] = {}
+    for path in map(PurePosixPath, sorted(names)):
+        if parse_manifest_name(path.name) is not None:
+            found.setdefault(path.parent, path.as_posix())
+    return found.values()
 
 
 def _beside(directory: Path) -> Iterator[str]:

@@ -90,7 +90,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int | None = None) -> Run:
-    """Read the run at ``path``: a run directory, a log directory that has one, or a parent with one run in it.
+    """Read the run at ``path``: a run directory, a log directory that has one, or a parent of some.
 
     Args:
         path: the run.
@@ -99,7 +99,7 @@ def load_run(path: str | Path, *, max_pulse_bytes: int | None = None, rank: int 
         rank: a rank that is read in full however many there are.
 
     Raises:
-        ArtifactError: there is no run, there are several, or none of its manifests can be read.
+        ArtifactError: there is no run, or none of its manifests can be read.
     """
     place = find_run(Path(path))
     layout = Layout(place.directory)

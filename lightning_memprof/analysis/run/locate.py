@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from lightning_memprof.artifacts.files import open_plain
+from lightning_memprof.artifacts.manifest import decode_fact
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, parse_manifest_name, parse_numbered
 from lightning_memprof.errors import ArtifactError
 
@@ -20,7 +22,7 @@ STAGES: Final = ("validate", "test", "predict")
 MAX_DEPTH: Final = 6
 # A second or two; of more a person meant another directory.
 MAX_DIRECTORIES: Final = 5_000
-MAX_LISTED: Final = 10
+_MAX_LINE_BYTES: Final = 1 << 20
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -73,11 +75,11 @@ def find_run(path: Path) -> Place:
     """Return the run directory that ``path`` means.
 
     Args:
-        path: a run directory, a log directory that holds one, or a parent directory with one run somewhere in it.
-            Of several runs in one log directory the newest is taken.
+        path: a run directory; a log directory, which means the newest run in it; or a parent of log directories, which
+            means the newest run below it. The newest run is the one that started last.
 
     Raises:
-        ArtifactError: nothing is there, no run is in it, or several are.
+        ArtifactError: nothing is there, or no run is in it.
     """
     if not path.exists():
         msg = f"{path}: there is no such directory; give a log directory, its {RUN_DIRECTORY} directory, or a parent"
@@ -88,33 +90,25 @@ def find_run(path: Path) -> Place:
     if (here := _place(start)) is not None:
         return here
     walk = Walk(start)
-    homes = _homes(walk)
-    if not homes:
+    found = _newest(_homes(walk))
+    if found is None:
         walk.check_whole(path)
         msg = (
             f"{path}: no run is in it (a run has {RUN_DIRECTORY}/manifest.rank00000.jsonl); "
             "train with MemProfilerCallback, or give the log directory of a run"
         )
         raise ArtifactError(msg)
-    found = _place(homes[0])
-    if len(homes) > 1 or found is None:
-        newest_first = sorted(homes, key=_age)
-        listed = ", ".join(shown_path(home) for home in newest_first[:MAX_LISTED])
-        more = f" and {len(homes) - MAX_LISTED} more" if len(homes) > MAX_LISTED else ""
-        raise ArtifactError(f"{path}: contains {len(homes)} runs; name one, newest first: {listed}{more}")
     return found
 
 
 def newest_run(path: Path) -> Path:
-    """Return the log directory with the newest run below a directory, where all are beside each other.
+    """Return the newest run directory anywhere below a directory; without a run, the directory.
 
-    These are the versions of one ``lightning_logs``. Of runs in several places none is the obvious one; the directory
-    itself is returned, and :func:`find_run` names them.
+    Unlike :func:`find_run` it also searches below a log directory: a working directory may be one by chance.
     """
-    homes = [] if is_run_directory(path.absolute()) else _homes(Walk(path))
-    if len({home.parent for home in homes}) != 1:
-        return path
-    return min(homes, key=_age)
+    start = path.absolute()
+    found = None if is_run_directory(start) else _newest(_homes(Walk(start)))
+    return path if found is None else found.directory
 
 
 def has_run(path: Path) -> bool:
@@ -217,9 +211,24 @@ def _runs_in(home: Path) -> list[Path]:
     return [home / name for _, name in runs if is_run_directory(home / name)]
 
 
-def _age(home: Path) -> tuple[int, Path]:
-    """Return a key that sorts log directories with runs, newest first."""
-    return -_runs_in(home)[-1].stat().st_mtime_ns, home
+def _started_ns(home: Path) -> int:
+    """Return when the newest run of a log directory started, by its lowest rank's manifest; 0 where that is unknown.
+
+    Other processes change the times of files: a report that is written into a run does not make it the newest.
+    """
+    directory = _runs_in(home)[-1]
+    first = min((rank, name) for name in names_in(directory) if (rank := parse_manifest_name(name)) is not None)[1]
+    try:
+        with open_plain(directory / first) as stream:
+            row = decode_fact(stream.readline(_MAX_LINE_BYTES))
+    except (OSError, ValueError):
+        return 0
+    return getattr(row, "time_ns", None) or 0
+
+
+def _newest(homes: Sequence[Path]) -> Place | None:
+    """Return the newest run of several log directories; None without one."""
+    return _place(max(homes, key=lambda home: (_started_ns(home), home))) if homes else None
 
 
 def _place(home: Path) -> Place | None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from pathlib import Path
 from typing import cast
 
@@ -34,18 +33,33 @@ def test_show_prints_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith("verdict ")
 
 
-def test_show_without_a_target_shows_the_newest_of_the_runs_beside_each_other(
+def test_show_without_a_target_shows_the_run_that_started_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for second, name in ((3, "version_0"), (5, "version_10"), (4, "version_2")):
-        os.utime(make_run(tmp_path / "lightning_logs" / name), (second, second))
-    assert main(["show"]) == 0
-    assert "report lightning_logs/version_10" in capsys.readouterr().out
+    for name in ("version_10", "version_0", "version_2"):
+        make_run(tmp_path / "lightning_logs" / name)
+    # A page in its directory does not make a run new.
+    assert main(["report", "lightning_logs/version_0"]) == 0
+    capsys.readouterr()
+    for targets in ([], ["."], ["lightning_logs"]):
+        assert main(["show", *targets]) == 0
+        assert "report lightning_logs/version_2" in capsys.readouterr().out
     make_run(tmp_path / "other" / "version_0")
-    assert main(["show"]) == 1
-    newest = "other/version_0, lightning_logs/version_10, lightning_logs/version_2, lightning_logs/version_0"
-    assert f".: contains 4 runs; name one, newest first: {newest}\n" in capsys.readouterr().err
+    assert main(["show"]) == 0
+    assert "report other/version_0" in capsys.readouterr().out
+
+
+def test_show_without_a_target_shows_the_newest_run_also_where_an_older_one_is_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path)
+    make_run(tmp_path / "lightning_logs" / "version_0")
+    assert main(["show"]) == 0
+    assert "report lightning_logs/version_0" in capsys.readouterr().out
+    assert main(["show", "."]) == 0
+    assert "report ." in capsys.readouterr().out
 
 
 def test_show_without_a_target_and_a_run_says_what_to_do(

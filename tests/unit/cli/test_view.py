@@ -110,6 +110,14 @@ def test_a_run_is_merged_and_served_until_a_signal_and_nothing_is_left(tmp_path,
     assert list(temporary.iterdir()) == []
 
 
+def test_without_a_target_the_run_that_started_last_is_served(tmp_path, environment, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for version in (1, 0):
+        make_run(tmp_path / f"lightning_logs/version_{version}")
+    with viewing(environment) as address:
+        assert "version_0.json" in address
+
+
 def test_a_trace_is_served_as_it_is(tmp_path, environment):
     trace = tmp_path / "some.json"
     trace.write_text('{"traceEvents": []}')

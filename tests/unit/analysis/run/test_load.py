@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -45,11 +46,12 @@ def test_of_several_runs_in_one_log_directory_the_newest_is_read_and_the_others_
     assert load_run(runs[0]).directory == runs[0]
 
 
-def test_several_log_directories_are_listed_and_one_must_be_named(tmp_path: Path) -> None:
-    for version in ("version_0", "version_1"):
-        make_run(tmp_path / version)
-    with pytest.raises(ArtifactError, match=r"contains 2 runs; name one, newest first: .*version_\d, .*version_\d"):
-        load_run(tmp_path)
+def test_of_several_log_directories_the_one_whose_run_started_last_is_read(tmp_path: Path) -> None:
+    first, last = (make_run(tmp_path / version) for version in ("version_1", "version_0"))
+    os.utime(first, (2**33, 2**33))
+    assert load_run(tmp_path).directory == last
+    (last / "manifest.rank00000.jsonl").write_text("not a manifest\n")
+    assert load_run(tmp_path).directory == first
 
 
 def test_the_validation_beside_a_fit_does_not_make_its_log_directory_ambiguous(tmp_path: Path) -> None:
