@@ -17,7 +17,7 @@ import msgspec
 
 from lightning_memprof.artifacts.files import own_temporary, read_plain
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.testing.figures import BYTES, COUNTS, Figures
+from lightning_memprof.testing.figures import BYTES, COUNTS, LIGHTNING_SYNCS, Figures
 from lightning_memprof.units import GIB, KIB, MIB, format_bytes, format_count
 
 _QUANTITIES: Final = (*BYTES, *COUNTS)
@@ -179,6 +179,8 @@ def _where(name: str, figures: Figures, before: Figures | None) -> Iterator[str]
             yield f"  {_growth(part, place, changes[place], old.get(place, 0), is_new=before is None)}"
         if len(ordered) > _SHOWN:
             yield f"  and {len(ordered) - _SHOWN} more"
+    if name == "syncs" and (uncounted := sum(figures.parts.get(LIGHTNING_SYNCS, {}).values())):
+        yield f"  not counted: {format_count(uncounted, 'sync')} of Lightning's own code"
     if before is not None and before.made_with != figures.made_with:
         yield f"  the baseline is from {before.made_with}, this is {figures.made_with}"
 

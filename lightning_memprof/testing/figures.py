@@ -37,15 +37,20 @@ BYTES: Final[Mapping[str, str | None]] = {
 COUNTS: Final = ("operators", "kernels", "collectives", "syncs", "graph_breaks")
 _MODEL: Final = "(the model)"
 _ELSEWHERE: Final = "(outside modules)"
-# torch's event around each operator that a dispatch mode sees, here the memory tracker's.
+# torch's event around each operator that a dispatch mode sees: the memory tracker, and the one that adds the lines.
 _DISPATCHED: Final = "PythonDispatchMode"
-# Operators that read values on the host, or whose result has a size that depends on values: they wait for a GPU.
-_READS: Final = frozenset(
+READS: Final = frozenset(
     f"aten::{name}"
     for name in (
         "_local_scalar_dense", "equal", "masked_select", "nonzero", "unique_dim", "unique_consecutive", "_unique2",
     )
 )  # fmt: skip
+"""Operators that read values on the host, or whose result has a size that depends on values: they wait for a GPU."""
+LINE: Final = "[pl][line]"
+"""Prefix of a range around an operator; the rest is ``file.py:12``, ``LIGHTNING``, or empty where nothing is known."""
+LIGHTNING: Final = "Lightning"
+LIGHTNING_SYNCS: Final = "lightning_syncs"
+"""The parts that are not counted: no change of the program removes them."""
 _NO_STEP: Final = "no recorded step has ended"
 _NO_DEVICE: Final = "the training ran without an accelerator"
 _NO_TRACKER: Final = "the memory tracker did not record the step"
@@ -97,6 +102,7 @@ def figures_of(run: Run) -> Figures:
     for columns in _traces(last, missing):
         for quantity, of in _counts(columns):
             add(quantity, of.total(), of)
+    values.pop(LIGHTNING_SYNCS, None)
     if "collectives" in values:
         missing |= {"kernels": _NO_DEVICE, "operators": _NO_TRACKER}
     facts = run.lead.facts
@@ -161,8 +167,8 @@ def _traces(run: Run, missing: dict[str, str]) -> Iterator[TraceColumns]:
 def _counts(columns: TraceColumns) -> Iterator[tuple[str, Counter[str]]]:
     """Yield the counts of one trace by quantity."""
     device = device_events(columns)
-    operators: Counter[str] = Counter()
-    syncs: Counter[str] = Counter()
+    operators, syncs, lightning = Counter[str](), Counter[str](), Counter[str]()
+    by_lightning = columns.named(f"{LINE}{LIGHTNING}".__eq__)
     modules, threads = Modules(columns), HostThreads(columns)
     lead, makers = training_lane(columns), None
     lanes = sorted(np.unique(columns.lanes[threads.on_host]).tolist(), key=lambda lane: lane != lead)
@@ -170,12 +176,14 @@ def _counts(columns: TraceColumns) -> Iterator[tuple[str, Counter[str]]]:
         rows, parents, _ = threads.tree(lane)
         module = modules.around(rows, parents, makers)
         makers = makers or Makers(*modules.makers(rows, module))
-        names, dispatched, waits = _of_thread(columns, rows, parents, on_device=len(device.rows) > 0)
+        names, dispatched, waits, lines = _of_thread(columns, rows, parents, on_device=len(device.rows) > 0)
         operators += _labels(columns, modules, names[dispatched], module[dispatched])
-        syncs += _labels(columns, modules, names[waits], module[waits])
+        for counter, chosen in ((syncs, waits & ~by_lightning[lines]), (lightning, waits & by_lightning[lines])):
+            counter.update(_labels(columns, modules, names[chosen], module[chosen], lines[chosen]))
     if operators:
         yield "operators", operators
     yield "syncs", syncs
+    yield LIGHTNING_SYNCS, lightning
     yield "collectives", Counter(call.name for call in collective_calls(columns, device))
     if len(device.rows):
         launched = columns.names[columns.rows(Kind.KERNEL)].tolist()
@@ -184,8 +192,8 @@ def _counts(columns: TraceColumns) -> Iterator[tuple[str, Counter[str]]]:
 
 def _of_thread(
     columns: TraceColumns, rows: Column, parents: Column, *, on_device: bool
-) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return the names of a thread's events, which of them are dispatched operators, and which wait for the device.
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int32]]:
+    """Return the names of a thread's events, which are dispatched operators, which wait for the device, and the lines.
 
     On a device these are calls of the runtime in a step, with the name of the operator around them: after the step, the
     profiler waits. On a CPU they are operators that would wait on a GPU, without an optimizer's: its step counts are on
@@ -194,7 +202,12 @@ def _of_thread(
     names, kinds = columns.names[rows], columns.kinds[rows]
     is_operator, inside = kinds == Kind.OPERATOR, parents >= 0
     foreign = nearest(parents, columns.named(lambda name: name.startswith(_OWN))[names]) < 0
-    dispatched = foreign & inside & columns.named(lambda name: name == _DISPATCHED)[names[parents]]
+    is_line = columns.named(lambda name: name.startswith(LINE))[names]
+    dispatches = columns.named(_DISPATCHED.__eq__)[names]
+    tracks = dispatches.copy()
+    tracks[parents[is_line]] = False
+    dispatched = foreign & inside & tracks[parents] & ~is_line & ~dispatches
+    lines = _names_at(names, nearest(parents, is_line))
     if on_device:
         operator = nearest(parents, is_operator)
         waits = (kinds == Kind.RUNTIME) & columns.named(lambda name: call_kind(name) == "synchronization")[names]
@@ -202,18 +215,34 @@ def _of_thread(
         waits &= np.any([(step.start <= starts) & (starts < step.end) for step in step_spans(columns)], axis=0)
         names = np.where(waits & (operator >= 0), names[operator], names)
     else:
-        reads = is_operator & columns.named(_READS.__contains__)[names]
+        reads = is_operator & columns.named(READS.__contains__)[names]
         around = nearest(parents, columns.named(lambda name: name.startswith((_OPTIMIZER, _ACTION)))[names])
         updates = (around >= 0) & columns.named(lambda name: name.startswith(_OPTIMIZER))[names[around]]
         waits = reads & ~updates & ~(inside & (nearest(parents, reads)[parents] >= 0))
-    return names, dispatched, waits & foreign
+        # The range is inside the operator that is counted.
+        reading = nearest(parents, waits)[is_line]
+        lines[reading[reading >= 0]] = names[is_line][reading >= 0]
+    return names, dispatched, waits & foreign, lines
+
+
+def _names_at(names: NDArray[np.int32], positions: Column) -> NDArray[np.int32]:
+    """Return the names at some positions, the number of no name where a position is -1."""
+    found: NDArray[np.int32] = np.where(positions >= 0, names[positions], -1).astype(np.int32)
+    return found
 
 
 def _labels(
-    columns: TraceColumns, modules: Modules, names: NDArray[np.int32], owners: NDArray[np.int64]
+    columns: TraceColumns,
+    modules: Modules,
+    names: NDArray[np.int32],
+    owners: NDArray[np.int64],
+    lines: NDArray[np.int32] | None = None,
 ) -> Counter[str]:
+    """Return how often each event is there, as ``train.py:12: aten::item in net.4``; without a line where none is."""
+    numbers = [-1] * len(names) if lines is None else lines.tolist()
     found: Counter[str] = Counter()
-    for (name, owner), count in Counter(zip(names.tolist(), owners.tolist(), strict=True)).items():
+    for (name, owner, number), count in Counter(zip(names.tolist(), owners.tolist(), numbers, strict=True)).items():
         path = modules.path(owner)
-        found[f"{columns.name_of[name]} in {path}" if path else columns.name_of[name]] += count
+        line = columns.name_of[number].removeprefix(LINE) if number >= 0 else ""
+        found[f"{line and f'{line}: '}{columns.name_of[name]}{f' in {path}' if path else ''}"] += count
     return found

@@ -244,13 +244,14 @@ def _attached(recording: _MarkedTest) -> Iterator[None]:
     from lightning_memprof.integration.settings import OutputOptions
     from lightning_memprof.schedule import Schedule
     from lightning_memprof.testing.collectors import WaitsForFiles
+    from lightning_memprof.testing.operator_lines import Lines
 
     def callbacks() -> list[AttachedCallback]:
         recording.trainers += 1
         return [
             AttachedCallback(
                 Schedule(steps=_STEPS, active=1, warmup=0),
-                [Pulse(), SavedTensors(), ModuleMemory(), OperatorTrace(profile_memory=True), WaitsForFiles()],
+                [Pulse(), SavedTensors(), ModuleMemory(), OperatorTrace(profile_memory=True), Lines(), WaitsForFiles()],
                 output=OutputOptions(dirpath=recording.directory, summary=False),
             )
         ]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from device_traces import Recording
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule, load_run
 from lightning_memprof.analysis.trace.columns import read_columns
+from lightning_memprof.capture.base import Collector
 from lightning_memprof.collectors import ModuleMemory, OperatorTrace, SavedTensors
 from lightning_memprof.testing.figures import Figures, _counts, figures_of
+from lightning_memprof.testing.operator_lines import Lines
 from training import Perceptron, loader, trainer
 
 
-def recorded(directory: Path, model: pl.LightningModule, step: int = 1, **options: Any) -> Figures:
+def recorded(
+    directory: Path, model: pl.LightningModule, step: int = 1, collectors: Sequence[Collector] = (), **options: Any
+) -> Figures:
     callback = MemProfilerCallback(
         Schedule(steps=(step,), active=1, warmup=0),
-        [SavedTensors(), ModuleMemory(), OperatorTrace()],
+        [SavedTensors(), ModuleMemory(), OperatorTrace(), *collectors],
         output=OutputOptions(dirpath=directory, summary=False, report=False, curves=False, on_error="raise"),
     )
     trainer(directory, callback, **options).fit(model, loader())
@@ -55,11 +60,11 @@ class Counting(pl.Callback):
             self.mode.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_operators_are_those_that_a_dispatch_mode_counts(tmp_path, accumulate):
+@pytest.mark.parametrize(("accumulate", "collectors"), [(1, ()), (2, ()), (1, (Lines(),))])
+def test_operators_are_those_that_a_dispatch_mode_counts(tmp_path, accumulate, collectors):
     counting = Counting()
     trainer(tmp_path / "bare", counting, max_epochs=1, accumulate_grad_batches=accumulate).fit(Perceptron(), loader(3))
-    figures = recorded(tmp_path / "run", Perceptron(), accumulate_grad_batches=accumulate)
+    figures = recorded(tmp_path / "run", Perceptron(), collectors=collectors, accumulate_grad_batches=accumulate)
     by_operator: Counter[str] = Counter()
     for place, count in figures.parts["operators"].items():
         by_operator[place.partition(" in ")[0]] += count

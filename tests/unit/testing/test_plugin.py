@@ -112,6 +112,41 @@ def test_without_a_mark(tmp_path):
     assert list(project.path.rglob("memprofiler*")) == []
 
 
+def test_a_synchronization_fails_with_its_line_and_those_of_lightning_itself_are_not_counted(project):
+    result = project.run(
+        """
+class Logging(Perceptron):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("shown", loss, prog_bar=True)
+        return loss
+
+class Reading(Logging):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.seen = loss.item()
+        return loss + self.net(batch)[batch[:, :1] > 0].sum()
+
+@pytest.mark.memprof(syncs=0)
+@pytest.mark.parametrize("model", [Logging, Reading])
+def test_logged(tmp_path, model):
+    fit(tmp_path, model(), enable_progress_bar=True)
+"""
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    lines = (project.path / "test_it.py").read_text().splitlines()
+    item, mask = (next(n for n, line in enumerate(lines, 1) if word in line) for word in ("item()", "> 0"))
+    result.stdout.fnmatch_lines_random(
+        [
+            "memprof: syncs 3 is 3 over *",
+            f"  test_it.py:{item}: aten::_local_scalar_dense: 1",
+            f"  test_it.py:{mask}: aten::nonzero: 1",
+            "  torch/autograd/graph.py:*: aten::nonzero: 1",
+            "  not counted: * of Lightning's own code",
+        ]
+    )
+
+
 def test_a_regression_against_a_baseline_fails_and_its_module_or_operator_is_named(project):
     test = """
 NOW = {}
