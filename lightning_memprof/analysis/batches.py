@@ -40,6 +40,7 @@ class Batches(msgspec.Struct, frozen=True, kw_only=True):
         limit_bytes: memory that a run may use; None for all of the device.
         is_device: whether that is the device's memory, not the host's.
         tried: by batch size.
+        is_stopped: whether Ctrl-C ended the search.
     """
 
     program: str
@@ -48,6 +49,7 @@ class Batches(msgspec.Struct, frozen=True, kw_only=True):
     limit_bytes: int | None
     is_device: bool = False
     tried: tuple[TriedBatch, ...] = ()
+    is_stopped: bool = False
 
     @property
     def best(self) -> TriedBatch | None:

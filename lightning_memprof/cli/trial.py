@@ -32,7 +32,7 @@ _DESCRIPTION: Final = """\
 Run a training program alternately with and without remedies, and show what
 each gains and whether the training is still the same. The program's own files
 are left untouched. Without --remedy, a first, recorded run decides what is
-tried. Ctrl-C shows the results so far.
+tried. Ctrl-C and SIGTERM show the results so far.
 
   SCRIPT ARGS...        the program; everything after SCRIPT belongs to it
   -m MODULE ARGS...     the program as a module, as with python -m
@@ -58,7 +58,11 @@ def _add_options(parser: ArgumentParser) -> None:
         "--rounds", metavar="N", type=int, default=None, help="measurements of each (default: until each is decided)"
     )
     parser.add_argument(
-        "--minutes", metavar="M", type=float, default=3.0, help="time without --rounds (default: %(default)g)"
+        "--minutes",
+        metavar="M",
+        type=float,
+        default=3.0,
+        help="limit of the trial without --rounds (default: %(default)g)",
     )
     parser.add_argument(
         "--steps", metavar="N", type=int, default=None, help="measured steps of a run (default: about 2 s)"
@@ -123,6 +127,8 @@ def _largest(options: Namespace, output: Path | None) -> int:
     if output is not None:
         output.write_text(render_document(document, {}), encoding="utf-8")
     write_document(document, options.format, partial(batches_to_json, found), is_full=True)
+    if found.is_stopped:
+        raise KeyboardInterrupt
     return 0
 
 

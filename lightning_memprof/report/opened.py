@@ -58,7 +58,7 @@ def opened(
         progress: is called with the file, the bytes read and the bytes of the file.
 
     Raises:
-        ArtifactError: there is none of these, or several runs are named, or no such rank or window, or nothing can be read.
+        ArtifactError: there is none of these, several runs are named, or no such rank or window, or nothing is readable.
         ConfigError: the protocol of a URL is not known here.
     """
     options = options or OpenOptions()

@@ -68,7 +68,12 @@ def find_largest(program: Sequence[str], wanted: Wanted, limit_bytes: int | None
         if limit_bytes is None and not is_device:
             limit_bytes = _free_bytes()
         limits = (0, limit_bytes or 0) if is_device else (limit_bytes or 0, 0)
-        tried = _search(own, limit_bytes, lambda samples: run(samples, *limits))
+        tried: dict[int, TriedBatch] = {}
+        is_stopped = False
+        try:
+            _search(own, limit_bytes, lambda samples: run(samples, *limits), tried)
+        except KeyboardInterrupt:
+            is_stopped = True
     return Batches(
         program=shlex.join(program),
         remedies=tuple(wanted.remedies),
@@ -76,11 +81,14 @@ def find_largest(program: Sequence[str], wanted: Wanted, limit_bytes: int | None
         limit_bytes=limit_bytes,
         is_device=is_device,
         tried=tuple(tried[samples] for samples in sorted(tried)),
+        is_stopped=is_stopped,
     )
 
 
-def _search(own: Measured, limit_bytes: int | None, run: Callable[[int], Measured]) -> dict[int, TriedBatch]:
-    tried: dict[int, TriedBatch] = {}
+def _search(
+    own: Measured, limit_bytes: int | None, run: Callable[[int], Measured], tried: dict[int, TriedBatch]
+) -> None:
+    """Look for the largest batch that fits; ``tried`` takes each batch that ran."""
 
     def fits(samples: int) -> bool:
         # The program's own batch has run.
@@ -95,7 +103,6 @@ def _search(own: Measured, limit_bytes: int | None, run: Callable[[int], Measure
         return is_within
 
     largest_fitting(fits, own.samples or 1, _MOST_SAMPLES, _TOLERANCE)
-    return tried
 
 
 def _free_bytes() -> int:

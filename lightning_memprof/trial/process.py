@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import psutil
 
 from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.artifacts.own_program import uninterrupted
+from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation import aliases
 from lightning_memprof.trial.attach import VARIABLE
 from lightning_memprof.trial.task import Task, result_path
@@ -33,6 +35,10 @@ _POLL_S: Final = 0.02
 _LOOK_S: Final = 0.05
 
 
+class LateError(MemprofError):
+    """The time for all runs together is over."""
+
+
 class Process:
     """One run of the program, in a process group of its own.
 
@@ -41,12 +47,22 @@ class Process:
         task: the steps; its directory is made.
         time_limit_s: the longest wait for the end of a turn.
         environment: further environment variables.
+        end_s: of the monotonic clock, when all runs have to end.
     """
 
-    def __init__(self, program: Sequence[str], task: Task, time_limit_s: float, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        program: Sequence[str],
+        task: Task,
+        time_limit_s: float,
+        environment: Mapping[str, str],
+        end_s: float = math.inf,
+    ) -> None:
         self.is_stopped = False
         self._place = Path(task.directory)
+        self._program = program
         self._limit_s = time_limit_s
+        self._end_s = end_s
         self._limit_bytes = task.host_limit_bytes
         self._ended_for = ""
         self._place.mkdir(parents=True, exist_ok=True)
@@ -73,7 +89,11 @@ class Process:
             )
 
     def until_turn_ends(self) -> None:
-        """Wait until the process has stopped itself or ended; end it at its limits."""
+        """Wait until the process has stopped itself or ended; end it at its limits.
+
+        Raises:
+            LateError: the time for all runs is over.
+        """
         deadline = time.monotonic() + self._limit_s
         next_look = 0.0
         done = result_path(self._place, 0)
@@ -86,6 +106,11 @@ class Process:
                 self.is_stopped = True
                 return
             now = time.monotonic()
+            if now > self._end_s:
+                name = " ".join(self._program)
+                raise LateError(
+                    f"try: {name}: the minutes ended before its first runs did; give it more with --minutes"
+                )
             if now > deadline:
                 limit = f"{self._limit_s:g} s"
                 self._end(f"did not reach its last step within {limit}: change --steps or --time-limit")
@@ -138,22 +163,22 @@ class Process:
 
 @contextmanager
 def started(
-    program: Sequence[str], task: Task, time_limit_s: float, environment: Mapping[str, str]
+    program: Sequence[str], task: Task, time_limit_s: float, environment: Mapping[str, str], end_s: float = math.inf
 ) -> Iterator[Process]:
     """Start a process that ends with the context; the arguments are those of :class:`Process`."""
     process: Process | None = None
     try:
         with uninterrupted():
-            process = Process(program, task, time_limit_s, environment)
+            process = Process(program, task, time_limit_s, environment, end_s)
         yield process
     finally:
         if process is not None:
             process.close()
 
 
-def run_task(program: Sequence[str], task: Task, time_limit_s: float) -> Measured:
+def run_task(program: Sequence[str], task: Task, time_limit_s: float, end_s: float = math.inf) -> Measured:
     """Run the program once; only the files in the task's directory remain."""
-    with started(program, task, time_limit_s, {}) as process:
+    with started(program, task, time_limit_s, {}, end_s) as process:
         return run_in_turns([process])[0]
 
 

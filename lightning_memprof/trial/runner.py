@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS
 from lightning_memprof.analysis.findings import Finding
 from lightning_memprof.analysis.trial import Measured, Outcome, Trial, equality, outcome
 from lightning_memprof.errors import ConfigError, MemprofError
-from lightning_memprof.trial.process import CAN_STOP, run_in_turns, run_task, started
+from lightning_memprof.trial.process import CAN_STOP, LateError, run_in_turns, run_task, started
 from lightning_memprof.trial.remedies import advised, parse_remedy
 from lightning_memprof.trial.remedy import Remedy
 from lightning_memprof.trial.task import Task
@@ -48,7 +49,7 @@ class Wanted:
     Attributes:
         remedies: their names; empty for those that the findings of a first recorded run advise.
         rounds: how often each is measured; None measures until each is decided, or the minutes are over.
-        minutes: how long the trial may take without ``rounds``; it has three rounds at least.
+        minutes: how long the trial may take without ``rounds``; what runs then is ended.
         steps: measured steps of each run; None takes as many as last two seconds.
         time_limit_s: of each run.
         progress: shows a text, and how much of how much is done; 0 and 0 where that is not known.
@@ -104,8 +105,6 @@ class Candidate:
 
 _BARE: Final = Candidate(remedies=())
 _AGAIN: Final = "again"
-_Checks = Mapping[str, Measured]
-"""A seeded run of each candidate by its label, and two of the unchanged program: as ``""``, and again."""
 
 
 def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Finding] | None = None) -> Trial:
@@ -120,6 +119,8 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
         MemprofError: the unchanged program cannot be measured.
     """
     notes: list[str] = []
+    measured: dict[str, list[Measured]] = {}
+    together: Outcome | None = None
     with TemporaryDirectory(prefix="lightning-memprof-try-", ignore_cleanup_errors=True) as directory:
         runs = _Runs(program, wanted, Path(directory))
         if wanted.remedies:
@@ -128,15 +129,24 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
             candidates = advice(runs.recorded() if findings is None else findings)
             if not candidates:
                 notes.append("The findings advise nothing that can be tried from outside the program.")
-        checks = runs.checks(candidates)
+        runs.check_unchanged()
+        checks = runs.checks
         steps = wanted.steps or int(min(max(_RUN_NS / max(checks[""].step_ns, 1.0), _FEWEST), _MOST))
-        working = [candidate for candidate in candidates if not checks[candidate.label].problem]
-        measured = runs.in_turns(working, steps, checks, _ALONE if len(working) > 1 else 1.0)
+        with runs.ending():
+            runs.check_all(candidates)
+            working = [candidate for candidate in candidates if not checks[candidate.label].problem]
+            runs.in_turns(working, steps, measured, _ALONE if len(working) > 1 else 1.0)
+        for candidate in candidates:
+            checks.setdefault(candidate.label, Measured(problem="the trial ended before its first run"))
         outcomes = [_outcome(candidate, measured, checks) for candidate in candidates]
-        together = None if runs.is_stopped else _together(runs, candidates, outcomes, steps, checks)
+        if not (runs.is_stopped or runs.is_late):
+            together = _together(runs, candidates, outcomes, steps)
+    measured.setdefault("", [])
     bare = measured[""] or [checks[""]]
     if runs.is_stopped:
         notes.append("Stopped before its end.")
+    if runs.is_late:
+        notes.append(f"Ended after {wanted.minutes:g} minutes: --minutes sets the limit.")
     if equality(checks[""], checks[_AGAIN], checks[""], 0.0).name != "bit-equal":
         notes.append("Two runs of the unchanged program differ in losses or weights: equality is unknown.")
     return Trial(
@@ -168,15 +178,43 @@ class _Runs:
         self._wanted = wanted
         self._directory = directory
         self._began = time.monotonic()
-        self._check_s = 0.0
-        self.is_stopped = False
+        self._end_s = self._began + 60 * wanted.minutes if wanted.rounds is None else math.inf
+        # Of the last run, with the start of its process.
+        self._run_s = 0.0
+        self.checks: dict[str, Measured] = {}
+        self.is_stopped = self.is_late = False
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Leave the context where Ctrl-C or the end of the minutes comes: what has been measured counts."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.is_stopped = True
+        except LateError:
+            self.is_late = True
 
     def _tell(self, text: str, rest_s: float = 0.0) -> None:
-        """Show what runs, and how long the trial still takes: at least the rest of its rounds."""
-        spent_s = time.monotonic() - self._began
-        left_s = rest_s if self._wanted.rounds else max(rest_s, 60 * self._wanted.minutes - spent_s)
+        """Show what runs, and how long the trial still takes."""
+        now = time.monotonic()
+        left_s = rest_s if self._wanted.rounds else max(self._end_s - now, 0.0)
         left = f", about {format_count(max(round(left_s / 10), 1) * 10, 'second')} left" if left_s else ""
+        spent_s = now - self._began
         self._wanted.progress(f"{text}{left}", round(spent_s), round(spent_s + left_s) if left_s else 0)
+
+    def runs_left(self) -> float:
+        """Return how many runs like the last one the minutes allow."""
+        return max(self._end_s - time.monotonic(), 0.0) / max(self._run_s, 1e-9)
+
+    def _allowed(self, candidates: Sequence[Candidate], rounds: int, others: int) -> list[Candidate]:
+        """Return the first candidates, at least one, of as many as the minutes allow.
+
+        Args:
+            candidates: the most important first.
+            rounds: of these and the unchanged program.
+            others: further runs of each.
+        """
+        return list(candidates[: max(int(min((self.runs_left() - rounds) / (rounds + others), len(candidates))), 1)])
 
     def recorded(self) -> Sequence[Finding]:
         """Return the findings of a recorded run."""
@@ -186,82 +224,96 @@ class _Runs:
         place = self._directory / "recorded"
         self._tell("a first recorded run")
         task = Task(directory=str(place), steps=_RECORDED, is_recorded=True)
-        found = run_task(self._program, task, self._wanted.time_limit_s)
+        found = run_task(self._program, task, self._wanted.time_limit_s, self._end_s)
         if found.problem:
             raise MemprofError(f"try: {' '.join(self._program)}: {found.problem}")
         with opened([str(place)]) as view:
             return view.findings if isinstance(view, View) else ()
 
-    def checks(self, candidates: Sequence[Candidate]) -> _Checks:
-        """Run everything once, seeded, and the unchanged program twice.
+    def check_unchanged(self) -> None:
+        """Run the unchanged program, seeded.
 
         Raises:
-            MemprofError: the unchanged program fails.
+            MemprofError: it fails, or takes longer than the minutes.
         """
         bare = self.check(_BARE)
         if bare.problem:
             raise MemprofError(f"try: {' '.join(self._program)}: {bare.problem}")
-        changed = {candidate.label: self.check(candidate) for candidate in candidates}
-        return {"": bare, **changed, _AGAIN: self.check(_BARE) if candidates else bare}
+        self.checks |= {"": bare, _AGAIN: bare}
+
+    def check_all(self, candidates: Sequence[Candidate]) -> None:
+        """Run the unchanged program once more, and each candidate that the minutes allow, all seeded."""
+        if not candidates:
+            return
+        self.checks[_AGAIN] = self.check(_BARE)
+        allowed = self._allowed(candidates, FEWEST_PAIRS, others=1)
+        for candidate in candidates[len(allowed) :]:
+            words = f"{self._wanted.minutes:g} minutes are too few: --minutes sets the limit"
+            self.checks[candidate.label] = Measured(problem=words)
+        for candidate in allowed:
+            self.checks[candidate.label] = self.check(candidate)
 
     def check(self, candidate: Candidate) -> Measured:
         """Run a candidate once, seeded."""
         self._tell(f"comparison of losses: {candidate.label or 'unchanged'}")
         began = time.monotonic()
         (found,) = self._run([candidate], min(_CHECKED, self._wanted.steps or _CHECKED), is_check=True)
-        self._check_s = time.monotonic() - began
+        self._run_s = time.monotonic() - began
         return found
 
     def in_turns(
-        self, candidates: Sequence[Candidate], steps: int, checks: _Checks, share: float = 1.0
-    ) -> dict[str, list[Measured]]:
+        self, candidates: Sequence[Candidate], steps: int, found: dict[str, list[Measured]], share: float = 1.0
+    ) -> None:
         """Measure the unchanged program, as ``""``, and the candidates, by label, in rounds.
 
-        A candidate that is decided or has failed is left out of further rounds. Ctrl-C ends them.
+        A candidate that is decided or has failed is left out of further rounds, as are the last ones where the minutes
+        are too few for three rounds.
 
         Args:
-            candidates: what is measured.
+            candidates: what is measured; each has been checked.
             steps: measured steps of each run.
-            checks: runs of the same.
+            found: takes the measurements of each whole round.
             share: of the trial's minutes, after which no further round begins.
         """
-        found: dict[str, list[Measured]] = {candidate.label: [] for candidate in (_BARE, *candidates)}
-        left, is_alternating, round_s = list(candidates), True, self._check_s * len(found)
-        try:
-            while left and self._has_time(number := len(found[""]), round_s, share):
-                began = time.monotonic()
-                more = (self._wanted.rounds or FEWEST_PAIRS) - number
-                self._tell(f"round {number + 1}: {', '.join(each.label for each in left)}", max(more, 1) * round_s)
-                order = [_BARE, *left]
-                runs = [checks[candidate.label] for candidate in order]
-                turns = [max(round(_TURN_NS / run.step_ns), _FEWEST_IN_TURN) for run in runs]
-                is_alternating = is_alternating and _fit_at_once(runs)
-                measured = self._run(order, steps, turns) if is_alternating else []
-                if not measured or any(run.problem for run in measured):
-                    # Each has run alone: two may want the same port or file.
-                    is_alternating = False
-                    backwards = slice(None, None, -1 if number % 2 else 1)
-                    measured = [self._run([candidate], steps)[0] for candidate in order[backwards]][backwards]
-                if measured[0].problem:
-                    raise MemprofError(f"try: {' '.join(self._program)}: {measured[0].problem}")
-                for candidate, run in zip(order, measured, strict=True):
-                    found[candidate.label].append(run)
-                left = [candidate for candidate in left if not self._is_decided(candidate, found, checks)]
-                round_s = time.monotonic() - began
-        except KeyboardInterrupt:
-            self.is_stopped = True
-        return found
+        found |= {candidate.label: [] for candidate in (_BARE, *candidates)}
+        left, is_alternating = list(candidates), True
+        while left and self._has_time(number := len(found[""]), len(left) + 1, share):
+            more = (self._wanted.rounds or FEWEST_PAIRS) - number
+            if more > 0:
+                left = self._allowed(left, more, others=0)
+            self._tell(
+                f"round {number + 1}: {', '.join(each.label for each in left)}",
+                max(more, 1) * self._run_s * (len(left) + 1),
+            )
+            began = time.monotonic()
+            order = [_BARE, *left]
+            runs = [self.checks[candidate.label] for candidate in order]
+            turns = [max(round(_TURN_NS / run.step_ns), _FEWEST_IN_TURN) for run in runs]
+            is_alternating = is_alternating and _fit_at_once(runs)
+            measured = self._run(order, steps, turns) if is_alternating else []
+            if not measured or any(run.problem for run in measured):
+                # Each has run alone: two may want the same port or file.
+                is_alternating = False
+                backwards = slice(None, None, -1 if number % 2 else 1)
+                measured = [self._run([candidate], steps)[0] for candidate in order[backwards]][backwards]
+            if measured[0].problem:
+                raise MemprofError(f"try: {' '.join(self._program)}: {measured[0].problem}")
+            for candidate, run in zip(order, measured, strict=True):
+                found[candidate.label].append(run)
+            left = [candidate for candidate in left if not self._is_decided(candidate, found)]
+            self._run_s = (time.monotonic() - began) / len(order)
 
-    def _has_time(self, rounds: int, round_s: float, share: float) -> bool:
+    def _has_time(self, rounds: int, runs: int, share: float) -> bool:
         if self._wanted.rounds is not None:
             return rounds < self._wanted.rounds
-        end = self._began + 60 * self._wanted.minutes * share
-        return rounds < FEWEST_PAIRS or (rounds < _MOST_ROUNDS and time.monotonic() + round_s < end)
+        end_s = self._began + 60 * self._wanted.minutes * share
+        is_early = time.monotonic() + self._run_s * runs < end_s
+        return rounds < FEWEST_PAIRS or (rounds < _MOST_ROUNDS and is_early)
 
-    def _is_decided(self, candidate: Candidate, found: Mapping[str, Sequence[Measured]], checks: _Checks) -> bool:
+    def _is_decided(self, candidate: Candidate, found: Mapping[str, Sequence[Measured]]) -> bool:
         runs = found[candidate.label]
         can_decide = self._wanted.rounds is None and len(runs) >= FEWEST_PAIRS
-        return bool(runs[-1].problem) or (can_decide and _outcome(candidate, found, checks).is_clear)
+        return bool(runs[-1].problem) or (can_decide and _outcome(candidate, found, self.checks).is_clear)
 
     def _run(
         self, candidates: Sequence[Candidate], steps: int, turns: Sequence[int] = (0,), *, is_check: bool = False
@@ -276,7 +328,7 @@ class _Runs:
                 variables = {
                     name: value for remedy in candidate.remedies for name, value in remedy.environment().items()
                 }
-                process = started(self._program, task, self._wanted.time_limit_s, variables)
+                process = started(self._program, task, self._wanted.time_limit_s, variables, self._end_s)
                 processes.append(running.enter_context(process))
             return run_in_turns(processes)
 
@@ -303,14 +355,16 @@ def advice(findings: Sequence[Finding]) -> list[Candidate]:
     return list(found.values())
 
 
-def _outcome(candidate: Candidate, measured: Mapping[str, Sequence[Measured]], checks: _Checks) -> Outcome:
+def _outcome(
+    candidate: Candidate, measured: Mapping[str, Sequence[Measured]], checks: Mapping[str, Measured]
+) -> Outcome:
     checked = checks[candidate.label]
     if checked.problem:
         return replace(candidate.empty(), problem=checked.problem)
     is_mean = any(remedy.is_random for remedy in candidate.remedies)
     equal = equality(checks[""], checks[_AGAIN], checked, candidate.tolerance, is_mean=is_mean)
     tried = replace(candidate.empty(), code=tuple(checked.code))
-    return outcome(tried, measured[""], measured[candidate.label], equal)
+    return outcome(tried, measured.get("", []), measured.get(candidate.label, []), equal)
 
 
 def winners(remedies: Sequence[Remedy], outcomes: Sequence[Outcome]) -> tuple[Remedy, ...]:
@@ -322,19 +376,16 @@ def winners(remedies: Sequence[Remedy], outcomes: Sequence[Outcome]) -> tuple[Re
     return tuple(won.values())
 
 
-def _together(
-    runs: _Runs, candidates: Sequence[Candidate], outcomes: Sequence[Outcome], steps: int, checks: _Checks
-) -> Outcome | None:
+def _together(runs: _Runs, candidates: Sequence[Candidate], outcomes: Sequence[Outcome], steps: int) -> Outcome | None:
     """Measure the remedies that won, at once: their gains do not add."""
     remedies = [remedy for candidate in candidates for remedy in candidate.remedies]
     won = winners(remedies, outcomes)
-    if len(won) < 2:
+    # A check, and rounds with the unchanged program.
+    if len(won) < 2 or runs.runs_left() < 1 + 2 * FEWEST_PAIRS:
         return None
     both = Candidate(remedies=won)
-    try:
-        checks = {**checks, both.label: runs.check(both)}
-    except KeyboardInterrupt:
-        runs.is_stopped = True
-        return None
-    working = [] if checks[both.label].problem else [both]
-    return _outcome(both, runs.in_turns(working, steps, checks), checks)
+    measured: dict[str, list[Measured]] = {}
+    with runs.ending():
+        runs.checks[both.label] = runs.check(both)
+        runs.in_turns([] if runs.checks[both.label].problem else [both], steps, measured)
+    return _outcome(both, measured, runs.checks) if both.label in runs.checks else None

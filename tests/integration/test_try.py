@@ -197,6 +197,12 @@ def test_a_program_that_hangs_is_ended_at_its_limit(program, tmp_path):
     assert left_behind(tmp_path / "scratch") == []
 
 
+def test_a_program_whose_first_run_takes_longer_than_the_minutes_is_ended_then(program, tmp_path, capsys):
+    assert main(["try", "--remedy", "workers=2", "--minutes", "0.05", program, "hang"]) == 1
+    assert "give it more with --minutes" in capsys.readouterr().err
+    assert left_behind(tmp_path / "scratch") == []
+
+
 def test_a_training_with_nan_losses_a_scalar_parameter_and_a_profiler_of_ours_is_tried(program, tmp_path, capsys):
     options = ["--remedy", "workers=2", "--rounds", "3", "--steps", "4", "--format", "json"]
     assert main(["try", *options, program, "own"]) == 0
@@ -264,7 +270,8 @@ def test_ctrl_c_ends_what_runs_and_leaves_nothing(program, tmp_path, environment
     assert left_behind(scratch) == []
 
 
-def test_ctrl_c_shows_what_is_known_and_a_log_what_runs(program, environment):
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_shows_what_is_known_and_a_log_what_runs(program, environment, end):
     options = ["--remedy", "gc_freeze", "--remedy", "pin_memory", "--rounds", "99", "--steps", "2"]
     command = [sys.executable, "-m", "lightning_memprof", "try", *options, program]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -276,7 +283,7 @@ def test_ctrl_c_shows_what_is_known_and_a_log_what_runs(program, environment):
         shown = re.match(r"memprof: round (\d+): gc_freeze, about [\d,]+0 seconds left$", line)
         if shown is not None and int(shown[1]) > 3:
             break
-    started.send_signal(signal.SIGINT)
+    started.send_signal(end)
     page, _ = started.communicate(timeout=60)
     assert started.returncode == 130, lines
     assert lines[0].startswith("memprof: comparison of losses: unchanged")

@@ -170,6 +170,7 @@ def batches_document(found: Batches) -> Document:
         top=None,
     )
     fits = "Not even one sample fits" if best is None else f"A batch of {format_count(best.samples, 'sample')} fits"
+    verdict = "Stopped before a batch fitted." if best is None and found.is_stopped else f"{fits} into {limit}."
     return Document(
         title=found.program,
         kind="trial",
@@ -178,8 +179,8 @@ def batches_document(found: Batches) -> Document:
             count(found.samples),
             text(f" · with {', '.join(found.remedies)}" if found.remedies else ""),
         ),
-        status="tried",
-        verdict=f"{fits} into {limit}.",
+        status="stopped" if found.is_stopped else "tried",
+        verdict=verdict,
         why="" if refused is None else f"With {format_count(refused.samples, 'sample')}: {_result(refused, limit)}.",
         next="" if best is None else f"DataLoader(..., batch_size={best.samples})",
         sections=[Section("batches", "Batches", parts=[table])],

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_memprof.analysis.compare.significance import PairedChange
 from lightning_memprof.analysis.trial import Equality, Measured, Outcome
+from lightning_memprof.errors import MemprofError
 from lightning_memprof.trial import runner
+from lightning_memprof.trial.process import LateError
 from lightning_memprof.trial.remedies import parse_remedy
 from lightning_memprof.trial.runner import Wanted, try_program, winners
 from lightning_memprof.trial.task import Task
@@ -46,15 +49,23 @@ Played = Callable[..., list[list[str]]]
 def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     """Give a function that replaces the program's processes, and returns the remedies of each round as they run."""
 
-    def play(noise: float, gains: dict[str, float], stop_after: int = 1000) -> list[list[str]]:
+    def play(
+        noise: float, gains: dict[str, float], stop_after: int = 1000, seconds: float = 0.0, stop_in_check: str = "-"
+    ) -> list[list[str]]:
         rng, ran = random.Random(4), []
+        now = [0.0]
 
         @contextmanager
-        def started(_program: object, task: Task, *_: object):
+        def started(_program: object, task: Task, _limit_s: object, _variables: object, end_s: float):
+            now[0] += seconds
+            if now[0] > end_s:
+                raise LateError("late")
             yield task
 
         def run_in_turns(tasks: Sequence[Task]) -> list[Measured]:
             names = ["+".join(task.remedies) for task in tasks]
+            if tasks[0].is_check and names == [stop_in_check]:
+                raise KeyboardInterrupt
             if not tasks[0].is_check:
                 ran.append(names)
                 if len(ran) > stop_after:
@@ -64,6 +75,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
 
         monkeypatch.setattr(runner, "started", started)
         monkeypatch.setattr(runner, "run_in_turns", run_in_turns)
+        monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
         return ran
 
     return play
@@ -83,15 +95,36 @@ def test_a_clear_gain_leaves_the_rounds_and_the_others_go_on_until_they_are_deci
 
 def test_rounds_end_with_the_minutes_and_a_number_of_rounds_is_kept(played):
     ran = played(0.5, {})
-    trial = try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=1e-9))
-    assert (len(ran), trial.outcomes[0].is_undecided) == (3, True)
+    ran = played(0.5, {}, seconds=10)
+    trial = try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=2))
+    # Three runs to compare and four rounds of two runs take 110 of 120 seconds.
+    assert (len(ran), trial.outcomes[0].is_undecided) == (4, True)
     ran.clear()
-    try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=7, minutes=1e-9))
+    try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=7, minutes=2))
     assert len(ran) == 7
     ran.clear()
     # Also where the first three decide.
     played(0.001, {"workers=2": -0.5})
     assert try_program(["train.py"], Wanted(remedies=["workers=2"], rounds=7)).outcomes[0].rounds == 7
+
+
+def test_as_many_remedies_are_tried_as_the_minutes_allow(played):
+    # Four runs to compare and three rounds of three runs take 130 of 132 seconds.
+    names = ["workers=2", "gc_freeze", "fused_optimizer", "foreach_optimizer"]
+    ran = played(0.5, {}, seconds=10)
+    trial = try_program(["train.py"], Wanted(remedies=names, minutes=2.2))
+    assert [found.rounds for found in trial.outcomes] == [3, 3, 0, 0]
+    assert [found.problem.partition(":")[0] for found in trial.outcomes[2:]] == ["2.2 minutes are too few"] * 2
+    assert ran == [["", *names[:2]]] * 3
+
+
+def test_a_run_that_would_end_after_the_minutes_is_ended_and_the_rounds_before_it_count(played):
+    ran = played(0.5, {}, seconds=10)
+    trial = try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=1))
+    assert (trial.is_stopped, len(ran), trial.outcomes[0].problem) == (False, 1, "stopped after 1 of 3 rounds")
+    assert "--minutes" in trial.notes[0]
+    with pytest.raises(MemprofError, match="late"):
+        try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=0.1))
 
 
 def test_the_number_of_rounds_that_a_page_names_decides(played):
@@ -110,6 +143,14 @@ def test_ctrl_c_in_a_round_keeps_the_rounds_before_it(played, after, rounds, pro
     (found,) = trial.outcomes
     assert (trial.is_stopped, trial.rounds) == (True, after)
     assert (found.rounds, found.problem) == (rounds, problem)
+
+
+def test_ctrl_c_between_the_comparisons_keeps_them(played):
+    played(0.5, {}, stop_in_check="gc_freeze")
+    trial = try_program(["train.py"], Wanted(remedies=["workers=2", "gc_freeze"]))
+    assert (trial.is_stopped, trial.rounds, trial.compared) == (True, 0, 1)
+    problems = [found.problem for found in trial.outcomes]
+    assert problems == ["stopped after 0 of 3 rounds", "the trial ended before its first run"]
 
 
 def test_the_time_left_is_shown(played):
