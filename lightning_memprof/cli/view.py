@@ -63,6 +63,9 @@ def _add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--steps", metavar="A-B", help="open only these steps, as in 2-3 or 2,5-7")
     parser.add_argument("--trace-processor", metavar="PATH", help="start this trace_processor_shell, for large traces")
+    parser.add_argument(
+        "--host", metavar="NAME", default=_LOOPBACK, help="serve under this address or host name (default: %(default)s)"
+    )
     parser.add_argument("--port", type=int, metavar="N", default=0, help="port of the page (default: a free one)")
     parser.add_argument("--no-browser", action="store_true", help="only serve the page and print its address")
     parser.add_argument("--tensorboard", action="store_true", help="start TensorBoard on the log directory instead")
@@ -85,8 +88,10 @@ def _execute(options: Namespace) -> int:
                 f"{trace.name} has {size / 1e6:.0f} MB: a browser may fail to open it. "
                 "Open a few steps with --steps 2-3, or the whole trace with --trace-processor PATH."
             )
-        with contextlib.suppress(KeyboardInterrupt), _served(trace, processor, options.port) as served:
+        with contextlib.suppress(KeyboardInterrupt), _served(trace, processor, options) as served:
             say(f"Serving {trace.name} at {served.url}")
+            if served.is_public:
+                say("Everyone who reaches this machine can open the page: it has no password.")
             print("Press Ctrl-C to stop.", flush=True)
             if not options.no_browser:
                 open_in_browser(served.url)
@@ -183,16 +188,16 @@ def _uncompressed_bytes(trace: Path) -> int:
 
 
 @contextlib.contextmanager
-def _served(trace: Path, processor: Path | None, port: int) -> Iterator[Served]:
+def _served(trace: Path, processor: Path | None, options: Namespace) -> Iterator[Served]:
     from lightning_memprof.report.perfetto import TRACE_PROCESSOR_PAGE_PORT, serve_trace
 
     if processor is None:
-        with serve_trace(trace, port=port) as served:
+        with serve_trace(trace, host=options.host, port=options.port) as served:
             yield served
         return
     with (
         _trace_processor(processor, trace),
-        serve_trace(trace, port=port or TRACE_PROCESSOR_PAGE_PORT, native=True) as served,
+        serve_trace(trace, host=options.host, port=options.port or TRACE_PROCESSOR_PAGE_PORT, native=True) as served,
     ):
         yield served
 
@@ -263,7 +268,7 @@ def _tensorboard(options: Namespace) -> int:
     with sigterm_as_ctrl_c(), _local(options.TARGET or ["."]) as paths:
         directory = tensorboard_directory(paths)
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", os.fspath(directory)]
-        command += ["--host", _LOOPBACK, "--port", str(options.port)]
+        command += ["--host", options.host, "--port", str(options.port)]
         say(f"tensorboard --logdir {quoted(shown_path(directory))}")
         # A new session, to end all its processes together: the profiler tab reads each run in a process that outlives
         # TensorBoard.

@@ -58,7 +58,8 @@ def opened(
         progress: is called with the file, the bytes read and the bytes of the file.
 
     Raises:
-        ArtifactError: there is none of these, several runs are named, or no such rank or window, or nothing is readable.
+        ArtifactError: there is none of these, several runs are named, there is no such rank or window, or nothing can
+            be read.
         ConfigError: the protocol of a URL is not known here.
     """
     options = options or OpenOptions()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import ipaddress
 import mimetypes
 import re
 import shutil
@@ -18,13 +19,14 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from lightning_memprof.errors import ConfigError, ReportError
 
 HOST: Final = "127.0.0.1"
+_LOCALHOST: Final = "localhost"
 TRACE_PROCESSOR_PORT: Final = 9001
 """Where the UI looks for a native trace processor."""
 TRACE_PROCESSOR_PAGE_PORT: Final = 10000
@@ -42,7 +44,7 @@ _TYPES: Final = {
     ".wasm": "application/wasm",
     ".woff2": "font/woff2",
 }
-_ORDER_PATH: Final = "order.js"
+_SCRIPT: Final = "memprof.js"
 _POLICY: Final = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' 'wasm-unsafe-eval'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
@@ -52,10 +54,11 @@ _POLICY: Final = (
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A served page: ``url`` opens it with its trace; ``port`` is its TCP port."""
+    """A served page: ``url`` opens it with its trace; ``port`` is its TCP port; others may open a public one, too."""
 
     url: str
     port: int
+    is_public: bool = False
 
 
 def ui_directory() -> Path:
@@ -77,11 +80,13 @@ def ui_directory() -> Path:
 
 
 @contextlib.contextmanager
-def serve_trace(trace: Path, *, port: int = 0, native: bool = False) -> Iterator[Served]:
-    """Serve the Perfetto UI with a trace on 127.0.0.1, to this machine only, until the context is left.
+def serve_trace(trace: Path, *, host: str = HOST, port: int = 0, native: bool = False) -> Iterator[Served]:
+    """Serve the Perfetto UI with a trace until the context is left: on 127.0.0.1, to this machine only.
 
     Args:
         trace: a trace file, plain or gzip-compressed; it is sent as it is and not read.
+        host: another address or name of this machine, which serves the page to the network; or a name that something
+            forwards to this machine, which serves it on 127.0.0.1 under that name, too.
         port: the TCP port; 0 takes a free one.
         native: allow the page to connect to the trace processor on port 9001, which has loaded the trace.
 
@@ -92,14 +97,14 @@ def serve_trace(trace: Path, *, port: int = 0, native: bool = False) -> Iterator
     if not trace.is_file():
         raise ReportError(f"{trace}: no such file; name a run or a trace")
     try:
-        server = _Server(port, ui_directory(), trace, native=native)
+        server = _Server(host, port, ui_directory(), trace, native=native)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--port {port}: {reason}; name a free port from 1024 to 65535, or none") from error
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="memprof-perfetto", daemon=True)
     thread.start()
     try:
-        yield Served(server.url, server.server_port)
+        yield Served(server.url, server.server_port, server.is_public)
     finally:
         server.shutdown()
         server.server_close()
@@ -111,19 +116,32 @@ class _Server(ThreadingHTTPServer):
 
     daemon_threads = False
 
-    def __init__(self, port: int, ui: Path, trace: Path, *, native: bool) -> None:
+    def __init__(self, host: str, port: int, ui: Path, trace: Path, *, native: bool) -> None:
         self._connections: set[Any] = set()
-        super().__init__((HOST, port), _Handler)
+        address = _own_address(host)
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, port), _Handler)
         self.ui = ui.resolve()
         self.trace = trace
         processor = f"{HOST}:{TRACE_PROCESSOR_PORT}"
         self.policy = _POLICY.format(more=f" http://{processor} ws://{processor}" if native else "")
-        page = f"http://{HOST}:{self.server_port}/"
-        # The UI shows the address's last part as the trace's name. It finds a native trace processor without it.
-        name = _UNSAFE.sub("_", trace.name)
-        self.url = page if native else f"{page}#!/?url={quote(f'{page}{_TRACE}{name}', safe='')}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
         self.native = native
-        self.hosts = frozenset(f"{name}:{self.server_port}" for name in (HOST, "localhost"))
+        self._names = {_LOCALHOST, host.lower()}
+        self.is_public = not ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        if self.is_public:
+            self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    def is_own(self, host: str) -> bool:
+        """Return whether a Host header names this server: an address, ``localhost`` or its own name, on any port.
+
+        DNS rebinding: a foreign page can point its own name to this machine, and then sends that name; it cannot send
+        an address. A forwarded port has another number.
+        """
+        with contextlib.suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self._names or _is_address(name)
+        return False
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, and remember the connection: a browser keeps it open for more."""
@@ -145,11 +163,14 @@ class _Server(ThreadingHTTPServer):
     def made(self, path: str) -> tuple[str, bytes] | None:
         """Return type and content of generated responses, None for files sent unchanged."""
         name = path.lstrip("/") or "index.html"
-        if name == _ORDER_PATH:
-            return _TYPES[".js"], Path(__file__).with_name("track_order.js").read_bytes()
+        if name == _SCRIPT:
+            return _TYPES[".js"], Path(__file__).with_name("perfetto.js").read_bytes()
         if name == "index.html":
             page = (self.ui / name).read_bytes()
-            return _TYPES[".html"], page.replace(b"</head>", b'<script src="/order.js" defer></script></head>', 1)
+            # The UI shows the address's last part as the trace's name. It finds a native trace processor without it.
+            trace = "" if self.native else f"{_TRACE}{_UNSAFE.sub('_', self.trace.name)}"
+            script = f'<script src="{_SCRIPT}" data-trace="{trace}"></script></head>'
+            return _TYPES[".html"], page.replace(b"</head>", script.encode(), 1)
         return None
 
     def find(self, path: str) -> Path | None:
@@ -171,9 +192,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with a file."""
-        # DNS rebinding: a foreign page can point its host name to 127.0.0.1, and then sends that name here.
-        if self.headers.get("Host") not in self.server.hosts:
-            self._refuse(HTTPStatus.FORBIDDEN)
+        host = self.headers.get("Host", "")
+        if not self.server.is_own(host):
+            words = f"This page is {self.server.url}; to open it as {host!r}, start view with --host NAME.\n"
+            self._refuse(HTTPStatus.FORBIDDEN, words)
             return
         try:
             path = urlsplit(self.path).path
@@ -198,10 +220,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._headers(content_type, len(content))
             self.wfile.write(content)
 
-    def _refuse(self, status: HTTPStatus) -> None:
+    def _refuse(self, status: HTTPStatus, words: str = "") -> None:
+        content = words.encode("ascii", "replace")
         with contextlib.suppress(ConnectionError, TimeoutError):
             self.send_response(status)
-            self._headers("text/plain", 0)
+            self._headers("text/plain", len(content))
+            self.wfile.write(content)
 
     def _headers(self, content_type: str, length: int) -> None:
         self.send_header("Content-Type", content_type)
@@ -214,6 +238,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 the parameter's name
         """Log nothing: the terminal belongs to the command."""
+
+
+def _own_address(host: str) -> str:
+    """Return the address of this machine that a name means; 127.0.0.1 where it has another machine's, or none."""
+    for family, kind, _, _, address in _addresses(host):
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind((address[0], 0))
+            return str(address[0])
+    return HOST
+
+
+def _addresses(host: str) -> list[Any]:
+    try:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+
+
+def _is_address(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False
 
 
 def _type(path: Path) -> str:

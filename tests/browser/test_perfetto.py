@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import json
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -10,6 +15,7 @@ from lightning_memprof import load_run
 from lightning_memprof.analysis.timeline.events import Source
 from lightning_memprof.analysis.timeline.merge import merge_traces
 from lightning_memprof.analysis.timeline.sources import run_sources
+from lightning_memprof.report.perfetto import serve_trace
 from ranks import launch
 
 pytestmark = pytest.mark.browser
@@ -20,6 +26,46 @@ GROUPS = "window.app.trace.workspace.children.filter(one => one.uri.startsWith('
 
 def test_a_trace_opens_from_its_address_with_the_network_blocked(perfetto, asked_outside):
     assert "my_run_1.json" in perfetto.evaluate("window.memprofOpened")
+    assert asked_outside == []
+
+
+@contextmanager
+def forwarded(port: int) -> Iterator[int]:
+    """Forward a free port to another one, as ssh does."""
+
+    class Forward(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection(("127.0.0.1", port)) as there:
+                back = threading.Thread(target=pass_on, args=(there, self.request))
+                back.start()
+                pass_on(self.request, there)
+                back.join()
+
+    def pass_on(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Forward) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def test_a_trace_opens_under_another_name_and_port_without_a_banner(tmp_path, context, asked_outside):
+    trace = tmp_path / "there.json"
+    trace.write_text('{"traceEvents":[{"ph":"X","name":"work","pid":1,"tid":1,"ts":5,"dur":7}]}')
+    with serve_trace(trace) as served, forwarded(served.port) as port:
+        page = context.new_page()
+        page.goto(f"http://localhost:{port}/")
+        page.wait_for_function("() => window.app?.trace?.engine && !window.app.isLoadingTrace", timeout=60_000)
+        assert "there.json" in page.evaluate("window.app.trace.traceInfo.traceTitle")
+        assert "cookies" not in page.inner_text("body")
+        page.close()
     assert asked_outside == []
 
 

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -92,10 +91,14 @@ def processes_of_the_profiler_tab(pid: int) -> list[psutil.Process]:
 
 
 def fetched(address: str) -> bytes:
-    inner = urllib.parse.unquote(address.partition("url=")[2])
-    with urllib.request.urlopen(inner, timeout=20) as answer:  # noqa: S310 it is ours
+    with urllib.request.urlopen(f"{address}{trace_name(address)}", timeout=20) as answer:  # noqa: S310 it is ours
         content: bytes = answer.read()
         return content
+
+
+def trace_name(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 it is ours
+        return answer.read().decode().partition('data-trace="')[2].partition('"')[0]
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
@@ -115,7 +118,7 @@ def test_without_a_target_the_run_that_started_last_is_served(tmp_path, environm
     for version in (1, 0):
         make_run(tmp_path / f"lightning_logs/version_{version}")
     with viewing(environment) as address:
-        assert "version_0.json" in address
+        assert trace_name(address) == "trace/version_0.json"
 
 
 def test_a_trace_is_served_as_it_is(tmp_path, environment):

@@ -30,9 +30,9 @@ def get(served: Served, path: str, host: str | None = None) -> tuple[int, bytes,
 def test_the_page_and_its_trace_are_served_with_a_policy_that_lets_nothing_out(trace: Path) -> None:
     with serve_trace(trace) as served:
         status, page, headers = get(served, "/")
-        assert (status, b"/order.js" in page) == (200, True)
+        assert (status, b'<script src="memprof.js" data-trace="trace/a_b.json">' in page) == (200, True)
+        assert get(served, "/memprof.js")[0] == 200
         assert get(served, "/trace/a_b.json")[:2] == (200, trace.read_bytes())
-        assert "trace%2Fa_b.json" in served.url
     rules = dict(rule.strip().split(" ", 1) for rule in headers["Content-Security-Policy"].split(";"))
     assert rules["default-src"] == "'self'"
     assert rules["connect-src"] == "'self' data: blob:"
@@ -65,9 +65,32 @@ def test_nothing_but_the_page_is_given(trace: Path, path: str) -> None:
         assert get(served, path)[0] == 404
 
 
-def test_a_page_from_elsewhere_that_lets_its_name_point_here_is_refused(trace: Path) -> None:
+@pytest.mark.parametrize("host", ["evil.example:{port}", "evil.example", "127.0.0.1.evil.example:1", "", "[", "a@b:1"])
+def test_a_page_from_elsewhere_that_lets_its_name_point_here_is_refused(trace: Path, host: str) -> None:
     with serve_trace(trace) as served:
-        assert get(served, "/trace/a_b.json", host=f"evil.example:{served.port}")[0] == 403
+        status, words, _ = get(served, "/trace/a_b.json", host=host.format(port=served.port) or " ")
+        assert (status, b"--host" in words) == (403, True)
+
+
+@pytest.mark.parametrize("host", ["localhost:{port}", "LOCALHOST:8010", "127.0.0.1:8010", "[::1]:8010", "10.0.0.7"])
+def test_this_machine_and_a_forwarded_port_are_served(trace: Path, host: str) -> None:
+    with serve_trace(trace) as served:
+        assert get(served, "/trace/a_b.json", host=host.format(port=served.port))[0] == 200
+
+
+def test_a_name_that_is_given_is_served_also_where_it_is_not_this_machines(trace: Path) -> None:
+    with serve_trace(trace, host="proxy.invalid") as served:
+        assert served.url == f"http://proxy.invalid:{served.port}/"
+        assert not served.is_public
+        assert get(served, "/", host="proxy.invalid")[0] == 200
+        assert get(served, "/", host="other.invalid")[0] == 403
+
+
+def test_an_address_that_is_given_is_served_to_the_network(trace: Path) -> None:
+    with serve_trace(trace, host="0.0.0.0") as served:  # noqa: S104 this is the test
+        assert served.is_public
+        assert get(served, "/", host=f"{socket.gethostname()}:{served.port}")[0] == 200
+        socket.create_connection(("127.0.0.2", served.port), timeout=5).close()
 
 
 def test_only_this_machine_is_served(trace: Path) -> None:

@@ -1,6 +1,13 @@
-// The UI puts the process with the most events first and knows no other order.
+// Runs before the UI: it gets its trace from the address, and puts the process with the most events first.
 'use strict';
 (() => {
+  // The UI stores that its banner was read; nothing here sets a cookie.
+  localStorage.setItem('cookieAck', 'true');
+  const { trace } = document.currentScript.dataset;
+  // Of the host and port that the page has in this browser: a forwarded port has another number.
+  if (trace && !location.hash) {
+    history.replaceState(null, '', `#!/?url=${encodeURIComponent(new URL(trace, location.href))}`);
+  }
   let ordered = null;
   async function places(trace, sql) {
     const found = new Map();
