@@ -91,8 +91,7 @@ def failure_line(error: BaseException, failed: str = "the simulated training fai
         return "estimate: the loader has no batch; --batch-shape does not replace it"
     if isinstance(error, DynamicOutputShapeException):
         words = f"a shape depends on values{place} ({words}), which are unknown without data"
-        ways = "for an upper bound keep all rows, as torch.where does, or move the metric out of training_step"
-        return f"estimate: {words}; {ways}"
+        return f"estimate: {words}; for an upper bound keep all rows, as torch.where does"
     for pattern, meaning in _MEANINGS:
         if re.search(pattern, words):
             return f"estimate: {meaning.format(place=place)} ({_ADVICE})"

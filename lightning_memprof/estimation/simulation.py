@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -323,7 +323,7 @@ def _simulated(fit: Fit, ranks: Ranks, device: Device, variation: Variation) -> 
         ranks=ranks.count,
         strategy=ranks.name,
         host=_host(strategy.tracer),
-        assumptions=[*sentences, *held, *later_needs(arguments), *_assumptions(fit.model, assumed)],
+        assumptions=[*sentences, *held, *later_needs(arguments), *_assumptions(fit.model, strategy.tracer)],
         seconds=time.monotonic() - began,
     )
     return _Found(estimate=estimate, assumed=list(assumed), requests=(len(log.sizes), sum(log.sizes)))
@@ -360,12 +360,14 @@ def _estimate(log: StorageLog, fit: Fit, device: Device) -> Estimate:
     )
 
 
-def _assumptions(model: nn.Module, assumed: Iterable[Assumed]) -> Iterator[str]:
+def _assumptions(model: nn.Module, tracer: StorageTracer) -> Iterator[str]:
     if is_compiled(model):
         yield "torch.compile is ignored; a compiled model often needs less memory"
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         yield "cuDNN's buffers for RNNs are not included"
-    for place, is_condition in assumed:
+    for place in tracer.metrics:
+        yield f"{place}: shapes in a metric depend on values; all rows, or the number of classes, were assumed"
+    for place, is_condition in tracer.assumed:
         value = "False" if is_condition else "1"
         kind = "a condition" if is_condition else "a number"
         yield f"{place}: {kind} is read from a tensor; {value} was assumed"

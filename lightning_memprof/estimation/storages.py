@@ -17,6 +17,7 @@ from lightning_memprof.capture.observe import Link, wrapped
 from lightning_memprof.capture.sources.tensors import dense_parts
 from lightning_memprof.capture.torch_internals import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     TorchDispatchMode,
     _current_graph_task_id,
@@ -24,6 +25,7 @@ from lightning_memprof.capture.torch_internals import (
 )
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.kernels import Buffer, InPlace, in_order, kernel_buffers, laid_out, storage_bytes
+from lightning_memprof.estimation.metrics import is_in_metric, likely_result
 from lightning_memprof.estimation.program_lines import LOOPS, ON_CUDA, user_line
 from lightning_memprof.estimation.requests import StorageLog
 
@@ -79,6 +81,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         host: those that operators make in host memory beside a GPU.
         moved: bytes that each step copies to the device and back, by step and whether they go to the device.
         assumed: the places where values were read from tensors, which have none.
+        metrics: the places where a metric has shapes that depend on values.
 
     Args:
         device: the device whose storages count.
@@ -92,6 +95,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.host = StorageLog(granule=1)
         self.moved: Counter[tuple[int, bool]] = Counter()
         self.assumed: dict[Assumed, None] = {}
+        self.metrics: dict[str, None] = {}
         self._reads: Counter[str] = Counter()
         self._values = values or Values()
         self._kind = device.type
@@ -174,10 +178,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func)
         if self._in_place is not None:
             func = self._in_place.operator(name, args) or func
-        try:
-            result = func(*args, **kwargs or {})
-        except DataDependentOutputException:
-            result = self._assume(name, args)
+        result = self._run(func, name, args, kwargs or {})
         if self._target.is_gpu:
             result = laid_out(name, args, result)
         self._note_move(name, args, result)
@@ -194,6 +195,18 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._target.is_gpu and not self._is_paused:
             self._note_buffers(kernel_buffers(name, args, result, self._target.resident_threads))
         return result
+
+    def _run(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            return self._assume(name, args)
+        except DynamicOutputShapeException:
+            result = likely_result(func, args, kwargs) if is_in_metric() else None
+            if result is None:
+                raise
+            self.metrics[user_line().partition(" (in ")[0]] = None
+            return result
 
     def _note_buffers(self, buffers: Iterable[Buffer]) -> None:
         numbers = []
