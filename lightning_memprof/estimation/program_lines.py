@@ -42,6 +42,7 @@ _MEANINGS: Final = (
 # torch's message about an operator defined in Python, and its exception for any other.
 _NO_FAKE: Final = r"no fake impl registered for <CustomOpDef\(([^)]*)\)>|^UnsupportedOperatorException: ([\w.:]+)"
 
+_METRICS: Final = "torchmetrics"
 _LIBRARIES: Final = tuple(str(Path(found.__path__[0])) + os.sep for found in (torch, lightning, lightning_memprof))
 _STANDARD: Final = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
@@ -79,6 +80,16 @@ def user_line() -> str:
         frames.append((path, frame.f_lineno))
         frame = frame.f_back
     return program_line(frames)
+
+
+def is_in_metric() -> bool:
+    """Return whether code of a metric runs: that of torchmetrics, or what it calls, as an update of the program's."""
+    frame: Any = sys._getframe(1)  # noqa: SLF001 inspect.stack() reads source files
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == _METRICS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def failure_line(error: BaseException, failed: str = "the simulated training failed") -> str:

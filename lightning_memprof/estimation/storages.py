@@ -24,9 +24,16 @@ from lightning_memprof.capture.torch_internals import (
     tree_leaves,
 )
 from lightning_memprof.errors import MemprofError
-from lightning_memprof.estimation.kernels import Buffer, InPlace, in_order, kernel_buffers, laid_out, storage_bytes
-from lightning_memprof.estimation.metrics import is_in_metric, likely_result
-from lightning_memprof.estimation.program_lines import LOOPS, ON_CUDA, user_line
+from lightning_memprof.estimation.kernels import (
+    Buffer,
+    InPlace,
+    in_order,
+    kernel_buffers,
+    laid_out,
+    likely_result,
+    storage_bytes,
+)
+from lightning_memprof.estimation.program_lines import LOOPS, ON_CUDA, is_in_metric, user_line
 from lightning_memprof.estimation.requests import StorageLog
 
 if TYPE_CHECKING:

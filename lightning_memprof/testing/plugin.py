@@ -243,8 +243,7 @@ def _attached(recording: _MarkedTest) -> Iterator[None]:
     from lightning_memprof.integration.callback import AttachedCallback
     from lightning_memprof.integration.settings import OutputOptions
     from lightning_memprof.schedule import Schedule
-    from lightning_memprof.testing.collectors import WaitsForFiles
-    from lightning_memprof.testing.operator_lines import Lines
+    from lightning_memprof.testing.collectors import Lines, WaitsForFiles
 
     def callbacks() -> list[AttachedCallback]:
         recording.trainers += 1

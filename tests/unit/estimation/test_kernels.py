@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.profiler import profile
+from torch.utils._pytree import tree_leaves
 
 from lightning_memprof.analysis.estimate import DEVICES
-from lightning_memprof.estimation.kernels import kernel_buffers
+from lightning_memprof.estimation.kernels import kernel_buffers, likely_result
 from lightning_memprof.estimation.simulated_device import _FLOAT, _FLOAT_RESULT, _LOWER, _WIDEST, Target
 from lightning_memprof.estimation.storages import StorageTracer
 
@@ -274,3 +275,41 @@ def _storages(name: str) -> int:
 @pytest.mark.parametrize(("name", "count"), [("silu", 2), ("linear", 1)])
 def test_operators_that_cuda_runs_as_one_kernel_make_one_tensor(name: str, count: int) -> None:
     assert _in_child(_storages, name) == count
+
+
+ONES = torch.ones(2, 3)
+MASK = torch.ones(2, 3, dtype=torch.bool)
+CLASSES = torch.tensor([3, 3, 3])
+
+
+# Of these values the likely sizes are the real ones.
+@pytest.mark.parametrize(
+    ("operator", "args", "kwargs"),
+    [
+        (torch.ops.aten.nonzero.default, (ONES,), {}),
+        (torch.ops.aten.masked_select.default, (ONES, MASK), {}),
+        (torch.ops.aten.masked_select.default, (ONES, MASK[:1]), {}),
+        (torch.ops.aten.bincount.default, (CLASSES, None, 4), {}),
+        (torch.ops.aten.bincount.default, (CLASSES,), {"minlength": 4}),
+        (torch.ops.aten.bincount.default, (CLASSES, torch.ones(3)), {"minlength": 4}),
+        (torch.ops.aten.bincount.default, (CLASSES, torch.ones(3, dtype=torch.float64), 4), {}),
+        (torch.ops.aten._unique2.default, (ONES,), {}),
+        (torch.ops.aten._unique2.default, (ONES, True, True, True), {}),
+        (torch.ops.aten.unique_consecutive.default, (ONES,), {"return_inverse": True}),
+        (torch.ops.aten.index.Tensor, (ONES, [MASK]), {}),
+        (torch.ops.aten.index.Tensor, (ONES, [MASK[:, 0], torch.tensor([0, 1])]), {}),
+        (torch.ops.aten.index_put.default, (ONES, [None, MASK[0]], torch.zeros(3)), {}),
+    ],
+)
+def test_the_result_has_the_shape_and_dtype_of_torchs(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    likely, real = (
+        [(leaf.shape, leaf.dtype) for leaf in tree_leaves(result)]
+        for result in (likely_result(operator, args, kwargs), operator(*args, **kwargs))
+    )
+    assert likely == real
+
+
+def test_another_operator_has_no_likely_result() -> None:
+    assert likely_result(torch.ops.aten.unique_dim.default, (ONES, 0), {}) is None

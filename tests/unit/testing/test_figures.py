@@ -16,8 +16,8 @@ from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule, load
 from lightning_memprof.analysis.trace.columns import read_columns
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.collectors import ModuleMemory, OperatorTrace, SavedTensors
+from lightning_memprof.testing.collectors import Lines
 from lightning_memprof.testing.figures import Figures, _counts, figures_of
-from lightning_memprof.testing.operator_lines import Lines
 from training import Perceptron, loader, trainer
 
 
