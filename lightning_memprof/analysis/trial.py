@@ -176,8 +176,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         rounds: how often the unchanged program was measured.
         steps: measured steps of each run.
         compared: steps whose losses were compared.
-        step_ns: median of the mean step times of the unchanged program.
-        peak_bytes: its median peak memory.
+        step_ns: median of the mean step times of the unchanged program; None where it was not measured.
+        peak_bytes: its median peak memory; None as well.
         is_device: whether the peak is the device's, not the host's.
         outcomes: of each remedy, in the order in which they were asked for.
         together: of the remedies that won, at once; None where fewer than two did.
@@ -189,8 +189,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     steps: int
     compared: int
-    step_ns: float
-    peak_bytes: int
+    step_ns: float | None
+    peak_bytes: int | None
     is_device: bool = False
     outcomes: tuple[Outcome, ...] = ()
     together: Outcome | None = None

@@ -108,9 +108,7 @@ class Process:
             now = time.monotonic()
             if now > self._end_s:
                 name = " ".join(self._program)
-                raise LateError(
-                    f"try: {name}: the minutes ended before its first runs did; give it more with --minutes"
-                )
+                raise LateError(f"try: {name}: the minutes ended before it was recorded; give it more with --minutes")
             if now > deadline:
                 limit = f"{self._limit_s:g} s"
                 self._end(f"did not reach its last step within {limit}: change --steps or --time-limit")

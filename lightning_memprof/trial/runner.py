@@ -116,7 +116,7 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
         findings: advise remedies where none is named; None records the program first.
 
     Raises:
-        MemprofError: the unchanged program cannot be measured.
+        MemprofError: the unchanged program cannot be measured, or the minutes end before it is recorded.
     """
     notes: list[str] = []
     measured: dict[str, list[Measured]] = {}
@@ -129,10 +129,10 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
             candidates = advice(runs.recorded() if findings is None else findings)
             if not candidates:
                 notes.append("The findings advise nothing that can be tried from outside the program.")
-        runs.check_unchanged()
-        checks = runs.checks
-        steps = wanted.steps or int(min(max(_RUN_NS / max(checks[""].step_ns, 1.0), _FEWEST), _MOST))
+        checks, steps = runs.checks, wanted.steps or 0
         with runs.ending():
+            runs.check_unchanged()
+            steps = steps or int(min(max(_RUN_NS / max(checks[""].step_ns, 1.0), _FEWEST), _MOST))
             runs.check_all(candidates)
             working = [candidate for candidate in candidates if not checks[candidate.label].problem]
             runs.in_turns(working, steps, measured, _ALONE if len(working) > 1 else 1.0)
@@ -141,22 +141,21 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
         outcomes = [_outcome(candidate, measured, checks) for candidate in candidates]
         if not (runs.is_stopped or runs.is_late):
             together = _together(runs, candidates, outcomes, steps)
-    measured.setdefault("", [])
-    bare = measured[""] or [checks[""]]
+    bare = measured.get("") or ([checks[""]] if "" in checks else [])
     if runs.is_stopped:
         notes.append("Stopped before its end.")
     if runs.is_late:
         notes.append(f"Ended after {wanted.minutes:g} minutes: --minutes sets the limit.")
-    if equality(checks[""], checks[_AGAIN], checks[""], 0.0).name != "bit-equal":
+    if bare and equality(checks[""], checks[_AGAIN], checks[""], 0.0).name != "bit-equal":
         notes.append("Two runs of the unchanged program differ in losses or weights: equality is unknown.")
     return Trial(
         program=shlex.join(program),
-        rounds=len(measured[""]),
+        rounds=len(measured.get("", [])),
         steps=steps,
-        compared=len(checks[""].losses),
-        step_ns=statistics.median([run.step_ns for run in bare]),
-        peak_bytes=round(statistics.median([run.peak_bytes for run in bare])),
-        is_device=bare[0].device_bytes is not None,
+        compared=len(checks[""].losses) if bare else 0,
+        step_ns=statistics.median([run.step_ns for run in bare]) if bare else None,
+        peak_bytes=round(statistics.median([run.peak_bytes for run in bare])) if bare else None,
+        is_device=bool(bare) and bare[0].device_bytes is not None,
         outcomes=tuple(outcomes),
         together=together,
         notes=tuple(notes),
@@ -234,7 +233,7 @@ class _Runs:
         """Run the unchanged program, seeded.
 
         Raises:
-            MemprofError: it fails, or takes longer than the minutes.
+            MemprofError: it fails.
         """
         bare = self.check(_BARE)
         if bare.problem:

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_memprof.analysis.compare.significance import PairedChange
 from lightning_memprof.analysis.trial import Equality, Measured, Outcome
-from lightning_memprof.errors import MemprofError
+from lightning_memprof.report.sections.trial import trial_document
 from lightning_memprof.trial import runner
 from lightning_memprof.trial.process import LateError
 from lightning_memprof.trial.remedies import parse_remedy
@@ -123,8 +123,9 @@ def test_a_run_that_would_end_after_the_minutes_is_ended_and_the_rounds_before_i
     trial = try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=1))
     assert (trial.is_stopped, len(ran), trial.outcomes[0].problem) == (False, 1, "stopped after 1 of 3 rounds")
     assert "--minutes" in trial.notes[0]
-    with pytest.raises(MemprofError, match="late"):
-        try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=0.1))
+    trial = try_program(["train.py"], Wanted(remedies=["workers=2"], minutes=0.1))
+    assert (trial.step_ns, trial.outcomes[0].problem) == (None, "the trial ended before its first run")
+    assert trial_document(trial).status == "tried"
 
 
 def test_the_number_of_rounds_that_a_page_names_decides(played):
