@@ -246,7 +246,7 @@ def _cost(view: View) -> Words:
         else:
             cpu = duration(cost.pulse_cpu_ns / cost.steps)
             words.append(
-                phrase("pulse {} of wall time per step and {} of CPU time, to which other programs add little", wall, cpu)
+                phrase("pulse {} of wall time per step, {} of CPU time, to which other programs add little", wall, cpu)
             )
     if cost.windows_ns is not None:
         words.append(phrase("windows {}", duration(cost.windows_ns)))
