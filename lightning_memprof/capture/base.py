@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from lightning_memprof.capture.budget import Ledger
+from lightning_memprof.capture.observe import is_at_limit, with_room
 
 if TYPE_CHECKING:
     import torch
@@ -231,17 +232,22 @@ class RunContext:
     def guarded(
         self, call: Callable[..., None], *, collector: str, window: Window | None = None
     ) -> Callable[..., None]:
-        """Return ``call`` as a hook for the user's code: its first failure is reported, and it is not called again."""
+        """Return ``call`` as a hook for the user's code: its first failure is reported, and it is not called again.
+
+        It is not called where the user's code has reached Python's recursion limit.
+        """
         failed = False
 
         def guarded(*values: Any) -> None:
             nonlocal failed
             if not failed:
                 try:
-                    call(*values)
+                    with_room(call, *values)
                 except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
+                    if is_at_limit(error):
+                        return
                     failed = True
-                    self.faults.report(collector, "hook", None if window is None else window.index, error)
+                    with_room(self.faults.report, collector, "hook", None if window is None else window.index, error)
 
         return guarded
 

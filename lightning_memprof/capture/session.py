@@ -16,6 +16,7 @@ from lightning_memprof.artifacts.series import PHASES, PROFILER
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, Position, RunContext, SkipWindow, StepRecord
 from lightning_memprof.capture.budget import remove_old_windows
 from lightning_memprof.capture.clock import StepClock
+from lightning_memprof.capture.observe import with_room
 from lightning_memprof.capture.planner import RequestSource, Turn, WindowPlanner
 from lightning_memprof.capture.sources.memory import peak_rss_bytes
 from lightning_memprof.capture.watchdog import Watchdog
@@ -167,9 +168,10 @@ class Session:
         now = began if at_ns is None else at_ns
         recorded = self._planner.action is not Action.WARMUP
         time_ns = now + self._run.unix_offset_ns
-        self._recording.mark(
-            Mark(step=position.step, global_step=position.global_step, point=point, recorded=recorded, time_ns=time_ns)
+        mark = Mark(
+            step=position.step, global_step=position.global_step, point=point, recorded=recorded, time_ns=time_ns
         )
+        with_room(self._recording.mark, mark)
         self.clock.leave()
         self._windows_ns += time.perf_counter_ns() - began
 

@@ -47,6 +47,8 @@ _INSTRUCTION: Final = operator.attrgetter("f_lasti")
 _GLOBALS: Final = operator.attrgetter("f_globals")
 # Arguments of one call by `starmap`, which needs no memory for it.
 _ONCE: Final[tuple[tuple[()]]] = ((),)
+# In a window of ours the first is not on the stack.
+_MODULE_CALLS: Final = ("_call_impl", "_wrapped_call_impl")
 # Calls of the Trainer by the program.
 _ENTRIES: Final = ("fit", "validate", "test", "predict")
 # They are of the function that runs them.
@@ -311,7 +313,7 @@ class LineSampler:
 
     def _kind(self, code: CodeType, names: dict[str, Any]) -> _Kind:
         package = str(names.get("__name__", "")).partition(".")[0]
-        if package == "torch" and code.co_name == "_call_impl":
+        if package == "torch" and code.co_name in _MODULE_CALLS:
             kind = _Kind.MODULE_CALL
         elif package in PACKAGES:
             kind = _Kind.ENTRY if code.co_name in _ENTRIES else _Kind.TRAINER

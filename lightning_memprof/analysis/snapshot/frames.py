@@ -20,7 +20,8 @@ CACHE: Final = re.compile(r"kv_?cache|cache_(?:engine|utils)|key_value", re.IGNO
 _LIGHTNING: Final = ("/lightning/pytorch/", "/pytorch_lightning/")
 # C++ stacks have torch::autograd:: in every forward, too: it has the bindings of all operators.
 _TRAINS: Final = re.compile(r"backward|torch::autograd::(?:Engine|AccumulateGrad)|\Atraining_step\Z", re.IGNORECASE)
-_CALL: Final = "_call_impl"
+# In windows of this package the first is not on the stack.
+_CALLS: Final = frozenset({"_call_impl", "_wrapped_call_impl"})
 
 
 def part_of(stack: Stack) -> Part:
@@ -31,7 +32,7 @@ def part_of(stack: Stack) -> Part:
     python = [frame for frame in stack if frame.is_python]
     if not python or any(frame.name in _RUNS_BACKWARD for frame in python):
         return "backward"
-    is_forward = any(frame.name == _CALL and MODULES in frame.filename for frame in python)
+    is_forward = any(frame.name in _CALLS and MODULES in frame.filename for frame in python)
     return "forward" if is_forward else "other"
 
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_memprof.artifacts.series import DeadTensorRow, GarbageRow
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
-from lightning_memprof.capture.observe import gc_callback
+from lightning_memprof.capture.observe import gc_callback, with_room
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, storages
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass, set_eval_frame
 from lightning_memprof.schedule import Mark, Point, Window
@@ -82,11 +82,15 @@ class _Pauses:
         compiling = set_eval_frame(None)
         try:
             if phase == "start":
-                self._tensors = _tensors_up_to(info["generation"]) if self._watches_tensors and self._mark else []
+                self._tensors = (
+                    with_room(_tensors_up_to, info["generation"]) if self._watches_tensors and self._mark else []
+                )
                 # The search for them is not part of the pause.
                 self._began = time.perf_counter_ns()
             else:
-                self._add(now, info)
+                with_room(self._add, now, info)
+        except RecursionError:
+            self._began = None  # the program has no frame left
         except Exception as error:  # noqa: BLE001 Python would only print it
             self._error = error
         finally:

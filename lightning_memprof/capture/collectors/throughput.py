@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
+from lightning_memprof.capture.observe import with_room
 from lightning_memprof.capture.sources.batches import Padding, batch_elements, batch_padding, batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.methods import compiled_methods
@@ -245,7 +247,7 @@ class FlopCount(TorchDispatchMode):
         result = func(*args, **kwargs)
         if formula is not None and active_fake_mode() is None:
             try:
-                self.flops += formula(*args, **kwargs, out_val=result)
+                self.flops += with_room(partial(formula, *args, **kwargs, out_val=result))
             except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
                 self.failure, self.counting = error, False
         return result

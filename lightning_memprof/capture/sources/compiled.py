@@ -80,18 +80,20 @@ def outside_of_compilers(functions: Sequence[Callable[..., Any]], *places: tuple
     A compiler that met a wrapper would compile it, and compile the program again when the wrapper comes or goes.
 
     Args:
-        functions: the first is the wrapper, which is not compiled itself; nothing that the others call is either.
-        places: a class or an instance, and its attribute that is wrapped: unwrapped while torch compiles.
+        functions: neither they nor anything that they call is compiled.
+        places: a class or an instance, and its attribute that is wrapped: unwrapped while torch compiles. The wrapper
+            is not compiled; what it calls is.
     """
     if "torch._dynamo.eval_frame" not in sys.modules:
         yield
         return
     from lightning_memprof.capture.torch_internals import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    for index, function in enumerate(functions):
-        within = _FrameAction.SKIP if index else _FrameAction.DEFAULT
-        if (code := getattr(function, "__code__", None)) is not None:
-            set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, within))
+    wrappers = [vars(place)[name] for place, name in places]
+    for found, within in ((wrappers, _FrameAction.DEFAULT), (functions, _FrameAction.SKIP)):
+        for code in (getattr(function, "__code__", None) for function in found):
+            if code is not None:
+                set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, within))
     hidden: list[tuple[Any, str, Any]] = []
 
     def start(_: Any) -> None:

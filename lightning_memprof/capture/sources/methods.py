@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import GeneratorType, MethodType
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from lightning_memprof.capture.observe import Link, original_of, place_of, wrapped
+from lightning_memprof.capture.observe import Link, original_of, place_of, with_room, wrapped
 from lightning_memprof.capture.sources.compiled import is_redirected
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.packages import PACKAGES
@@ -59,18 +59,32 @@ class MethodListener(Protocol):
 class _Reported:
     """A context around one call that reports it to listeners; every reported start gets its end."""
 
-    __slots__ = ("_calls", "_listeners")
+    __slots__ = ("_function", "_listeners", "_started", "_suspends")
 
     def __init__(self, listeners: Sequence[MethodListener], function: str, *, suspends: bool = False) -> None:
         self._listeners = listeners
-        self._calls = [MethodCall(function, suspends=suspends) for _ in listeners]
+        self._function = function
+        self._suspends = suspends
+        self._started: list[tuple[MethodListener, MethodCall]] = []
 
     def __enter__(self) -> None:
-        for listener, call in zip(self._listeners, self._calls, strict=True):
-            listener.start(call)
+        try:
+            with_room(self._start)
+        except RecursionError:
+            return  # the program has no frame left
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for listener, call in zip(reversed(self._listeners), reversed(self._calls), strict=True):
+        if self._started:
+            with_room(self._end, kind)
+
+    def _start(self) -> None:
+        for listener in self._listeners:
+            call = MethodCall(self._function, suspends=self._suspends)
+            self._started.append((listener, call))
+            listener.start(call)
+
+    def _end(self, kind: type[BaseException] | None) -> None:
+        for listener, call in reversed(self._started):
             if kind is not None and not (call.suspends and kind is GeneratorExit):
                 call.raised = kind.__name__
             listener.end(call)
@@ -98,16 +112,17 @@ class _Reporter:
         self._is_coroutine = inspect.iscoroutinefunction(body)
         self._is_generator = inspect.isgeneratorfunction(body)
 
-    def call(self, listeners: Sequence[MethodListener], method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def around(self, listeners: Sequence[MethodListener]) -> AbstractContextManager[None]:
+        """Return a context that reports the call, if it does not suspend; it adds no frame to the program's stack."""
+        return nullcontext() if self._is_coroutine or self._is_generator else _Reported(listeners, self._name)
+
+    def result(self, listeners: Sequence[MethodListener], result: Any) -> Any:
+        """Return the call's result; a generator or a coroutine reports when it runs."""
         if self._is_coroutine:
-            return _relay_coroutine(method(*args, **kwargs), _Reported(listeners, self._name, suspends=True))
-        if self._is_generator:
-            made = method(*args, **kwargs)
-            if isinstance(made, GeneratorType):
-                return _relay(made, _Reported(listeners, self._name, suspends=True))
-            return made
-        with _Reported(listeners, self._name):
-            return method(*args, **kwargs)
+            return _relay_coroutine(result, _Reported(listeners, self._name, suspends=True))
+        if self._is_generator and isinstance(result, GeneratorType):
+            return _relay(result, _Reported(listeners, self._name, suspends=True))
+        return result
 
 
 def _like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +159,8 @@ def memprofilable(method: _Method) -> _Method:
         # First: a compiled region must not depend on whether there are listeners.
         if torch.compiler.is_compiling() or not (listeners := _Marked.listeners):
             return method(*args, **kwargs)
-        return reporter.call(listeners, method, args, kwargs)
+        with reporter.around(listeners):
+            return reporter.result(listeners, method(*args, **kwargs))
 
     _like(marked, method)
     marked.__memprofilable__ = True  # type: ignore[attr-defined]
@@ -185,7 +201,8 @@ def method_calls(model: nn.Module, name: str, listener: MethodListener) -> Itera
     def wrap(link: Link) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_open and (place is model or (args and args[0] is model)):
-                return reporter.call(listeners, link.call, args, kwargs)
+                with reporter.around(listeners):
+                    return reporter.result(listeners, link.call(*args, **kwargs))
             return link.call(*args, **kwargs)
 
         wrappers.append(_like(wrapper, link.below))

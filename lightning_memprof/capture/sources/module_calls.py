@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from threading import get_ident
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.capture.observe import Link, Room, with_room, wrapped
 from lightning_memprof.capture.sources.compiled import (
     COMPILED_CALL,
     compiled_modules,
@@ -23,6 +24,9 @@ from lightning_memprof.capture.sources.compiled import (
     module_paths,
     outside_of_compilers,
 )
+
+_CALL: Final = "_call_impl"
+_CALLS: Final = "_memprof_calls"
 
 
 @contextmanager
@@ -35,50 +39,146 @@ def module_calls(
     has its ``after``, also if a forward raises or the context ends inside one: the output is None then. Forwards in
     other threads than the one that opens the context are not reported, nor those inside compiled code.
 
-    It wraps ``nn.Module._call_impl``: torch's global hooks send every module of the process through its slow path,
-    5 µs per forward, twice the cost of this. Not ``__call__``: torch's profiler recognizes its code when it records
+    It takes the place of ``nn.Module._call_impl`` on the stack and adds no frame: a model that is nested as deep as
+    Python's recursion limit allows still runs. Where the limit leaves no frame at all, a forward is not reported.
+    torch's global hooks would add a frame, and send every module of the process through torch's slow path, 5 µs per
+    forward, twice the cost of this. Not ``__call__``: torch's profiler recognizes its code when it records
     stacks, would read ``self`` from our frame, and crash. Copies, pickles and scripted versions of the model contain
     nothing of this. The call that a module's ``compile()`` makes is on the instance, and is wrapped there.
     """
-    paths = {id(module): path for path, module in module_paths(model).items()}
-    path_of = paths.get
-    inside: list[str] = []
-    is_compiling = torch.compiler.is_compiling
-    thread = get_ident()
-
-    def wrap(link: Link) -> Callable[..., Any]:
-        def call(module: nn.Module, *args: Any, **keywords: Any) -> Any:
-            if is_compiling() or (path := path_of(id(module))) is None or get_ident() != thread:
-                return link.call(module, *args, **keywords)
-            before(path, args)
-            inside.append(path)
-            output = None
-            try:
-                output = link.call(module, *args, **keywords)
-                return output
-            finally:
-                if inside:
-                    after(inside.pop(), output)
-
-        return call
-
-    with ExitStack() as wrappers:
-        wrappers.callback(_end_all, paths, inside, after)
-        wrappers.enter_context(wrapped(nn.Module, "_call_impl", wrap))
-        places: list[tuple[Any, str]] = [(nn.Module, "_call_impl")]
+    listener = _Listener(model, before, after)
+    with ExitStack() as undo:
+        calls = _shared_calls()
+        # First of all: a wrapper that is still in a forward, or cannot be removed, passes through from now on.
+        undo.callback(calls.remove, listener)
+        calls.add(listener)
+        places: list[tuple[Any, str]] = [(nn.Module, _CALL)]
         for module in _with_compiled_calls(model):
-            wrappers.enter_context(wrapped(module, COMPILED_CALL, partial(_bound, module, wrap)))
+            wrap = partial(_compiled_call, module, listener, calls.thread)
+            undo.enter_context(wrapped(module, COMPILED_CALL, wrap))
             places.append((module, COMPILED_CALL))
-        functions = vars(nn.Module)["_call_impl"], before, after
-        wrappers.enter_context(outside_of_compilers(functions, *places))
+        ours = (with_room, Room.__enter__, Room.__exit__, _begin, _end)
+        undo.enter_context(outside_of_compilers(ours, *places))
         yield
 
 
-def _end_all(paths: dict[int, str], inside: list[str], after: Callable[[str, Any], None]) -> None:
-    # A wrapper that is still in a forward, or cannot be removed, passes through from now on.
-    paths.clear()
-    while inside:
-        after(inside.pop(), None)
+class _Listener:
+    """The functions of one :func:`module_calls`, and the paths of the forwards that have begun and not ended."""
+
+    def __init__(
+        self, model: nn.Module, before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, Any], None]
+    ) -> None:
+        self.paths = {id(module): path for path, module in module_paths(model).items()}
+        self.before = before
+        self.after = after
+        self.inside: list[str] = []
+
+    def close(self) -> None:
+        """End the forwards that have begun; none begins from now on."""
+        self.paths.clear()
+        while self.inside:
+            self.after(self.inside.pop(), None)
+
+
+class _Calls:
+    """The wrapper of ``nn.Module._call_impl``, one for all listeners: each further one would be a frame per module."""
+
+    def __init__(self) -> None:
+        self.thread = get_ident()
+        # The newest first: it is around the others.
+        self._listeners: list[_Listener] = []
+        self._by_module: dict[int, tuple[_Listener, ...]] = {}
+        self._installed = ExitStack()
+        self._installed.enter_context(wrapped(nn.Module, _CALL, self._wrap))
+
+    def add(self, listener: _Listener) -> None:
+        self._listeners.insert(0, listener)
+        self._update()
+
+    def remove(self, listener: _Listener) -> None:
+        """Remove it; the last one removes the wrapper."""
+        self._listeners = [each for each in self._listeners if each is not listener]
+        self._update()
+        if not self._listeners:
+            self._installed.close()
+        listener.close()
+
+    def _update(self) -> None:
+        modules = {key for listener in self._listeners for key in listener.paths}
+        found = {key: tuple(each for each in self._listeners if key in each.paths) for key in modules}
+        # The wrapper has this dictionary.
+        self._by_module.clear()
+        self._by_module.update(found)
+
+    def _wrap(self, link: Link) -> Callable[..., Any]:
+        hooks_of, shared_hooks = _hooks_that_torch_calls(link)
+        is_tracing = torch._C._get_tracing_state  # noqa: SLF001 torch has no public one
+        listeners_of, thread = self._by_module.get, self.thread
+
+        def call(module: nn.Module, /, *args: Any, **keywords: Any) -> Any:
+            listeners = listeners_of(id(module)) if get_ident() == thread else None
+            begun, output = False, None
+            if listeners is not None:
+                try:
+                    begun = with_room(_begin, listeners, id(module), args)
+                except RecursionError:
+                    begun = False  # the program has no frame left
+            try:
+                if hooks_of is None or is_tracing() is not None:
+                    output = link.call(module, *args, **keywords)
+                elif any(own := hooks_of(module)) or any(shared_hooks):
+                    # torch adds a frame for hooks of ours that are global.
+                    with Room(1 if any(own) else 2):
+                        output = link.call(module, *args, **keywords)
+                else:
+                    # As torch's function does without hooks, in place of its frame.
+                    output = module.forward(*args, **keywords)
+                return output
+            finally:
+                if begun:
+                    with_room(_end, listeners, output)
+
+        vars(call)[_CALLS] = self
+        return call
+
+
+def _begin(listeners: tuple[_Listener, ...], key: int, args: tuple[Any, ...]) -> bool:
+    """Call ``before`` of the listeners; return whether ``after`` follows."""
+    if torch.compiler.is_compiling():
+        return False
+    for listener in listeners:
+        # None where another listener's function has ended its context.
+        if (path := listener.paths.get(key)) is not None:
+            listener.before(path, args)
+            listener.inside.append(path)
+    return True
+
+
+def _end(listeners: tuple[_Listener, ...], output: Any) -> None:
+    for listener in reversed(listeners):
+        if listener.inside:
+            listener.after(listener.inside.pop(), output)
+
+
+def _shared_calls() -> _Calls:
+    """Return what wraps ``nn.Module._call_impl`` now; a wrapper of another program's hides it."""
+    calls = vars(vars(nn.Module)[_CALL]).get(_CALLS)
+    return calls if isinstance(calls, _Calls) and calls.thread == get_ident() else _Calls()
+
+
+def _hooks_that_torch_calls(link: Link) -> tuple[Callable[[Any], tuple[Any, ...]] | None, list[Any]]:
+    """Return a function that reads a module's dictionaries of hooks, and torch's global ones.
+
+    Without an entry in any of them torch's ``_call_impl`` does nothing but call ``forward``. None where another
+    function is in its place.
+    """
+    code = getattr(link.call, "__code__", None)
+    if code is None or link.call.__module__ != torch_module.__name__:
+        return None, []
+    names = [name for name in code.co_names if name.endswith("_hooks")]
+    shared = [name for name in names if hasattr(torch_module, name)]
+    own = attrgetter(*(name for name in names if name not in shared))
+    return own, [getattr(torch_module, name) for name in shared]
 
 
 def _with_compiled_calls(model: nn.Module) -> Iterator[nn.Module]:
@@ -91,13 +191,21 @@ def _with_compiled_calls(model: nn.Module) -> Iterator[nn.Module]:
                 yield module
 
 
-def _bound(module: nn.Module, wrap: Callable[[Any], Callable[..., Any]], link: Link) -> Callable[..., Any]:
-    """Return the wrapper of a call that has its module already."""
+def _compiled_call(module: nn.Module, listener: _Listener, thread: int, link: Link) -> Callable[..., Any]:
+    """Return the wrapper of a module's compiled call, an attribute of the instance."""
 
-    def call(_: nn.Module, *args: Any, **keywords: Any) -> Any:
-        return link.call(*args, **keywords)
+    def call(*args: Any, **keywords: Any) -> Any:
+        key = id(module)
+        if key not in listener.paths or get_ident() != thread or not _begin((listener,), key, args):
+            return link.call(*args, **keywords)
+        output = None
+        try:
+            output = link.call(*args, **keywords)
+            return output
+        finally:
+            _end((listener,), output)
 
-    return partial(wrap(SimpleNamespace(call=call)), module)
+    return call
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_memprof.capture.observe import take_out
+from lightning_memprof.capture.observe import is_at_limit, take_out, with_room
 from lightning_memprof.capture.sources.tensors import local_bytes, local_storage
 from lightning_memprof.capture.torch_internals import (
     _current_graph_task_id,
@@ -108,6 +108,15 @@ class SavedBytes:
         self._seen, self._own = {}, set()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        try:
+            return with_room(self._packed, tensor)
+        except RecursionError as error:
+            if not is_at_limit(error):
+                raise
+            # `checked_pack` without its frames; not counted.
+            return tuple.__new__(_Saved, (tensor.detach(), tensor._version))  # noqa: SLF001 as there
+
+    def _packed(self, tensor: torch.Tensor) -> Any:
         if _current_graph_task_id() == -1:  # outside of backward
             self._count(tensor)
         if self._functions is None:

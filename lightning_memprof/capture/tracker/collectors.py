@@ -280,6 +280,8 @@ class _Step:
             return None
         self._leave(tracker)
         failure = tracker.guard.failure
+        if isinstance(failure, RecursionError):
+            return SkipWindow("the program reaches Python's recursion limit: raise it with sys.setrecursionlimit")
         if failure is not None and not isinstance(failure, NotImplementedError):
             raise failure
         return failure

@@ -18,13 +18,17 @@ import torch
 from lightning_memprof.capture.observe import (
     Guard,
     Link,
+    Room,
     deferred,
     gc_callback,
+    is_at_limit,
     kept_interrupts,
     original_of,
     place_of,
+    with_room,
     wrapped,
 )
+from stack import at_the_limit
 
 
 class Base:
@@ -367,3 +371,82 @@ def test_a_signal_is_not_deferred_outside_the_main_thread_or_over_an_error() -> 
         signal.raise_signal(signal.SIGCHLD)
         raise ValueError
     assert signal.getsignal(signal.SIGCHLD) is dead_worker
+
+
+def deep(frames: int) -> int:
+    return frames if frames == 0 else 1 + deep(frames - 1)
+
+
+def test_our_code_has_room_where_the_program_has_none_and_the_limit_stays() -> None:
+    limit = sys.getrecursionlimit()
+    with pytest.raises(RecursionError):
+        at_the_limit(lambda: deep(200), 20)
+    assert at_the_limit(lambda: with_room(deep, 200), 20) == 200
+    with pytest.raises(ArithmeticError):
+        with_room(lambda: 1 / 0)
+    assert sys.getrecursionlimit() == limit
+
+
+def test_without_a_frame_left_nothing_is_called_and_the_error_says_so() -> None:
+    limit = sys.getrecursionlimit()
+    outcomes: list[tuple[bool, int]] = []
+
+    def attempt() -> None:
+        called: list[int] = []
+        try:
+            with_room(called.append, 1)
+        except RecursionError as error:
+            # Where no frame is left, nothing of ours can be called.
+            caught.append((error, len(called)))
+        else:
+            outcomes.append((False, len(called)))
+
+    caught: list[tuple[RecursionError, int]] = []
+    for spare in range(12):
+        with suppress(RecursionError):
+            at_the_limit(attempt, spare)
+    outcomes += [(is_at_limit(error), called) for error, called in caught]
+    assert {*outcomes} == {(True, 0), (False, 1)}
+    assert sys.getrecursionlimit() == limit
+
+
+def test_an_endless_recursion_of_ours_is_no_lack_of_room() -> None:
+    with pytest.raises(RecursionError) as raised:
+        with_room(deep, 100_000)
+    assert not is_at_limit(raised.value)
+
+
+def test_only_the_main_thread_changes_the_limit() -> None:
+    limits: list[int] = []
+
+    def read() -> None:
+        with_room(lambda: limits.append(sys.getrecursionlimit()))
+        with Room(7):
+            limits.append(sys.getrecursionlimit())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert limits == [sys.getrecursionlimit()] * 2
+
+
+def test_a_limit_that_the_program_sets_meanwhile_stays() -> None:
+    limit = sys.getrecursionlimit()
+    try:
+        with Room(7):
+            assert sys.getrecursionlimit() == limit + 7
+            sys.setrecursionlimit(limit + 500)
+        assert sys.getrecursionlimit() == limit + 500
+        with_room(sys.setrecursionlimit, limit + 600)
+        assert sys.getrecursionlimit() == limit + 600
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_a_collection_where_the_program_has_no_frame_left_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    def recurse(*_: object) -> None:
+        deep(50)
+
+    with gc_callback(recurse):
+        at_the_limit(gc.collect, 20)
+    assert capfd.readouterr().err == ""

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow, ProcessRow
+from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.capture.threads import CoreWait, LineSampler, ThreadTimes, calls_of_thread, running_threads
 
 
@@ -123,6 +125,13 @@ def test_the_lines_of_the_program_have_the_time_of_the_thread_that_runs_them() -
 
 
 @pytest.mark.skipif(not Path("/proc/self/timerslack_ns").exists(), reason="waits end late on this system")
+def test_a_module_is_seen_in_a_window_that_listens_to_its_forwards() -> None:
+    model = Sorter()
+    with module_calls(model, lambda *_: None, lambda *_: None):
+        rows = looked_at(partial(model, 0.1))
+    assert (MODULE_CALL, "Sorter.forward", "spin") in {tuple(row.functions[-3:]) for row in rows}
+
+
 def test_a_function_of_short_calls_has_its_time_and_not_the_operator_that_releases_the_lock_next() -> None:
     catalog, bought = set(range(12_000)), set(range(40))
 

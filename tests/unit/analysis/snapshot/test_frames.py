@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_memprof.analysis.snapshot.frames import is_lightning, is_training
+from lightning_memprof.analysis.snapshot.frames import is_lightning, is_training, part_of
 from lightning_memprof.analysis.snapshot.reader import parse_snapshot
 from lightning_memprof.units import MIB
 from snapshots import TRAIN, History, frame
@@ -34,3 +34,13 @@ def test_the_stacks_tell_the_program(stacks, lightning, trains):
         history.allocate(MIB, *stack)
     device = parse_snapshot(history.data(), "a.pickle").devices[0]
     assert (is_lightning(device), is_training(device)) == (lightning, trains)
+
+
+@pytest.mark.parametrize("call", ["_call_impl", "_wrapped_call_impl"])
+def test_a_forward_is_what_a_module_calls_also_in_a_window_of_ours(call):
+    history = History()
+    history.allocate(
+        MIB, frame(f"{TORCH}/nn/modules/linear.py", "forward"), frame(f"{TORCH}/nn/modules/module.py", call)
+    )
+    (stack,) = [stack for stack in parse_snapshot(history.data(), "a.pickle").devices[0].stacks if stack]
+    assert part_of(stack) == "forward"

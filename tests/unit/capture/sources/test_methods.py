@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
@@ -25,6 +26,7 @@ from lightning_memprof.capture.sources.methods import (
     unsupported_method,
 )
 from lightning_memprof.errors import ConfigError
+from stack import at_the_limit, frames
 
 
 class Listener:
@@ -139,6 +141,33 @@ def test_nested_and_re_entrant_calls_end_in_reverse(listener: Listener) -> None:
     with method_calls(model, "again", again := Listener()):
         assert model.again(2) == 2
     assert again.told == ["+again"] * 3 + ["-again"] * 3
+
+
+def test_a_call_that_is_heard_adds_one_frame(listener: Listener) -> None:
+    class Counting(Model):
+        def work(self, value: int = 1, *, more: int = 0) -> int:
+            return frames()
+
+    model = Counting()
+    bare = model.work()
+    with method_calls(model, "work", listener):
+        assert model.work() == bare + 1
+
+
+def test_a_call_where_no_frame_is_left_for_its_listener_runs() -> None:
+    class Deep(Listener):
+        def start(self, call: MethodCall, /) -> None:
+            model.again(50)
+            super().start(call)
+
+    model, listener = Model(), Deep()
+    with method_calls(model, "work", listener):
+        for spare in range(12):
+            with contextlib.suppress(RecursionError):
+                assert at_the_limit(model.work, spare) == 1
+    assert listener.told == ["+work", "-work"] * (len(listener.told) // 2)
+    # With room of its own, the listener is called with fewer frames left than it takes.
+    assert listener.told
 
 
 def test_an_exception_arrives_as_the_same_object_and_is_named(listener: Listener) -> None:

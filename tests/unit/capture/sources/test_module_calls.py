@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -15,6 +18,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from lightning_memprof.capture.sources.module_calls import ForwardWatch, module_calls
+from stack import at_the_limit, frames
+
+VALUE = torch.ones(1, 2)
 
 
 class Twice(nn.Module):
@@ -192,6 +198,121 @@ def test_a_model_is_traced_and_scripted_meanwhile():
     assert set(told) == {"", "0", "1"}
 
 
+class Counted(nn.Module):
+    """Counts the frames of a forward, each with what is left to the recursion limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def forward(self, value: torch.Tensor, **_: object) -> torch.Tensor:
+        count = frames()
+        self.seen.append((count, sys.getrecursionlimit() - count))
+        return value
+
+
+@contextmanager
+def several(model: nn.Module, number: int) -> Iterator[None]:
+    with ExitStack() as stack:
+        for _ in range(number):
+            stack.enter_context(module_calls(model, lambda *_: None, lambda *_: None))
+        yield
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_any_number_of_listeners_adds_no_frame(number: int) -> None:
+    counted = Counted()
+    model = nn.Sequential(nn.Sequential(counted))
+    model(VALUE)
+    with several(model, number):
+        model(VALUE)
+    bare, heard = counted.seen
+    assert heard == bare
+
+
+def test_a_module_with_hooks_has_as_many_frames_left() -> None:
+    counted = Counted()
+    model = nn.Sequential(nn.Sequential(counted))
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *_: None)
+    model(VALUE)
+    limit = sys.getrecursionlimit()
+    with several(model, 3):
+        model(VALUE)
+    bare, heard = counted.seen
+    assert heard[1] == bare[1]
+    assert sys.getrecursionlimit() == limit
+
+
+def test_global_hooks_that_came_with_the_window_leave_as_many_frames() -> None:
+    counted = Counted()
+    model = nn.Sequential(counted)
+    model(VALUE)
+    with several(model, 1):
+        hook = torch_module.register_module_forward_pre_hook(lambda *_: None)
+        model(VALUE)
+        hook.remove()
+    bare, heard = counted.seen
+    assert heard[1] == bare[1]
+
+
+HOOKS = (
+    "register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+)  # fmt: skip
+GLOBAL_HOOKS = (
+    "register_module_forward_pre_hook", "register_module_forward_hook", "register_module_full_backward_pre_hook",
+    "register_module_full_backward_hook",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("register", [*HOOKS, *GLOBAL_HOOKS])
+def test_every_kind_of_hook_is_called_meanwhile(register: str) -> None:
+    model, called = nn.Linear(2, 2), []
+    owner: Any = model if register in HOOKS else torch_module
+    hook = getattr(owner, register)(lambda *_: called.append(1))
+    with several(model, 1):
+        model(VALUE.clone().requires_grad_()).sum().backward()
+    hook.remove()
+    assert called == [1]
+
+
+def test_the_traceback_of_an_exception_is_as_long_as_without() -> None:
+    model = Fails()
+    lengths = []
+    for number in (0, 3):
+        with several(model, number), pytest.raises(ArithmeticError) as raised:
+            model(VALUE)
+        lengths.append(len(raised.traceback))
+    assert lengths[0] == lengths[1]
+
+
+def test_a_forward_may_take_any_keyword() -> None:
+    model = Counted()
+    with several(model, 1):
+        assert model(VALUE, module=1, args=2) is VALUE
+
+
+def test_forwards_near_the_recursion_limit_run_as_without_and_are_told_in_pairs() -> None:
+    model = nn.Identity()
+    told: list[str] = []
+    runs: list[list[bool]] = []
+    listening = partial(module_calls, model, lambda *_: told.append("+"), lambda *_: told.append("-"))
+    for context in (nullcontext, listening):
+        runs.append([])
+        for spare in range(12):
+            with context():
+                try:
+                    at_the_limit(partial(model, VALUE), spare)
+                except RecursionError:
+                    runs[-1].append(False)
+                else:
+                    runs[-1].append(True)
+    assert runs[0] == runs[1]
+    assert {True, False} == {*runs[0]}
+    assert told == ["+", "-"] * (len(told) // 2)
+
+
 class Reading:
     """Gives one more at each reading: 1, 2, 3."""
 
@@ -211,9 +332,6 @@ class Parts(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return self.head(self.net(value))
-
-
-VALUE = torch.ones(1, 2)
 
 
 def unguarded(call: Callable[..., None]) -> Callable[..., None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memprof.capture.sources.saved_hooks import SavedBytes, checked_pack, checked_unpack
+from stack import at_the_limit
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 FLOAT = 4
@@ -258,3 +259,16 @@ def test_a_model_that_is_not_initialised_yet_is_counted() -> None:
     with counted(nn.LazyLinear(4)) as saved:
         value.exp()
     assert saved.total == 8 * FLOAT
+
+
+def test_a_tensor_that_is_saved_where_no_frame_is_left_is_packed_as_any_and_not_counted() -> None:
+    value = torch.ones(2, 2, requires_grad=True)
+    results: list[torch.Tensor] = []
+    with counted(nn.Identity()) as saved:
+        for spare in range(12):
+            with suppress(RecursionError):
+                results.append(at_the_limit(value.exp, spare))
+    assert 0 < saved.total < len(results) * 4 * FLOAT
+    assert all(type(result.grad_fn._saved_result) is torch.Tensor for result in results)
+    sum(results).sum().backward()
+    assert torch.allclose(value.grad, len(results) * value.detach().exp())  # type: ignore[arg-type]
