@@ -16,8 +16,15 @@ import numpy as np
 import torch
 
 from lightning_memprof.capture.base import SkipWindow
-from lightning_memprof.capture.sources.holders import CONTAINERS, type_name
-from lightning_memprof.capture.sources.memory import HeapSize, mapped_sizes
+from lightning_memprof.capture.sources.holders import is_container_type, length_of, type_name
+from lightning_memprof.capture.sources.memory import (
+    HeapSize,
+    mapped_sizes,
+    tracked_objects,
+    tracked_types,
+    untracked_referents,
+)
+from lightning_memprof.capture.sources.oom_state import tracked_tensors
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
@@ -33,7 +40,6 @@ MOST_NODES: Final = 250_000
 """Of a graph, 2 µs each."""
 _GRAPHS_NS: Final = 500_000_000
 _UNTRACKED: Final = (np.ndarray, bytes, bytearray, str)
-_AT_ONCE: Final = 10_000
 
 Group = tuple[str, tuple[int, ...], str, str]
 
@@ -103,19 +109,14 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
     Raises:
         SkipWindow: the program has too many objects.
     """
-    objects = gc.get_objects()
-    if len(objects) > _MOST_OBJECTS:
-        raise SkipWindow(f"the program has {len(objects):,} objects: a search for holders would take too long")
+    number = sum(number for _, number in tracked_types())
+    if number > _MOST_OBJECTS:
+        raise SkipWindow(f"the program has {number:,} objects: a search for holders would take too long")
     # Reading the graphs makes objects of what they save: before these are counted, and not between two counts.
-    tensors = [value for value in objects if issubclass(type(value), torch.Tensor)]
-    graph_bytes = max((graph.held_bytes for _, graph in graphs(tensors, skip)), default=0)
-    objects = gc.get_objects()
-    counts = Counter(map(type, objects))
-    # By the base's own method: a subclass may have code of the program.
-    bases: dict[type, Any] = {kind: base for kind in counts for base in CONTAINERS if issubclass(kind, base)}
-    tensors = [value for value in objects if issubclass(type(value), torch.Tensor)]
-    lengths = {id(value): bases[type(value)].__len__(value) for value in objects if type(value) in bases}
-    del objects
+    graph_bytes = max((graph.held_bytes for _, graph in graphs(tracked_tensors(), skip)), default=0)
+    counts = tracked_types()
+    lengths = {id(value): length_of(value) for value in tracked_objects(is_container_type)}
+    tensors = tracked_tensors()
     groups: dict[Group, tuple[int, int]] = {}
     seen: set[int] = set()
     known = []
@@ -127,7 +128,7 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
                 number, total = groups.get(group, (0, 0))
                 groups[group] = number + 1, total + size
     types: Counter[str] = Counter()
-    for kind, number in counts.items():
+    for kind, number in counts:
         types[full_name(kind)] += number
     return Census(
         step=step,
@@ -180,17 +181,15 @@ def graphs(tensors: Sequence[torch.Tensor], skip: Iterable[int]) -> Iterator[tup
 def large_objects(least: int) -> Iterator[tuple[Any, int]]:
     """Yield the arrays, bytes and texts of at least ``least`` bytes that an object refers to, and their size.
 
-    The garbage collector does not track them: the referents of all objects are read, 0.4 s per 300,000 objects.
+    The garbage collector does not track them: the referents of all objects are read, 0.4 s per million objects.
     """
-    objects = gc.get_objects()
     seen: set[int] = set()
-    for start in range(0, len(objects), _AT_ONCE):
-        for value in gc.get_referents(*objects[start : start + _AT_ONCE]):
-            if type(value) in _UNTRACKED and id(value) not in seen:
-                size = value.nbytes if type(value) is np.ndarray else sys.getsizeof(value)
-                if size >= least and getattr(value, "base", None) is None:
-                    seen.add(id(value))
-                    yield value, size
+    for value in untracked_referents(_UNTRACKED):
+        if id(value) not in seen:
+            size = value.nbytes if type(value) is np.ndarray else sys.getsizeof(value)
+            if size >= least and getattr(value, "base", None) is None:
+                seen.add(id(value))
+                yield value, size
 
 
 def full_name(kind: type) -> str:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from sys import getrecursionlimit, setrecursionlimit
 from threading import get_ident
 from types import FrameType, FunctionType
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
 
@@ -29,6 +29,8 @@ _LINK: Final = "_memprof_link"
 _MAIN: Final = threading.main_thread().ident
 # Reporting a failure takes about 60 frames, and some more with a logging handler of the program's.
 _ROOM: Final = 300
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Link:
@@ -141,8 +143,7 @@ def gc_callback(call: Callable[[str, dict[str, int]], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        if call_here in gc.callbacks:
-            gc.callbacks.remove(call_here)
+        discard(gc.callbacks, call_here)
 
 
 @contextmanager
@@ -207,13 +208,49 @@ def deferred(number: int) -> Iterator[list[int]]:
         handler(arrived[-1], None)
 
 
-def hide_frame(error: BaseException) -> None:
-    """Remove the calling frame from the traceback of an exception that it raises again next, with ``raise``.
+def hide_wrappers(error: BaseException) -> None:
+    """Remove this package's wrappers from the traceback of an exception that passed them, and of those behind it.
 
-    The program sees the traceback that it has without our wrapper. Python 3.10 adds the frame again.
+    A wrapper is a function with a local variable ``__tracebackhide__``, as for pytest; other functions of ours stay.
     """
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next
+    pending, seen = [error], set[int]()
+    while pending:
+        error = pending.pop()
+        if id(error) not in seen:
+            seen.add(id(error))
+            pending += [behind for behind in (error.__cause__, error.__context__) if behind is not None]
+            entry = error.__traceback__
+            while entry is not None:
+                below = entry.tb_next
+                while below is not None and _is_wrapper(below.tb_frame):
+                    below = below.tb_next
+                if below is not entry.tb_next:
+                    entry.tb_next = below
+                entry = below
+
+
+def _is_wrapper(frame: FrameType) -> bool:
+    is_ours = str(frame.f_globals.get("__name__", "")).startswith("lightning_memprof.")
+    return is_ours and "__tracebackhide__" in frame.f_code.co_varnames
+
+
+def discard(entries: list[Any], entry: object) -> None:
+    """Remove an object from a list if it is there, by identity: ``list.remove`` calls the program's ``__eq__``."""
+    for index, found in enumerate(entries):
+        if found is entry:
+            del entries[index]
+            return
+
+
+def without_torch_function(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that reads tensors without calling the program's ``__torch_function__``."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def take_out(pop: Callable[[], Any], push: Callable[[Any], object], is_own: Callable[[Any], bool]) -> None:
@@ -331,10 +368,16 @@ class Guard:
             try:
                 return wrap(watched)(*args, **kwargs)
             except Exception as error:
-                if outcome and outcome[0][1] is not None:
+                if outcome and outcome[0][1] is error:
                     raise
                 self.failure = error
-                return outcome[0][0] if outcome else original(*args, **kwargs)
+            # Not in the handler: our failure would be the context of the program's exceptions.
+            if not outcome:
+                return original(*args, **kwargs)
+            result, raised = outcome[0]
+            if raised is not None:
+                raise raised
+            return result
 
         return call
 

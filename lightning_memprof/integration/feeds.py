@@ -9,7 +9,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from lightning_memprof.capture.observe import hide_frame, original_of, place_of, wrapped
+from lightning_memprof.capture.observe import original_of, place_of, wrapped
 from lightning_memprof.integration.live_runs import is_over
 from lightning_memprof.packages import overrides
 
@@ -203,14 +203,11 @@ def _start(
     """Return ``start`` for one profiler; calls of other instances of its class pass through."""
 
     def start(self: Profiler, action_name: str) -> None:
+        __tracebackhide__ = True
         if self is profiler:
             actions[action_name].__enter__()
         if not (is_idle and self is profiler):
-            try:
-                link.call(*(() if is_own else (self,)), action_name)
-            except BaseException as error:
-                hide_frame(error)
-                raise
+            link.call(*(() if is_own else (self,)), action_name)
 
     return partial(start, profiler) if is_own else start
 
@@ -225,12 +222,9 @@ def _stop(
     """Return ``stop`` for one profiler; see :func:`_start`."""
 
     def stop(self: Profiler, action_name: str) -> None:
+        __tracebackhide__ = True
         if not (is_idle and self is profiler):
-            try:
-                link.call(*(() if is_own else (self,)), action_name)
-            except BaseException as error:
-                hide_frame(error)
-                raise
+            link.call(*(() if is_own else (self,)), action_name)
         if self is profiler:
             actions[action_name].__exit__()
 

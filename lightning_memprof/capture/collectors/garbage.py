@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import ClassVar, Final, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_memprof.artifacts.series import DeadTensorRow, GarbageRow
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.capture.observe import gc_callback, with_room
+from lightning_memprof.capture.sources.oom_state import tracked_tensors
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, storages
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass, set_eval_frame
 from lightning_memprof.schedule import Mark, Point, Window
@@ -131,10 +133,7 @@ def _tensors_up_to(generation: int) -> list[_Watched]:
     """Return the tensors of the generations that are about to be collected."""
     found: list[_Watched] = []
     for number in range(generation + 1):
-        objects = gc.get_objects(generation=number)
-        # Not isinstance: it reads an object's __class__, which would load a lazy object.
-        tensors = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-        known = [_watch(item) for item in objects if type(item) in tensors]
+        known = map(_watch, tracked_tensors(partial(gc.get_objects, generation=number)))
         found += [watched for watched in known if watched is not None]
     return found
 

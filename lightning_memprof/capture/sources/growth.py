@@ -33,10 +33,12 @@ from lightning_memprof.capture.sources.holders import (
     bound_of,
     entries_of,
     is_container,
+    is_container_type,
     is_known,
     length_of,
     type_name,
 )
+from lightning_memprof.capture.sources.memory import tracked_objects
 from lightning_memprof.capture.sources.oom_state import tracked_tensors
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
@@ -250,8 +252,8 @@ class _Comparison:
         known = self._before.lengths
         grown = [
             (value, more)
-            for value in gc.get_objects()
-            if is_container(value) and (more := length_of(value) - known.get(id(value), LEAST_ENTRIES - 1)) > 1
+            for value in tracked_objects(is_container_type)
+            if (more := length_of(value) - known.get(id(value), LEAST_ENTRIES - 1)) > 1
         ]
         # The last is the first: the time may end.
         grown.sort(key=lambda pair: pair[1])
@@ -381,8 +383,7 @@ class _Comparison:
         for name in names[:_CANDIDATES]:
             if self._search.is_over:
                 break
-            kinds = {kind for kind in set(map(type, gc.get_objects())) if full_name(kind) == name}
-            objects = [value for value in gc.get_objects() if type(value) in kinds]
+            objects = tracked_objects(lambda kind, name=name: full_name(kind) == name)  # type: ignore[misc]
             if not objects or issubclass(type(objects[0]), torch.Tensor):
                 continue
             self._search.ignore(objects)
@@ -422,7 +423,7 @@ def holders_of(wanted: Any, model: nn.Module | None, seconds: float = 2.0) -> li
         values = [wanted]
         total = 1
     else:
-        values = [value for value in gc.get_objects() if issubclass(type(value), wanted)]
+        values = tracked_objects(lambda kind: issubclass(kind, wanted))
         total = len(values)
         values = values[:: max(1, total // (4 * _SAMPLES))][: 4 * _SAMPLES]
     search.ignore(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 from collections import deque
@@ -25,6 +24,7 @@ from types import (
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.capture.sources.assignments import Place
+from lightning_memprof.capture.sources.memory import referrers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,7 +100,12 @@ def is_known(kind: type) -> bool:
 
 def is_container(value: Any) -> bool:
     """Return whether a value is a list, dict, set or deque, or of a class derived from one."""
-    return issubclass(type(value), CONTAINERS)
+    return is_container_type(type(value))
+
+
+def is_container_type(kind: type) -> bool:
+    """Return whether a class is that of a list, dict, set or deque, or derived from one."""
+    return issubclass(kind, CONTAINERS)
 
 
 def length_of(container: Any) -> int:
@@ -253,7 +258,7 @@ class HolderSearch:
     def _owners(self, value: Any) -> list[Any]:
         """Return what refers to a value. The caller must not use it in a comprehension: a cell would refer to it."""
         ours = self._ours
-        found = gc.get_referrers(value)
+        found = referrers(value)
         return [owner for owner in found if id(owner) not in ours and not _is_ours(owner)]
 
     def _is_root(self, owner: Any, path: Sequence[Any]) -> bool:

@@ -10,7 +10,7 @@ import heapq
 import inspect
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, TracebackType
@@ -20,8 +20,14 @@ import psutil
 import torch
 from torch import nn
 
+from lightning_memprof.capture.observe import without_torch_function
 from lightning_memprof.capture.sources.holders import HolderSearch
-from lightning_memprof.capture.sources.memory import cgroup_memory, peak_rss_bytes
+from lightning_memprof.capture.sources.memory import (
+    cgroup_memory,
+    peak_rss_bytes,
+    referents_of_tuples,
+    tracked_objects,
+)
 from lightning_memprof.capture.sources.tensors import local_storage
 
 _MAX_FRAMES: Final = 400
@@ -175,6 +181,7 @@ def host_memory() -> dict[str, int | None]:
     return facts
 
 
+@without_torch_function
 def live_tensors(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
 ) -> tuple[dict[str, int], list[dict[str, Any]]]:
@@ -266,10 +273,10 @@ def _held_by(search: HolderSearch, tensor: torch.Tensor) -> str | None:
     return None if holder is None else holder.place
 
 
-def tracked_tensors() -> list[torch.Tensor]:
-    """Return all tensors that the garbage collector tracks."""
+def tracked_tensors(*ask: Callable[[], list[Any]]) -> list[torch.Tensor]:
+    """Return the tensors that the garbage collector tracks; ``ask`` as for ``tracked_objects``."""
     # isinstance of a proxy may run the program's code; its type does not.
-    return [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return tracked_objects(lambda kind: issubclass(kind, torch.Tensor), *ask)
 
 
 def referenced(tensors: list[torch.Tensor]) -> set[int]:
@@ -280,9 +287,12 @@ def referenced(tensors: list[torch.Tensor]) -> set[int]:
     Takes about a second per million objects of the program.
     """
     ids = {id(tensor) for tensor in tensors}
-    ours = {id(tensors), id(ids)}
-    objects = [value for value in gc.get_objects() if not _is_running(value) and id(value) not in ours]
-    tuples = {id(value): value for value in objects if type(value) is tuple and not ids.isdisjoint(map(id, value))}
+    every_tuple = referents_of_tuples()
+    tuples = {number: held for number, held in every_tuple if not ids.isdisjoint(map(id, held))}
+    ours = {id(tensors), id(ids), *(id(held) for _, held in every_tuple)}
+    tracked = tracked_objects(lambda kind: kind is not FrameType)
+    objects = [value for value in tracked if not _is_running(value) and id(value) not in ours]
+    del tracked
     wanted = ids.union(tuples)
     cells = {
         id(value): value
@@ -290,15 +300,15 @@ def referenced(tensors: list[torch.Tensor]) -> set[int]:
         if type(value) is CellType and not wanted.isdisjoint(map(id, gc.get_referents(value)))
     }
     wanted.update(cells)
-    objects = [value for value in objects if id(value) not in tuples and id(value) not in cells]
-    found: set[int] = set()
+    objects = [value for value in objects if id(value) not in cells]
+    found = {id(value) for number, held in every_tuple if number not in tuples for value in held if id(value) in wanted}
     for start in range(0, len(objects), _AT_ONCE):
         found.update(wanted.intersection(map(id, gc.get_referents(*objects[start : start + _AT_ONCE]))))
-    for inside in (cells, tuples):
-        found.update(map(id, gc.get_referents(*(inside[number] for number in found.intersection(inside)))))
+    found.update(map(id, gc.get_referents(*(cells[number] for number in found.intersection(cells)))))
+    found.update(id(value) for number in found.intersection(tuples) for value in tuples[number])
     return found & ids
 
 
 def _is_running(value: Any) -> bool:
-    """Tell whether a value is a frame or a running generator, which hold local variables."""
-    return type(value) is FrameType or (type(value) is GeneratorType and value.gi_running)
+    """Tell whether a value is a running generator, which holds local variables."""
+    return type(value) is GeneratorType and value.gi_running

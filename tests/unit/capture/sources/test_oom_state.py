@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_memprof.capture.sources.holders import HolderSearch
-from lightning_memprof.capture.sources.oom_state import referenced, tracked_tensors
+from lightning_memprof.capture.sources.oom_state import live_tensors, referenced, tracked_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("thawed")]
 CACHE: dict[str, Any] = {}
@@ -109,3 +110,22 @@ def test_an_object_without_attributes_of_its_own_is_named_by_its_type() -> None:
     nested = [(SimpleNamespace(value=torch.ones(80)),)]
     tracked = tracked_tensors()
     assert holder_name(nested[0][0].value, tracked) == "SimpleNamespace.value"
+
+
+class Asked(nn.Parameter):
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_live_tensors_are_read_without_code_of_their_class() -> None:
+    model = nn.Linear(4, 4)
+    model.weight = Asked(torch.ones(4, 4))
+    Asked.asked = 0
+    held, largest = live_tensors(model, [], torch.device("cpu"))
+    assert Asked.asked == 0
+    assert held["parameter_bytes"] == 4 * (16 + 4)
+    assert len(largest) > 0
