@@ -19,7 +19,7 @@ from lightning_memprof.artifacts.series import PulseRow
 from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace
 from lightning_memprof.capture.base import Collector, OnException, RunContext
 from lightning_memprof.capture.faults import describe
-from lightning_memprof.capture.observe import kept_interrupts
+from lightning_memprof.capture.observe import hide_wrappers, kept_interrupts
 from lightning_memprof.capture.session import Session
 from lightning_memprof.capture.sources.memory import without_statistics
 from lightning_memprof.capture.triggers.watch import TriggerWatch
@@ -114,7 +114,10 @@ class Attachment:
         """Start recording: the loop of the stage is about to run, loaders and optimizers are known."""
         trainer, sink = self.trainer, self.run.sink
         if self._stage == "fit":
-            sink.manifest.append("training", **training_facts(trainer))
+            facts, missing = training_facts(trainer)
+            sink.manifest.append("training", **facts)
+            for name, error in missing.items():
+                self.run.note_unavailable("training", f"{name} cannot be read ({error})")
         if message := unreachable(trainer, self._stage, self._settings.schedule):
             if self._settings.fits_short_runs:
                 message = self._record_every_step(max(steps_ahead(trainer, self._stage) or 0, 1))
@@ -217,6 +220,8 @@ class Attachment:
             status = "finished" if reason is None else "exception"
             sink.manifest.append("end", status=status, exception=reason, **self.session.facts())
             sink.close()
+            if exception is not None:
+                hide_wrappers(exception)
         return reason
 
     def release(self) -> None:

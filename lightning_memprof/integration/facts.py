@@ -5,15 +5,17 @@ An allow-list: nothing is dumped whole.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
 import sys
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +25,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import lightning_memprof
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
+from lightning_memprof.capture.faults import describe
+from lightning_memprof.capture.observe import without_torch_function
 from lightning_memprof.capture.sources.compiled import compiled_modules
 from lightning_memprof.capture.sources.memory import cgroup_cores, cgroup_memory, mapped_files, usable_cpus
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, local_storage
@@ -41,6 +45,8 @@ _LARGEST: Final = 5
 _MOST_OBJECTS: Final = 1000
 # Of a group of parameters, what is not a setting.
 _NAMES: Final = frozenset({"params", "param_names", "name"})
+# Of settings, those that two groups may have as different objects.
+_PLAIN: Final = frozenset({bool, int, float, complex, str, type(None)})
 
 
 def run_facts(
@@ -110,37 +116,66 @@ def _name(schedule: Any) -> str:
     return f"{called.__module__}.{called.__qualname__}"
 
 
-def training_facts(trainer: Trainer) -> dict[str, Any]:
-    """Return the manifest's ``training`` row: the Trainer's configuration, as far as findings use it."""
-    module = trainer.lightning_module
-    lazy = any(torch.nn.parameter.is_lazy(parameter) for parameter in module.parameters())
-    parameters = None if lazy else list(module.parameters())
-    return {
-        "num_batches": _finite(trainer.num_training_batches),
-        "max_steps": trainer.max_steps,
-        "max_epochs": trainer.max_epochs,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "precision": str(trainer.precision),
-        "model": type(module).__name__,
-        "parameters": None if parameters is None else sum(parameter.numel() for parameter in parameters),
-        "parameter_bytes": None
-        if parameters is None
-        else sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        "optimizers": [_optimizer_facts(optimizer, module) for optimizer in trainer.optimizers],
-        "not_optimized": [] if lazy else _not_optimized(module, trainer.optimizers),
-        "zero_lr": [] if lazy else _zero_lr(module, trainer.optimizers),
-        "dataloaders": [_loader_facts(loader) for loader in _loaders(trainer)],
-        "parameter_dtypes": {} if parameters is None else _bytes_by_dtype(parameters),
-        "largest_parameters": [] if lazy else _largest_parameters(module),
-        "largest_buffers": [] if lazy else _largest_buffers(module),
-        "detect_anomaly": torch.is_anomaly_enabled(),
-        "clips_itself": overrides(module, "LightningModule", "configure_gradient_clipping"),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "profiler": type(trainer.profiler).__name__,  # type: ignore[attr-defined]
-        "threads": torch.get_num_threads(),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "compiled": sorted(compiled_modules(module)),
+@without_torch_function
+def training_facts(trainer: Trainer) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the manifest's ``training`` row: the Trainer's configuration, as far as findings use it.
+
+    Returns:
+        The facts, and the error of each one that cannot be read: many values are the program's.
+    """
+    module, missing = trainer.lightning_module, dict[str, str]()
+
+    def parameters() -> list[torch.nn.Parameter] | None:
+        found = list(module.parameters())
+        return None if any(map(torch.nn.parameter.is_lazy, found)) else found
+
+    def known(read: Callable[[list[torch.nn.Parameter]], Any], otherwise: Any) -> Callable[[], Any]:
+        return lambda: otherwise if (found := parameters()) is None else read(found)
+
+    readers: dict[str, Callable[[], Any]] = {
+        "num_batches": lambda: _finite(trainer.num_training_batches),
+        "max_steps": lambda: trainer.max_steps,
+        "max_epochs": lambda: trainer.max_epochs,
+        "accumulate_grad_batches": lambda: trainer.accumulate_grad_batches,
+        "precision": lambda: str(trainer.precision),
+        "model": lambda: type(module).__name__,
+        "parameters": known(lambda found: sum(parameter.numel() for parameter in found), None),
+        "parameter_bytes": known(lambda found: sum(_bytes_by_dtype(found).values()), None),
+        "optimizers": lambda: [
+            _read(_optimizer_facts(optimizer, module), missing, f"optimizers[{number}].")
+            for number, optimizer in enumerate(trainer.optimizers)
+        ],
+        "not_optimized": known(lambda _: _not_optimized(module, trainer.optimizers), []),
+        "zero_lr": known(lambda _: _zero_lr(module, trainer.optimizers), []),
+        "dataloaders": lambda: [
+            _loader_facts(loader, missing, f"dataloaders[{number}].") for number, loader in enumerate(_loaders(trainer))
+        ],
+        "parameter_dtypes": known(_bytes_by_dtype, {}),
+        "largest_parameters": known(lambda _: _largest_parameters(module), []),
+        "largest_buffers": known(lambda _: _largest_buffers(module), []),
+        "detect_anomaly": torch.is_anomaly_enabled,
+        "clips_itself": lambda: overrides(module, "LightningModule", "configure_gradient_clipping"),
+        "matmul_precision": torch.get_float32_matmul_precision,
+        "profiler": lambda: type(trainer.profiler).__name__,  # type: ignore[attr-defined]
+        "threads": torch.get_num_threads,
+        "cudnn_benchmark": lambda: torch.backends.cudnn.benchmark,
+        "compiled": lambda: sorted(compiled_modules(module)),
     }
+    return _read(readers, missing), missing
+
+
+def _read(readers: Mapping[str, Callable[[], Any]], missing: dict[str, str], within: str = "") -> dict[str, Any]:
+    """Return the facts that can be read and written; the errors of the others are added to ``missing``."""
+    found: dict[str, Any] = {}
+    for name, read in readers.items():
+        try:
+            value = read()
+            json.dumps(value, default=str)
+        except Exception as error:  # noqa: BLE001 one fact must not cost the others, nor the recording
+            missing[f"{within}{name}"] = describe(error)
+        else:
+            found[name] = value
+    return found
 
 
 def _bytes_by_dtype(parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
@@ -162,7 +197,7 @@ def _largest_parameters(module: torch.nn.Module) -> list[dict[str, Any]]:
             "name": f"{path}.{name}" if path else name,
             "module": type(owner).__name__,
             "bytes": parameter.numel() * parameter.element_size(),
-            "sparse": bool(getattr(owner, "sparse", False)),
+            "sparse": vars(owner).get("sparse") is True,
         }
         for path, owner in module.named_modules()
         for name, parameter in owner.named_parameters(recurse=False)
@@ -186,9 +221,16 @@ def _zero_lr(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer
 
     With ``initial_lr`` a scheduler raises it, and an optimizer without ``lr`` finds its own.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups if group.get("lr") is not None]
-    idle = [group for group in groups if float(group["lr"]) == float(group.get("initial_lr") or 0.0) == 0.0]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    idle = [group for group in groups if _is_zero(group.get("lr")) and _is_zero(group.get("initial_lr", 0.0))]
     return _outermost(module, {id(parameter) for group in idle for parameter in group["params"]})
+
+
+def _is_zero(setting: Any) -> bool:
+    """Return whether a setting is the number 0; it may also be a function, or a tensor of several numbers."""
+    if isinstance(setting, torch.Tensor):
+        return setting.numel() == 1 and setting.item() == 0
+    return isinstance(setting, (int, float)) and setting == 0
 
 
 def _outermost(module: torch.nn.Module, parameters: set[int]) -> list[str]:
@@ -209,22 +251,41 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _optimizer_facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
-    groups = optimizer.param_groups
-    parameters = _parameters(optimizer)
-    updated = set(map(id, parameters))
+def _optimizer_facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Callable[[], Any]]:
+    """Return what reads each fact of an optimizer."""
+
+    def setting(name: str) -> Any:
+        return optimizer.param_groups[0].get(name) if optimizer.param_groups else None
+
+    def device() -> str | None:
+        return next((str(parameter.device) for parameter in _parameters(optimizer)), None)
+
+    def modules() -> list[str]:
+        updated = set(map(id, _parameters(optimizer)))
+        children = module.named_children()
+        return [name for name, child in children if not updated.isdisjoint(map(id, child.parameters()))]
+
     return {
-        "name": type(optimizer).__name__,
-        "foreach": groups[0].get("foreach") if groups else None,
-        "fused": groups[0].get("fused") if groups else None,
-        "parameters": len(parameters),
-        "device": str(parameters[0].device) if parameters else None,
-        "modules": [
-            name for name, child in module.named_children() if not updated.isdisjoint(map(id, child.parameters()))
-        ],
-        "groups": len(groups),
-        "settings": len({repr(sorted((key, group[key]) for key in group.keys() - _NAMES)) for group in groups}),
+        "name": lambda: type(optimizer).__name__,
+        "foreach": lambda: setting("foreach"),
+        "fused": lambda: setting("fused"),
+        "parameters": lambda: len(_parameters(optimizer)),
+        "device": device,
+        "modules": modules,
+        "groups": lambda: len(optimizer.param_groups),
+        "settings": lambda: len({frozenset(_settings(group)) for group in optimizer.param_groups}),
     }
+
+
+def _settings(group: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the settings of a group of parameters; two objects without a plain value are two."""
+    for key, value in group.items():
+        if type(key) is not str or key not in _NAMES:
+            yield key if type(key) is str else id(key), repr(value) if _is_plain(value) else id(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) in (tuple, list) and all(map(_is_plain, value)))
 
 
 def _loaders(trainer: Trainer) -> list[Any]:
@@ -232,11 +293,12 @@ def _loaders(trainer: Trainer) -> list[Any]:
     return list(combined.flattened) if combined is not None else []
 
 
-def _loader_facts(loader: Any) -> dict[str, Any]:
+def _loader_facts(loader: Any, missing: dict[str, str], within: str = "") -> dict[str, Any]:
     names = ("num_workers", "batch_size", "pin_memory", "prefetch_factor", "persistent_workers")
-    settings = {name: getattr(loader, name, None) for name in names}
-    dataset = getattr(loader, "dataset", None)
-    return {**settings, "is_iterable": isinstance(dataset, IterableDataset), **_data_facts(dataset)}
+    readers: dict[str, Callable[[], Any]] = {name: partial(getattr, loader, name, None) for name in names}
+    readers["is_iterable"] = lambda: isinstance(getattr(loader, "dataset", None), IterableDataset)
+    data = _read({"data_bytes": lambda: _data_facts(getattr(loader, "dataset", None))}, missing, within)
+    return {**_read(readers, missing, within), **data.get("data_bytes", {})}
 
 
 def _data_facts(dataset: Any) -> dict[str, Any]:

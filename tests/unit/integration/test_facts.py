@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_memprof import MemProfilerCallback, OutputOptions
 from lightning_memprof.integration.facts import (
     _loader_facts,
     _not_optimized,
@@ -145,7 +147,7 @@ class Text(LightningModule):
 
 class Facts(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.found = training_facts(trainer)
+        self.found, self.missing = training_facts(trainer)
 
 
 class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -155,7 +157,7 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
 
 def test_a_loader_has_its_settings_and_whether_its_data_set_is_iterable() -> None:
     loaders = [torch.utils.data.DataLoader(Stream(), batch_size=2), torch.utils.data.DataLoader(torch.arange(4))]  # type: ignore[arg-type]
-    found = [_loader_facts(loader) for loader in loaders]
+    found = [_loader_facts(loader, {}) for loader in loaders]
     assert [(facts["batch_size"], facts["num_workers"], facts["is_iterable"]) for facts in found] == [
         (2, 0, True), (1, 0, False),
     ]  # fmt: skip
@@ -176,7 +178,7 @@ class Images(torch.utils.data.Dataset[Any]):
 
 
 def held(dataset: Any) -> tuple[Any, ...]:
-    facts = _loader_facts(torch.utils.data.DataLoader(dataset, sampler=range(1)))
+    facts = _loader_facts(torch.utils.data.DataLoader(dataset, sampler=range(1)), {})
     return facts["data_bytes"], facts["data_largest"], facts["data_dtype"]
 
 
@@ -262,4 +264,83 @@ def test_modules_whose_learning_rate_is_0_are_listed_without_those_that_a_schedu
 def test_an_optimizer_has_the_children_of_the_model_that_it_updates() -> None:
     model = Probe()
     optimizer = torch.optim.SGD([*model.head.parameters(), *model.body["neck"].parameters()])
-    assert _optimizer_facts(optimizer, model)["modules"] == ["body", "head"]
+    assert _optimizer_facts(optimizer, model)["modules"]() == ["body", "head"]
+
+
+class Unreadable:
+    """A setting of a group of parameters with nothing to read."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+    __eq__ = __bool__ = __len__ = __float__ = __str__ = __hash__ = __repr__  # type: ignore[assignment]
+
+
+class OddOptimizer(torch.optim.SGD):
+    """Its learning rate is a function, its groups have keys of any kind, and its ``state`` an entry of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        group: dict[Any, Any] = self.param_groups[0]
+        group |= {"rate": Unreadable(), ("a", 1): 2, 3: "b", "lr": lambda: 0.1}
+
+
+class OddLoader(torch.utils.data.DataLoader[Any]):
+    """Has no batch size to read."""
+
+    is_open = False
+
+    @property
+    def prefetch_factor(self) -> Any:
+        if self.is_open:
+            raise ValueError("not here")
+        return None
+
+    @prefetch_factor.setter
+    def prefetch_factor(self, value: Any) -> None:
+        pass
+
+
+class OddModel(Text):
+    def training_step(self, batch: torch.Tensor) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OddOptimizer(self.parameters())
+
+
+def test_a_fact_that_cannot_be_read_is_named_and_costs_no_other(tmp_path: Any) -> None:
+    class Recorded(MemProfilerCallback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            OddLoader.is_open = True
+            super().on_train_start(trainer, pl_module)
+            OddLoader.is_open = False
+
+    ours = Recorded(output=OutputOptions(summary=False, dirpath=tmp_path))
+    trainer = Trainer(
+        default_root_dir=tmp_path, max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[ours],
+    )  # fmt: skip
+    trainer.fit(OddModel(), OddLoader(torch.arange(3)))  # type: ignore[arg-type]
+    assert ours.run_directory is not None
+    manifest = next(ours.run_directory.glob("manifest.*.jsonl")).read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in manifest.splitlines()]
+    (facts,) = [row for row in rows if row["kind"] == "training"]
+    assert [row for row in rows if row["kind"] == "error"] == []
+    assert [row["reason"].split()[0] for row in rows if row.get("collector") == "training"] == [
+        "dataloaders[0].prefetch_factor"
+    ]
+    assert facts["optimizers"][0] | {"name": "OddOptimizer", "settings": 1, "groups": 1} == facts["optimizers"][0]
+    assert facts["zero_lr"] == []
+    assert facts["dataloaders"][0]["batch_size"] == 1
+    assert [row["steps"] for row in rows if row["kind"] == "end"] == [3]
+
+
+def test_settings_that_are_equal_count_once_and_others_by_identity() -> None:
+    rates = [torch.ones(2), torch.ones(2)]
+    parts = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (0.1, 0.1, *rates, rates[0])]
+    optimizer = torch.optim.SGD(parts[:2])
+    optimizer.param_groups += parts[2:]
+    for group in optimizer.param_groups[2:]:
+        group |= {key: value for key, value in optimizer.defaults.items() if key != "lr"}
+    assert _optimizer_facts(optimizer, Probe())["settings"]() == 3
