@@ -260,6 +260,7 @@ def _reported(action_of: ActionOf, report: tuple[Report, Report], link: Link) ->
     start, stop = report
 
     def call(*args: Any, **keywords: Any) -> Any:
+        __tracebackhide__ = True
         # First: a compiled region that steps its optimizer must trace nothing of ours.
         if is_compiling() or (action := action_of(args[0] if args else None)) is None:
             return link.call(*args, **keywords)
@@ -277,6 +278,7 @@ def _collated(action_of: ActionOf, report: tuple[Report, Report], link: Link) ->
     """Return a fetch in which the fetcher's ``collate_fn``, an attribute of the instance, reports its call."""
 
     def call(fetcher: Any, *args: Any, **keywords: Any) -> Any:
+        __tracebackhide__ = True
         action = action_of(fetcher)
         if action is None:
             return link.call(fetcher, *args, **keywords)

@@ -91,6 +91,7 @@ class _Reported:
 
 
 def _relay(generator: Any, reported: _Reported) -> Generator[Any, Any, Any]:
+    __tracebackhide__ = True
     with reported:
         return (yield from generator)
 
@@ -156,6 +157,7 @@ def memprofilable(method: _Method) -> _Method:
     reporter = _Reporter(getattr(method, "__name__", type(method).__name__), method)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         # First: a compiled region must not depend on whether there are listeners.
         if torch.compiler.is_compiling() or not (listeners := _Marked.listeners):
             return method(*args, **kwargs)
@@ -200,6 +202,7 @@ def method_calls(model: nn.Module, name: str, listener: MethodListener) -> Itera
 
     def wrap(link: Link) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             if is_open and (place is model or (args and args[0] is model)):
                 with reporter.around(listeners):
                     return reporter.result(listeners, link.call(*args, **kwargs))
@@ -215,7 +218,7 @@ def method_calls(model: nn.Module, name: str, listener: MethodListener) -> Itera
         is_open = False
         # DistributedDataParallel's strategy leaves the bound method that it found on the instance.
         left = vars(model).get(name)
-        if isinstance(left, MethodType) and left.__func__ in wrappers:
+        if isinstance(left, MethodType) and any(left.__func__ is wrapper for wrapper in wrappers):
             vars(model)[name] = inspect.getattr_static(place, name).__get__(model, type(model))
 
 

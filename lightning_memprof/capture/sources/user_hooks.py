@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from lightning_memprof.artifacts.trace_rewriting import range_name
+from lightning_memprof.capture.observe import without_torch_function
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.torch_internals import _RecordFunctionFast
 from lightning_memprof.packages import PACKAGES
@@ -41,6 +42,7 @@ class _Ranged:
         self.is_open = True
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
+        __tracebackhide__ = True
         if not self.is_open:
             return self.hook(*args, **keywords)
         with _RecordFunctionFast(self.name):
@@ -67,7 +69,7 @@ def hook_ranges(model: nn.Module) -> Iterator[None]:
     if is_compiled(model):
         yield
         return
-    ranged = [made for hooks, kind in _registered(model) for made in _put(hooks, kind)]
+    ranged = _ranged(model)
     try:
         yield
     finally:
@@ -76,6 +78,11 @@ def hook_ranges(model: nn.Module) -> Iterator[None]:
             # The program may have removed it, or put another one in its place.
             if hooks.get(key) is made:
                 hooks[key] = made.hook
+
+
+@without_torch_function
+def _ranged(model: nn.Module) -> list[tuple[MutableMapping[int, Any], int, _Ranged]]:
+    return [made for hooks, kind in _registered(model) for made in _put(hooks, kind)]
 
 
 def hook_name(hook: Callable[..., Any]) -> str:

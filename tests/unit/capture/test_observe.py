@@ -8,8 +8,10 @@ import pickle
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from lightning_memprof.capture.observe import (
     Link,
     Room,
     deferred,
+    discard,
     gc_callback,
+    hide_wrappers,
     is_at_limit,
     kept_interrupts,
     original_of,
@@ -279,6 +283,92 @@ class TestGuardBetween:
             guard.between(lambda inner: inner, original)()
         assert raised.value is error
         assert guard.failure is None
+
+    @pytest.mark.parametrize("is_called", [True, False], ids=["behind it", "before it"])
+    def test_the_originals_exception_has_no_context_where_the_wrapper_fails_too(self, is_called: bool) -> None:
+        guard = Guard()
+        error = NotImplementedError("theirs")
+
+        def original() -> None:
+            raise error
+
+        def wrap(inner: Any) -> Any:
+            def fail() -> None:
+                try:
+                    if is_called:
+                        inner()
+                finally:
+                    raise LookupError
+
+            return fail
+
+        with pytest.raises(NotImplementedError) as raised:
+            guard.between(wrap, original)()
+        assert raised.value is error
+        assert error.__context__ is None
+        assert isinstance(guard.failure, LookupError)
+
+
+def test_wrappers_leave_the_traceback_of_an_exception_and_of_its_context() -> None:
+    def original(number: int) -> None:
+        raise ProgramError(number)
+
+    def failing(number: int) -> None:
+        try:
+            original(number)
+        except ProgramError as error:
+            raise LookupError from error
+
+    def wrapper(call: Callable[[int], None], number: int) -> None:
+        __tracebackhide__ = True
+        call(number)
+
+    ours: Any = FunctionType(wrapper.__code__, {"__name__": "lightning_memprof.part"})
+    with pytest.raises(LookupError) as raised:
+        ours(lambda number: ours(failing, number), 1)
+    error = raised.value
+    hide_wrappers(error)
+    hide_wrappers(error)
+    assert error.__context__ is not None
+    names = [entry.name for entry in traceback.extract_tb(error.__traceback__)]
+    assert names == [names[0], "<lambda>", "failing"]
+    assert [entry.name for entry in traceback.extract_tb(error.__context__.__traceback__)] == ["failing", "original"]
+
+
+class ProgramError(Exception):
+    pass
+
+
+class Refusing:
+    """Is not compared with anything."""
+
+    def __eq__(self, _: object) -> bool:
+        raise TypeError
+
+    __hash__ = object.__hash__
+
+    def __call__(self, *_: object) -> None:
+        pass
+
+
+def test_an_entry_is_removed_by_identity() -> None:
+    first, second = Refusing(), Refusing()
+    entries = [first, second]
+    discard(entries, second)
+    discard(entries, second)
+    assert len(entries) == 1
+    assert entries[0] is first
+
+
+def test_our_gc_callback_is_found_among_those_of_the_program() -> None:
+    own = Refusing()
+    gc.callbacks.insert(0, own)
+    try:
+        with gc_callback(lambda *_: None):
+            assert len(gc.callbacks) >= 2
+        assert gc.callbacks.pop(0) is own
+    finally:
+        gc.callbacks[:] = [entry for entry in gc.callbacks if entry is not own]
 
 
 def collect_garbage(error: BaseException, module: str) -> None:

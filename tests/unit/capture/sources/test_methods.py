@@ -10,6 +10,7 @@ import inspect
 import pickle
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from threading import Thread
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -328,6 +329,22 @@ def test_a_bound_wrapper_that_was_left_on_the_instance_becomes_the_method_again(
     assert vars(model)["work"].__func__ is Model.work
     assert model.work(2) == 2
     assert listener.told == []
+
+
+def test_a_bound_object_of_the_program_stays_on_the_instance_uncompared(listener: Listener) -> None:
+    class Refusing:
+        def __eq__(self, _: object) -> bool:
+            raise TypeError
+
+        __hash__ = object.__hash__
+
+        def __call__(self, *_: object) -> int:
+            return 7
+
+    model = Model()
+    with method_calls(model, "work", listener):
+        vars(model)["work"] = MethodType(Refusing(), model)
+    assert model.work(2) == 7
 
 
 @pytest.mark.parametrize(
