@@ -158,7 +158,7 @@ def _held(roots: Iterable[Any]) -> Iterator[Any]:
     for value in held:
         yield value
         entries = _entries(value)
-        for child in entries.values() if isinstance(entries, dict) else entries:
+        for child in dict.values(entries) if isinstance(entries, dict) else entries:
             if id(child) not in seen and not isinstance(child, _LEAVES) and len(held) < _OBJECTS:
                 seen.add(id(child))
                 held.append(child)
@@ -170,8 +170,11 @@ def _entries(value: Any) -> Any:
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, MethodType):
         return (value.__self__,)
-    if isinstance(value, list | tuple | dict):
-        return value if len(value) <= _ENTRIES else ()
+    kinds: tuple[Any, ...] = (list, tuple, dict)
+    for kind in kinds:
+        if isinstance(value, kind):
+            # Not `len`: a derived class may have its own.
+            return value if kind.__len__(value) <= _ENTRIES else ()
     with suppress(AttributeError, TypeError):
         # Without the object's own `__getattribute__`. A function that is replaced in compiled code is compiled again.
         found = object.__getattribute__(value, "__dict__")
@@ -196,8 +199,8 @@ def _places(held: list[Any]) -> Iterator[tuple[Any, Any, str]]:
                 yield kind, name, f"{kind.__name__}.{'forward' if is_forward else name}"
     for value in held:
         entries = _entries(value)
-        keys = list(entries) if isinstance(entries, dict) else range(len(entries))
         if isinstance(entries, list | dict):
+            keys = list(dict.keys(entries)) if isinstance(entries, dict) else range(list.__len__(entries))
             # The type: `isinstance` takes a function that is timed already for one.
             functions = [key for key in keys if issubclass(type(entries[key]), _FUNCTIONS)]
             yield from ((entries, key, name_of(entries[key])) for key in functions)

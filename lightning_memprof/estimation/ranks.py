@@ -266,9 +266,9 @@ class DDPBuckets:
         cap = options.get("bucket_cap_mb")
         self._limits = (_FIRST_BUCKET, _BUCKET) if cap is None else (int(cap * MIB),) * 2
         self._is_final = bool(options.get("find_unused_parameters")) and not options.get("static_graph")
-        # In the order in which backward makes their gradients.
-        self._ready: dict[nn.Parameter, None] = {}
-        self._views: dict[nn.Parameter, torch.Tensor] = {}
+        # By identity, in the order in which backward makes their gradients.
+        self._ready: dict[int, nn.Parameter] = {}
+        self._views: dict[int, torch.Tensor] = {}
         self._make(parameters, self._limits if self._is_final else (sys.maxsize,) * 2)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
@@ -277,13 +277,13 @@ class DDPBuckets:
         """Replace the buckets, of which the first is as large as all gradients, before the second step's forward."""
         if step and not self._is_final:
             self._is_final = True
-            self._make(list(self._ready), self._limits)
+            self._make(list(self._ready.values()), self._limits)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if isinstance(parameter, nn.Parameter) and self._is_synchronized():
-            self._ready[parameter] = None
+            self._ready[id(parameter)] = parameter
             if self._has_views:
-                parameter.grad = self._views[parameter]
+                parameter.grad = self._views[id(parameter)]
 
     def _make(self, parameters: Sequence[nn.Parameter], limits: tuple[int, int]) -> None:
         # Views are copied into new buckets; others are freed before.
@@ -294,9 +294,9 @@ class DDPBuckets:
             with self._tracer.making(_COMMUNICATION):
                 buffer = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
             for parameter, view in zip(bucket, torch.split(buffer, sizes), strict=True):
-                self._views[parameter] = view.view(parameter.shape)
-                if parameter.grad is not None and parameter.grad is views.get(parameter):
-                    parameter.grad = self._views[parameter]
+                self._views[id(parameter)] = view.view(parameter.shape)
+                if parameter.grad is not None and parameter.grad is views.get(id(parameter)):
+                    parameter.grad = self._views[id(parameter)]
 
 
 def _buckets(parameters: Iterable[nn.Parameter], limits: tuple[int, int]) -> list[list[nn.Parameter]]:

@@ -113,7 +113,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[weakref.ref[Any], StorageLog, int]] = {}
         # Numbers of storages that were freed by a change of their size to 0.
         self._empty: set[int] = set()
-        self._paths: dict[nn.Module, str] = {}
+        # By the identity of a module, which is kept alive.
+        self._paths: dict[int, tuple[str, nn.Module]] = {}
         self._modules: list[str] = []
         self._hooks = ExitStack()
         self._made: str | None = None
@@ -140,7 +141,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def name_modules(self, model: nn.Module) -> None:
         """Give each storage that follows the path of the module in whose forward it is made."""
-        self._paths = {module: path for path, module in model.named_modules()}
+        self._paths = {id(module): (path, module) for path, module in model.named_modules()}
         self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
         self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
 
@@ -229,11 +230,11 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.requests.free(number)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if (path := self._paths.get(module)) is not None:
-            self._modules.append(path)
+        if (known := self._paths.get(id(module))) is not None:
+            self._modules.append(known[0])
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        if module in self._paths and self._modules:
+        if id(module) in self._paths and self._modules:
             self._modules.pop()
 
     def _add(self, tensor: torch.Tensor, operator: str, args: Any) -> None:

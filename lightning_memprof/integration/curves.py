@@ -15,6 +15,7 @@ import torch
 from lightning_memprof.artifacts.naming import curves_path
 from lightning_memprof.artifacts.series import PulseRow
 from lightning_memprof.artifacts.sink import ArtifactSpec, Sink
+from lightning_memprof.capture.observe import discard
 from lightning_memprof.capture.sources.memory import peak_reserved_bytes
 from lightning_memprof.integration.loggers import remove_rows, save_rows
 from lightning_memprof.packages import lightning_class
@@ -202,7 +203,7 @@ class Curves:
         try:
             call(*values)
         except Exception:
-            self._loggers.remove(logger)
+            discard(self._loggers, logger)
             log.warning("%s failed to log curves and gets no more of them", type(logger).__name__, exc_info=True)
             with suppress(Exception):
                 remove_rows(logger, (f"{_STEPS}/", f"{_WINDOWS}/"))

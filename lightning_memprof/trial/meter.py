@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.capture.loader_workers import worker_memory, worker_pids
-from lightning_memprof.capture.observe import Link, replaced
+from lightning_memprof.capture.observe import Link, replaced, without_torch_function
 from lightning_memprof.capture.sources.memory import peak_rss_bytes
 from lightning_memprof.trial.remedies import batch_samples, parse_remedy, set_batch_samples
 from lightning_memprof.trial.remedy import RefusedError, Remedy
@@ -299,6 +299,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@without_torch_function
 def _hash(module: LightningModule) -> str:
     """Return a hash of the bits of all parameters, of this rank's part where they are sharded."""
     found = hashlib.sha256()

@@ -440,10 +440,10 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 def _expressions(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[str]:
     """Yield modules as Python in a method of the model, those of a whole container at once."""
-    wanted = set(modules)
+    wanted = set(map(id, modules))
     for path, parent in model.named_modules():
         place = "self" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".") if part)
-        inside = [(name, child) for name, child in parent.named_children() if child in wanted]
+        inside = [(name, child) for name, child in parent.named_children() if id(child) in wanted]
         if (
             inside
             and type(parent).__name__ in {"ModuleList", "Sequential"}

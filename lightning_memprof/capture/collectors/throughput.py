@@ -19,6 +19,7 @@ from lightning_memprof.capture.sources.batches import Padding, batch_elements, b
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.methods import compiled_methods
 from lightning_memprof.capture.torch_internals import (
+    DisableTorchFunctionSubclass,
     FakeTensor,
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -229,7 +230,8 @@ class FlopCount(TorchDispatchMode):
         """Run one operator, and count it."""
         kwargs = kwargs or {}
         if not self.counting:
-            return func(*args, **kwargs)
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if any(issubclass(kind, FakeTensor) for kind in types):
             # A sharded tensor tries an operator with shapes alone. NotImplemented would fail: the fake mode, which
             # torch asks after every other mode, is the only one that can run it.
@@ -244,7 +246,9 @@ class FlopCount(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        result = func(*args, **kwargs)
+        # Called from Python, an operator would ask the program's subclasses of Tensor a second time.
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
         if formula is not None and active_fake_mode() is None:
             try:
                 self.flops += with_room(partial(formula, *args, **kwargs, out_val=result))

@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
+
 # A shorter dimension is one of features or classes.
 _LEAST_LENGTH: Final = 8
 # Smaller integers are classes, flags or counts of a table.
@@ -37,18 +39,22 @@ def batch_samples(batch: Any, depth: int = _DEPTH) -> int | None:
     A batch of texts has as many samples as its first list of them.
     """
     if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.ndim else None
+        with DisableTorchFunctionSubclass():
+            # Nested tensors have a size, but no shape.
+            return int(batch.size(0)) if batch.dim() else None
     if depth == 0 or isinstance(batch, (str, bytes)):
         return None
-    if isinstance(batch, Sequence) and batch and all(isinstance(part, (str, bytes)) for part in batch):
-        return len(batch)
-    return next((samples for _, part in _parts(batch) if (samples := batch_samples(part, depth - 1)) is not None), None)
+    parts = _parts(batch)
+    if parts and isinstance(batch, Sequence) and all(isinstance(part, (str, bytes)) for _, part in parts):
+        return len(parts)
+    return next((samples for _, part in parts if (samples := batch_samples(part, depth - 1)) is not None), None)
 
 
 def batch_elements(batch: Any, depth: int = _DEPTH) -> int | None:
     """Return the number of elements of all tensors in a batch; None without a tensor."""
     if isinstance(batch, torch.Tensor):
-        return batch.numel()
+        with DisableTorchFunctionSubclass():
+            return batch.numel()
     if depth == 0:
         return None
     counts = [count for _, part in _parts(batch) if (count := batch_elements(part, depth - 1)) is not None]
@@ -98,7 +104,7 @@ def _tensors(name: str, batch: Any, depth: int) -> Iterator[tuple[str, torch.Ten
 
 
 def _parts(batch: Any) -> list[tuple[str, Any]]:
-    """Return the parts of a batch, each with its key where it has one."""
+    """Return the parts of a batch, each with its key where it has one; its truth value and length are the program's."""
     if isinstance(batch, Mapping):
         return [(str(key), part) for key, part in batch.items()]
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lightning_memprof.capture.observe import original_of, put
+from lightning_memprof.capture.observe import discard, original_of, put
 
 COMPILED: Final = "a part of the model is compiled: torch would recompile it when hooks come or go"
 # The attribute of torch.compile's wrapper that has the compiled module, and that of a module's own compile().
@@ -129,5 +129,4 @@ def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]
         yield
     finally:
         for callbacks, callback in ((callback_handler.start_callbacks, start), (callback_handler.end_callbacks, end)):
-            if callback in callbacks:
-                callbacks.remove(callback)
+            discard(callbacks, callback)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_memprof.capture.observe import is_at_limit, take_out, with_room
+from lightning_memprof.capture.observe import is_at_limit, take_out, with_room, without_torch_function
 from lightning_memprof.capture.sources.tensors import local_bytes, local_storage
 from lightning_memprof.capture.torch_internals import (
     _current_graph_task_id,
@@ -27,7 +27,7 @@ class _Saved(NamedTuple):
 
 def checked_pack(tensor: torch.Tensor) -> Any:
     """Pack for :func:`checked_unpack`."""
-    return _Saved(tensor.detach(), tensor._version)  # noqa: SLF001 torch's documented counter of in-place operations
+    return _Saved(tensor.detach(), _version(tensor))
 
 
 def checked_unpack(saved: Any) -> Any:
@@ -42,14 +42,20 @@ def checked_unpack(saved: Any) -> Any:
     if not isinstance(saved, _Saved):
         return saved
     tensor, version = saved
-    if tensor._version != version:  # noqa: SLF001 torch's documented counter of in-place operations
+    if _version(tensor) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "  # noqa: SLF001
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {_version(tensor)}; "
             f"expected version {version} instead. Hint: enable anomaly detection to find the operation that failed to "
             "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
         )
     return tensor
+
+
+@without_torch_function
+def _version(tensor: torch.Tensor) -> int:
+    version: int = tensor._version  # noqa: SLF001 torch's documented counter of in-place operations
+    return version
 
 
 class SavedBytes:
@@ -135,6 +141,7 @@ class SavedBytes:
         unpack = self._functions[1]
         return lambda packed: checked_unpack(packed) if isinstance(packed, _Saved) else unpack(packed)
 
+    @without_torch_function
     def _count(self, tensor: torch.Tensor) -> None:
         storage = local_storage(tensor)
         if storage is None:

@@ -51,10 +51,12 @@ def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 
 def local_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return a tensor's storage on this rank; None if it has several, or none yet."""
-    if type(tensor) is not torch.Tensor:
-        tensor = getattr(tensor, "_local_tensor", tensor)
     try:
-        return tensor.untyped_storage()
+        if type(tensor) in PLAIN_TENSORS:
+            return tensor.untyped_storage()
+        with DisableTorchFunctionSubclass():
+            local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+            return local.untyped_storage()
     except Exception:  # noqa: BLE001 sparse, functional and other wrapped tensors raise different exceptions
         return None
 
@@ -290,7 +292,10 @@ def _signature(
     if not {torch.strided}.issuperset([tensor.layout for tensor in (*parameters, *changing)]):
         return None
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    if any(type(value) not in _COUNTED_BY_KEY for state in states[:1] for value in dict(state).values()):
+    # A state may hold what its optimizer likes, a tensor beside the parameters' dictionaries for instance.
+    if not {dict}.issuperset(map(type, states)):
+        return None
+    if any(type(value) not in _COUNTED_BY_KEY for state in states[:1] for value in state.values()):
         return None
     return (
         list(map(torch.Tensor.data_ptr, parameters)),

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_memprof.artifacts.naming import fsdp_log_name, fsdp_stats_name, module_log_name
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, SkipWindow, no_training_step
+from lightning_memprof.capture.observe import without_torch_function
 from lightning_memprof.capture.sources.compiled import COMPILED, is_compiled
 from lightning_memprof.capture.tracker.report import Layout, TrackerReport
 from lightning_memprof.errors import ConfigError
@@ -286,11 +287,13 @@ class _Step:
             raise failure
         return failure
 
+    @without_torch_function
     def _enter(self, batch: Any) -> None:
         self._tracker, self._root_path = self._wanted.begin()
         self._stack.push(self._tracking)
         self._tracking.enter_context(self._tracker.tracking(self._run.model, self._run.training.optimizers(), batch))
 
+    @without_torch_function
     def _leave(self, tracker: CategoryTracker) -> None:
         self._tracker = None
         try:

@@ -37,16 +37,22 @@ class PathTracker(ModTracker):
         self._calls = ExitStack()
         self._root = root
         name = type(root).__name__
+        # By identity, where torch's tracker calls `__hash__` and `__eq__` of each module; the modules are kept alive.
+        self._names: dict[int, tuple[str, nn.Module]] = {}
         for path, module in root.named_modules():
             parts = [part for part in path.split(".") if part and part not in _WRAPPERS]
-            self._known_modules[module] = ".".join([name, *parts])
+            self._names[id(module)] = ".".join([name, *parts]), module
+
+    def get_known_fqn(self, mod: nn.Module) -> str | None:
+        """Return the name of a module; None for one of another model."""
+        return self._names.get(id(mod), (None,))[0]
 
     def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:  # noqa: A002 torch's name
-        if not torch.compiler.is_compiling() and mod in self._known_modules:
+        if not torch.compiler.is_compiling() and id(mod) in self._names:
             self._guard.run(self._forward_begins, mod, input)
 
     def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:  # noqa: A002 torch's name
-        if not torch.compiler.is_compiling() and mod in self._known_modules:
+        if not torch.compiler.is_compiling() and id(mod) in self._names:
             self._guard.run(self._forward_ends, mod, input, output)
 
     def __enter__(self) -> PathTracker:  # noqa: PYI034 typing has no Self in Python 3.10
@@ -74,7 +80,7 @@ class PathTracker(ModTracker):
         self._post_bw_callbacks_to_enqueue.clear()
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        name = self._known_modules[module]
+        name, _ = self._names[id(module)]
         if name in self.parents and not self.is_bw:
             self._inner[name] += 1
             return
@@ -100,7 +106,7 @@ class PathTracker(ModTracker):
             self._post_bw_callbacks_to_enqueue.append(lambda: self._guard.run(leave))
 
     def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        reference, name = weakref.ref(module), self._known_modules[module]
+        reference, (name, _) = weakref.ref(module), self._names[id(module)]
         if self._inner[name] and not self.is_bw:
             self._inner[name] -= 1
             return

@@ -180,7 +180,9 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         # The DTensor splits itself; the operators on its parts come here.
         if DTensor in types:
             return NotImplemented
-        result = func(*args, **kwargs or {})
+        # Called from Python, an operator would ask the program's subclasses of Tensor a second time.
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs or {})
         # A DTensor computes shapes under its own fake mode, where nothing is allocated.
         if self.guard.failure is None and active_fake_mode() is self._fake_mode_on_entry:
             self.guard.run(self._see, func, args, result)
@@ -196,6 +198,11 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         add = super()._update_and_maybe_create_winfos
         with DisableTorchFunctionSubclass():
             return {info for part in dense_parts(t) for info in add(part, reftype, update_existing)}
+
+    def _track_optimizer_states(self, reftype: _RefType, optimizer: torch.optim.Optimizer) -> None:
+        # torch's own raises for an entry that is not a dictionary.
+        for tensor in tensors_in(dict(optimizer.state)):
+            self._update_and_maybe_create_winfos(tensor, reftype)
 
     def _track_inputs_or_outputs(self, args: Any) -> int:
         # torch's own raises for a sparse tensor.
@@ -220,7 +227,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         """Add the hooks that separate the categories; their removal goes onto ``undo``."""
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            self._makes_state = not optimizer.state
+            self._makes_state = next(iter(optimizer.state), None) is None
             # With a closure, forward and backward come first, see before_optimizer_step.
             self._in_opt = (args[1] if len(args) > 1 else kwargs.get("closure")) is None
 

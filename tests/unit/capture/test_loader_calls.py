@@ -249,6 +249,22 @@ def test_a_recursive_call_counts_once_and_its_time_is_not_counted_twice() -> Non
     assert set(times.times) == {"down"}
 
 
+def test_functions_in_containers_without_a_length_are_timed() -> None:
+    class Row(list[Any]):
+        def __len__(self) -> int:
+            raise TypeError
+
+    class Table(dict[str, Any]):
+        def __len__(self) -> int:
+            raise TypeError
+
+    samples = Images()
+    samples.transform, samples.extra = Chain(Decode()), Table(rows=Row([scaled]))
+    with timed_calls(Calls(), samples):
+        assert samples.extra["rows"][0] is not scaled
+    assert samples.extra["rows"][0] is scaled
+
+
 def test_the_program_gets_its_objects_back() -> None:
     half = functools.partial(scaled, by=0.5)
     samples, chain = Images(), Chain(Decode(), Flip(), half)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memprof import estimate
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.estimation.ranks import ranks_of
+from lightning_memprof.estimation.ranks import DDPBuckets, ranks_of
 from lightning_memprof.estimation.wanted import Wanted
 
 pytestmark = [
@@ -68,6 +71,31 @@ class Redundant(Net):
 
     def configure_optimizers(self) -> Any:
         return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.Adam)
+
+
+def hashed_elsewhere(value: object) -> int:
+    caller = str(sys._getframe(1).f_globals["__name__"])
+    assert not caller.startswith("lightning_memprof"), caller
+    return id(value)
+
+
+class Compared(nn.Sequential):
+    """Is compared with nothing, and hashed by torch alone; torch's own FSDP2 compares modules."""
+
+    def __eq__(self, _: object) -> bool:
+        raise TypeError
+
+    __hash__ = hashed_elsewhere
+
+
+class Weight(nn.Parameter):
+    __hash__ = hashed_elsewhere
+
+
+class Hostile(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Compared(*(Compared(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2)))
 
 
 def categories(devices: int, strategy: Any = None, net: type[Net] = Net) -> dict[str, int]:
@@ -232,3 +260,17 @@ def test_the_strategy_of_several_devices_is_ddp_where_none_is_named() -> None:
 def test_wrong_ranks_are_refused_before_the_program_runs(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Wanted(**wanted)
+
+
+def test_modules_are_told_apart_by_identity() -> None:
+    assert categories(2, "ddp", Hostile) == categories(2, "ddp")
+
+
+def test_parameters_of_buckets_are_told_apart_by_identity() -> None:
+    weights = [Weight(torch.ones(4)), Weight(torch.ones(2))]
+    tracer: Any = SimpleNamespace(making=lambda _: nullcontext())
+    buckets = DDPBuckets(weights, {"gradient_as_bucket_view": True}, tracer, lambda: True)
+    for weight in weights:
+        weight.sum().backward()
+    buckets.begin_step(1)
+    assert [weight.grad is not None and weight.grad.shape for weight in weights] == [(4,), (2,)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,23 @@ def test_compiling_finds_the_modules_in_containers():
     module = Blocks()
     parse_remedy("compile").on_model(module)
     assert changed_modules(module) == ["net", "blocks.0", "blocks.1"]
+
+
+def test_compiling_tells_modules_apart_by_identity():
+    class Odd(nn.Linear):
+        hashes = itertools.count()
+
+        def __eq__(self, _: object) -> bool:
+            raise TypeError
+
+        def __hash__(self) -> int:
+            return next(self.hashes)
+
+    module = Perceptron()
+    module.net = Odd(8, 1)
+    remedy = parse_remedy("compile")
+    remedy.on_model(module)
+    assert "in [self.net]: " in remedy.code[-1]
 
 
 def changed_modules(model: nn.Module) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_memprof.capture.sources.batches import batch_padding
+from lightning_memprof.capture.sources.batches import batch_elements, batch_padding, batch_samples
 
 LENGTHS = (10, 4, 7, 7)
 TEXTS = [torch.arange(1, length + 1) * 40 for length in LENGTHS]
@@ -57,3 +57,48 @@ def test_full_sequences_flags_and_labels_have_hardly_any(batch: Any) -> None:
 )
 def test_other_batches_are_not_judged(batch: Any) -> None:
     assert batch_padding(batch) is None
+
+
+class Rows(list[Any]):
+    """Has no length and no truth value."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+    __bool__ = __len__
+
+
+class Counted(torch.Tensor):
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("batch", "samples", "elements"),
+    [
+        (lambda: nested(torch.strided), 2, 18),
+        (lambda: [nested(torch.jagged)], 2, 18),
+        (lambda: Rows([torch.ones(3, 2)]), 3, 6),
+        (lambda: Rows(["a", "b"]), 2, None),
+        (lambda: {"x": torch.ones(5, 2).as_subclass(Counted)}, 5, 10),
+        (lambda: torch.tensor(1.0), None, 1),
+        (list, None, None),
+    ],
+)
+def test_samples_and_elements_are_counted_without_code_of_the_batch(
+    batch: Any, samples: int | None, elements: int | None
+) -> None:
+    made = batch()
+    Counted.asked = 0
+    assert (batch_samples(made), batch_elements(made)) == (samples, elements)
+    assert batch_padding(made) is None
+    assert Counted.asked == 0

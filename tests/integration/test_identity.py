@@ -1,0 +1,74 @@
+"""The program's objects are told apart by identity, and its tensors are read past their ``__torch_function__``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+import lightning_memprof.collectors as exported
+from hostile import Sample, run_stages
+from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
+
+WINDOWS = Schedule(wait=1, warmup=1, active=2, repeat=2)
+# These need CUDA, or a sharded model.
+ELSEWHERE = {"AllocatorHistory", "AllocatorStats", "FSDPMemory"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "FunctionMemory": {"functions": ["training_step", "backward", "optimizer_step"], "saved_tensors_hooks": True},
+    "GarbageCollection": {"cycles": True},
+    "OperatorTrace": {"record_shapes": True, "profile_memory": True, "with_stack": True},
+    "SystemStats": {"always": True},
+    "Throughput": {"flops": True},
+}
+
+
+def every_collector() -> list[Any]:
+    kinds = [kind for kind in vars(exported).values() if isinstance(kind, type) and issubclass(kind, Collector)]
+    return [kind(**OPTIONS.get(kind.__name__, {})) for kind in kinds if kind.__name__ not in ELSEWHERE]
+
+
+Ran = tuple[list[torch.Tensor], dict[str, Counter[str]]]
+
+
+@pytest.fixture(scope="module")
+def bare() -> Ran:
+    return run_stages()
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    manifests = list(directory.rglob("manifest.*.jsonl"))
+    assert len(manifests) == 4
+    return [json.loads(line) for file in manifests for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("collectors", [lambda: ["default"], every_collector], ids=["default", "every"])
+def test_every_stage_is_the_same_and_recorded(collectors: Callable[[], list[Any]], bare: Ran, tmp_path: Path) -> None:
+    class Ask(pl.Callback):
+        def on_train_epoch_end(self, *_: object) -> None:
+            ours.holders(Sample)
+
+    output = OutputOptions(summary=False, report=False, dirpath=tmp_path)
+    ours = MemProfilerCallback(schedule=WINDOWS, collectors=collectors(), output=output)
+    values, asked = run_stages(ours, Ask())
+    assert [torch.equal(value, other) for value, other in zip(bare[0], values, strict=True)] == [True] * len(values)
+    assert asked == bare[1]
+    rows = rows_of(tmp_path)
+    assert [row for row in rows if row["kind"] == "error"] == []
+    unavailable = {row["collector"] for row in rows if row["kind"] == "unavailable"}
+    assert unavailable <= {"saved_tensors", "allocator", "allocator_history"}
+    assert [row["status"] for row in rows if row["kind"] == "end"] == ["finished"] * 4
+
+
+def test_modules_keep_their_names_whatever_their_hash(tmp_path: Path) -> None:
+    output = OutputOptions(summary=False, report=False, dirpath=tmp_path)
+    run_stages(MemProfilerCallback(schedule=WINDOWS, collectors=[exported.ModuleMemory()], output=output))
+    (file,) = (tmp_path / "memprofiler" / "window000").glob("*module_memory*.jsonl")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert {row["module"] for row in rows if "module" in row} == {"net", "net.0", "net.1", "net.2"}
+    assert {row["categories"]["optimizer_state"] for row in rows if row["kind"] == "end"} == {512 + 8}
