@@ -205,6 +205,8 @@ class HolderSearch:
         try:
             return self._climb(value, made)
         finally:
+            # An object of the program may get the address of one that ends.
+            self._ours.difference_update(map(id, made), (id(made),))
             for own in made:
                 own.clear()
 

@@ -355,7 +355,7 @@ def referrers(value: Any) -> list[Any]:
     sizes = map(partial(map, _final_sizes().get), map(partial(map, len), tuples))
     entries = map(partial(map, len), map(partial(map, gc.get_referents), tuples))
     complete = map(compress, tuples, map(partial(map, operator.eq), sizes, entries))
-    return [owner for owner in _taken(chain(others, complete)) if owner is not ask]
+    return [owner for owner in _taken(chain(others, complete)) if owner is not ask and owner is not ask.args]
 
 
 @cache
