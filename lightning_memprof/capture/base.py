@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from lightning_memprof.capture.budget import Ledger
-from lightning_memprof.capture.observe import is_at_limit, with_room
+from lightning_memprof.capture.room import is_at_limit, with_room
 
 if TYPE_CHECKING:
     import torch

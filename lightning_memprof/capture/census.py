@@ -17,13 +17,8 @@ import torch
 
 from lightning_memprof.capture.base import SkipWindow
 from lightning_memprof.capture.sources.holders import is_container_type, length_of, type_name
-from lightning_memprof.capture.sources.memory import (
-    HeapSize,
-    mapped_sizes,
-    tracked_objects,
-    tracked_types,
-    untracked_referents,
-)
+from lightning_memprof.capture.sources.memory import HeapSize, mapped_sizes
+from lightning_memprof.capture.sources.objects import tracked_objects, tracked_types, untracked_referents
 from lightning_memprof.capture.sources.oom_state import tracked_tensors
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes

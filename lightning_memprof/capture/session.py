@@ -16,8 +16,8 @@ from lightning_memprof.artifacts.series import PHASES, PROFILER
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, Position, RunContext, SkipWindow, StepRecord
 from lightning_memprof.capture.budget import remove_old_windows
 from lightning_memprof.capture.clock import StepClock
-from lightning_memprof.capture.observe import with_room
 from lightning_memprof.capture.planner import RequestSource, Turn, WindowPlanner
+from lightning_memprof.capture.room import with_room
 from lightning_memprof.capture.sources.memory import peak_rss_bytes
 from lightning_memprof.capture.watchdog import Watchdog
 from lightning_memprof.errors import ConfigError

@@ -6,17 +6,15 @@ import gc
 import io
 import json
 import logging
-import math
 import signal
 import sys
-import time
 import warnings
 import webbrowser
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Final, Literal, NoReturn, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -34,12 +32,6 @@ Format = Literal["terminal", "json", "markdown"]
 RUN_HELP: Final = "a log_dir, its memprofiler directory, or a folder of runs (the newest)"
 TARGET_HELP: Final = f"{RUN_HELP}; or traces, snapshots, and folders of them"
 _MOST_NUMBERS: Final = 1_000_000
-# Shorter waits need no bar, and a bar that flickers is a distraction.
-PATIENCE_SECONDS: Final = 1.0
-_REDRAW_SECONDS: Final = 0.1
-_BAR_WIDTH: Final = 24
-# Of a log: a line for each run would hide the rest.
-_LINE_SECONDS: Final = 10.0
 # Thousands of ranks make millions of containers, and none of them is in a cycle.
 _GC_THRESHOLD: Final = 200_000
 _IRRELEVANT: Final = (
@@ -232,145 +224,6 @@ class ClosedOutput(io.TextIOBase):
             ReportError: always.
         """
         raise ReportError("standard output is closed; redirect it to a file or to /dev/null")
-
-
-class ProgressLine:
-    """A line on a terminal with what runs now and how much of it is done, until :meth:`clear`.
-
-    Args:
-        stream: the terminal.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        from lightning_memprof.report.printers.terminal import Display
-
-        self._stream = stream
-        self._display = Display(stream)
-        self._text = ""
-        self._since = self._drawn = time.monotonic()
-
-    def update(self, text: str, done: int = 0, total: int = 0, *, in_bytes: bool = False) -> None:
-        """Draw the line again; a bar where ``total`` is not 0, with the time left where both are bytes."""
-        now = time.monotonic()
-        if text != self._text:
-            self._text, self._since = text, now
-        elif now - self._drawn < _REDRAW_SECONDS:
-            return
-        from lightning_memprof.report.printers.layout import DIM, bar, cut, pad
-        from lightning_memprof.report.printers.terminal import ascii_only, page_width
-        from lightning_memprof.report.printers.values import clean
-        from lightning_memprof.units import format_bytes, format_ns
-
-        self._drawn = now
-        words = clean(text)
-        if in_bytes and total:
-            words += f"  {format_bytes(done)} of {format_bytes(total)}"
-            left_s = (now - self._since) * (total - done) / done if done else 0
-            words += f", {format_ns(left_s * 1e9)} left" if left_s > 1 else ""
-        only = ascii_only(self._stream)
-        drawn = bar(done / total, _BAR_WIDTH, ascii_only=only) if total else ""
-        rest = pad("", _BAR_WIDTH - len(drawn)).replace(" ", "-" if only else "─") + " " if total else ""
-        room = page_width(self._stream) - len(drawn + rest) - 1
-        self._display.show([((drawn, "cyan"), (rest, DIM), (cut(words, max(room, 1)), ""))])
-
-    def clear(self) -> None:
-        """Remove the line, before other output; the next update draws it again."""
-        self._display.clear()
-        self._text = ""
-
-
-class Reading:
-    """Progress of large files: shown only on a terminal, and only after the first second.
-
-    Args:
-        stream: the stream to draw on.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._since = time.monotonic()
-        self._line: ProgressLine | None = None
-
-    def update(self, file: Path, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` bytes of a file are read."""
-        if not self._stream.isatty() or time.monotonic() - self._since < PATIENCE_SECONDS:
-            return
-        self._line = self._line or ProgressLine(self._stream)
-        self._line.update(_label(file), done, total, in_bytes=True)
-
-    def end(self) -> None:
-        """Remove the line, before other output."""
-        if self._line is not None:
-            self._line.clear()
-
-
-@contextmanager
-def reading(stream: TextIO | None = None) -> Iterator[Reading]:
-    """Show the progress of the files that a command reads, until the end of the context at the latest."""
-    found = Reading(stream or sys.stderr)
-    try:
-        yield found
-    finally:
-        found.end()
-
-
-@contextmanager
-def merge_progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Provide a function that shows how many bytes are merged, or None where standard error is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    line = ProgressLine(sys.stderr)
-    try:
-        yield lambda done, total: line.update("merging", done, total, in_bytes=True)
-    finally:
-        line.clear()
-
-
-class _Above:
-    """A terminal whose text appears above a progress line."""
-
-    def __init__(self, stream: TextIO, line: ProgressLine) -> None:
-        self._stream = stream
-        self._line = line
-
-    def write(self, text: str) -> int:
-        self._line.clear()
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def counting(first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Provide a function that shows what runs now, and how much is done, of how much; 0 where that is not known.
-
-    Where standard error is not a terminal it prints a line, and the next one after some seconds. On a terminal what
-    else is written to ``sys.stderr`` appears above.
-    """
-    if not sys.stderr.isatty():
-        printed = -math.inf
-
-        def write(text: str, _done: int, _total: int) -> None:
-            nonlocal printed
-            if time.monotonic() - printed > _LINE_SECONDS:
-                printed = time.monotonic()
-                say(f"memprof: {text}", sys.stderr)
-
-        yield write
-        return
-    line = ProgressLine(sys.stderr)
-    line.update(first)
-    try:
-        with redirect_stderr(cast("TextIO", _Above(sys.stderr, line))):
-            yield line.update
-    finally:
-        line.clear()
-
-
-def _label(file: Path) -> str:
-    return file.name if len(file.name) <= 30 else f"{file.name[:29]}…"
 
 
 @contextmanager

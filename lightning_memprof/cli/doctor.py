@@ -21,7 +21,8 @@ import psutil
 from jsonargparse import Namespace
 
 from lightning_memprof import __version__
-from lightning_memprof.cli.command import Command, counting, quiet_lightning
+from lightning_memprof.cli.command import Command, quiet_lightning
+from lightning_memprof.cli.progress import counting
 from lightning_memprof.integration.registration import NAME
 from lightning_memprof.units import format_bytes
 

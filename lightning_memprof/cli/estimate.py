@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.artifacts.naming import ESTIMATE
-from lightning_memprof.cli.command import Command, add_format, counting, quiet_lightning, say, write_document
+from lightning_memprof.cli.command import Command, add_format, quiet_lightning, say, write_document
+from lightning_memprof.cli.progress import counting
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import quoted
 

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import (
-    Command,
-    check_output,
-    merge_progress,
-    opened_run,
-    parse_numbers,
-    say,
-    sigterm_as_ctrl_c,
-)
+from lightning_memprof.cli.command import Command, check_output, opened_run, parse_numbers, say, sigterm_as_ctrl_c
+from lightning_memprof.cli.progress import merge_progress
 from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 

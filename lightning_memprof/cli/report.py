@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_memprof.cli.command import (
-    TARGET_HELP,
-    Command,
-    check_output,
-    infrequent_gc,
-    open_in_browser,
-    reading,
-    say,
-)
+from lightning_memprof.cli.command import TARGET_HELP, Command, check_output, infrequent_gc, open_in_browser, say
+from lightning_memprof.cli.progress import reading
 from lightning_memprof.errors import ReportError
 from lightning_memprof.units import format_bytes
 

@@ -16,10 +16,10 @@ from lightning_memprof.cli.command import (
     add_format,
     infrequent_gc,
     named_or_newest,
-    reading,
     write_document,
     write_json,
 )
+from lightning_memprof.cli.progress import reading
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:

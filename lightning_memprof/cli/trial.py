@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Final
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_memprof.artifacts.naming import TRIED
-from lightning_memprof.cli.command import (
-    RUN_HELP,
-    Command,
-    add_format,
-    counting,
-    sigterm_as_ctrl_c,
-    write_document,
-)
+from lightning_memprof.cli.command import RUN_HELP, Command, add_format, sigterm_as_ctrl_c, write_document
+from lightning_memprof.cli.progress import counting
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:

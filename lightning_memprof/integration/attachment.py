@@ -27,10 +27,11 @@ from lightning_memprof.integration.background import RankSummaries
 from lightning_memprof.integration.context import available_collectors, build_context
 from lightning_memprof.integration.curves import Curves, curves_of
 from lightning_memprof.integration.driver import StepDriver, joined, position_source, stage_actions
-from lightning_memprof.integration.facts import steps_ahead, training_facts, unreachable
+from lightning_memprof.integration.facts import training_facts
 from lightning_memprof.integration.feeds import ActionTap, TensorFeed
 from lightning_memprof.integration.live_runs import Endings
 from lightning_memprof.integration.place import release_place
+from lightning_memprof.integration.reach import steps_ahead, unreachable
 from lightning_memprof.integration.settings import Settings
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.units import MIB, format_count

@@ -115,12 +115,6 @@ def test_context_and_cause_are_those_of_the_bare_run(place: str, tmp_path: Path)
     assert chain_of(raised(place, recorder(tmp_path))) == chain_of(raised(place))
 
 
-OPEN = pytest.mark.xfail(reason="the wrappers of the profiler and of forwards have a frame of their own")
-
-
-@pytest.mark.parametrize(
-    "place",
-    [pytest.param(place, marks=OPEN if place in {"forward hook", *PROFILED} else ()) for place in (*PLACES, *PROFILED)],
-)
+@pytest.mark.parametrize("place", [*PLACES, *PROFILED])
 def test_the_traceback_is_as_long_as_that_of_the_bare_run(place: str, tmp_path: Path) -> None:
     assert len(frames_of(raised(place, recorder(tmp_path)))) == len(frames_of(raised(place)))

@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_memprof.artifacts.series import DeadTensorRow, GarbageRow
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
-from lightning_memprof.capture.observe import gc_callback, with_room
+from lightning_memprof.capture.observe import gc_callback
+from lightning_memprof.capture.room import with_room
 from lightning_memprof.capture.sources.oom_state import tracked_tensors
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, storages
 from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass, set_eval_frame

@@ -217,7 +217,7 @@ class _Watch:
             self._check()
             while not self._done.wait(min(self._limit() / _SECOND_NS / _CHECKS, self._longest_sleep)):
                 if self._run.training.is_over():
-                    # The program goes on after a run that no hook of the Trainer has ended.
+                    # No hook of the Trainer has ended the run, and the program continues.
                     return
                 self._check()
                 if self._aborts:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
-from lightning_memprof.capture.observe import with_room
+from lightning_memprof.capture.room import with_room
 from lightning_memprof.capture.sources.batches import Padding, batch_elements, batch_padding, batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.methods import compiled_methods

@@ -38,7 +38,7 @@ from lightning_memprof.capture.sources.holders import (
     length_of,
     type_name,
 )
-from lightning_memprof.capture.sources.memory import tracked_objects
+from lightning_memprof.capture.sources.objects import tracked_objects
 from lightning_memprof.capture.sources.oom_state import tracked_tensors
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes

@@ -24,7 +24,7 @@ from types import (
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.capture.sources.assignments import Place
-from lightning_memprof.capture.sources.memory import referrers
+from lightning_memprof.capture.sources.objects import referrers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Final, Protocol, TypeVar
 import torch
 from torch import nn
 
-from lightning_memprof.capture.observe import Link, original_of, place_of, with_room, wrapped
+from lightning_memprof.capture.observe import Link, original_of, place_of, wrapped
+from lightning_memprof.capture.room import with_room
 from lightning_memprof.capture.sources.compiled import is_redirected
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.packages import PACKAGES

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lightning_memprof.capture.observe import Link, Room, with_room, wrapped
+from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.capture.room import Room, with_room
 from lightning_memprof.capture.sources.compiled import (
     COMPILED_CALL,
     compiled_modules,

@@ -22,12 +22,8 @@ from torch import nn
 
 from lightning_memprof.capture.observe import without_torch_function
 from lightning_memprof.capture.sources.holders import HolderSearch
-from lightning_memprof.capture.sources.memory import (
-    cgroup_memory,
-    peak_rss_bytes,
-    referents_of_tuples,
-    tracked_objects,
-)
+from lightning_memprof.capture.sources.memory import cgroup_memory, peak_rss_bytes
+from lightning_memprof.capture.sources.objects import referents_of_tuples, tracked_objects
 from lightning_memprof.capture.sources.tensors import local_storage
 
 _MAX_FRAMES: Final = 400

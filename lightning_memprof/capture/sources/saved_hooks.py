@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_memprof.capture.observe import is_at_limit, take_out, with_room, without_torch_function
+from lightning_memprof.capture.observe import take_out, without_torch_function
+from lightning_memprof.capture.room import is_at_limit, with_room
 from lightning_memprof.capture.sources.tensors import local_bytes, local_storage
 from lightning_memprof.capture.torch_internals import (
     _current_graph_task_id,

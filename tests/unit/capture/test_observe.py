@@ -20,18 +20,16 @@ import torch
 from lightning_memprof.capture.observe import (
     Guard,
     Link,
-    Room,
     deferred,
     discard,
     gc_callback,
     hide_wrappers,
-    is_at_limit,
     kept_interrupts,
     original_of,
     place_of,
-    with_room,
     wrapped,
 )
+from lightning_memprof.capture.room import Room, is_at_limit, with_room
 from stack import at_the_limit
 
 

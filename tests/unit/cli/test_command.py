@@ -11,8 +11,9 @@ import pytest
 
 from fake_runs import make_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
-from lightning_memprof.cli.command import ProgressLine, check_output, counting, parse_numbers
+from lightning_memprof.cli.command import check_output, parse_numbers
 from lightning_memprof.cli.main import main
+from lightning_memprof.cli.progress import ProgressLine, counting
 from lightning_memprof.errors import ConfigError
 
 

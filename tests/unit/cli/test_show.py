@@ -11,8 +11,8 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.analysis.trace import operators
 from lightning_memprof.analysis.trace.model import TraceReport
-from lightning_memprof.cli.command import reading
 from lightning_memprof.cli.main import main
+from lightning_memprof.cli.progress import reading
 from lightning_memprof.cli.show import show
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.report.opened import OpenOptions
@@ -319,7 +319,7 @@ def test_a_bar_is_drawn_on_a_terminal_where_reading_takes_long(monkeypatch: pyte
     quick, slow, file = Terminal(), Terminal(), io.StringIO()
     with reading(quick) as bar:
         bar.update(Path("a.json"), 1, 10)
-    monkeypatch.setattr("lightning_memprof.cli.command.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("lightning_memprof.cli.progress.PATIENCE_SECONDS", 0.0)
     for stream in (slow, file):
         with reading(stream) as bar:
             bar.update(Path("[red]a.json"), 1, 10)

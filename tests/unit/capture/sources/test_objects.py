@@ -14,7 +14,7 @@ import torch
 from lightning_memprof.capture.census import large_objects, take_census
 from lightning_memprof.capture.collectors.garbage import _tensors_up_to
 from lightning_memprof.capture.sources.growth import holders_of
-from lightning_memprof.capture.sources.memory import (
+from lightning_memprof.capture.sources.objects import (
     referents_of_tuples,
     referrers,
     tracked_objects,
