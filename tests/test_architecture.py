@@ -44,6 +44,7 @@ ONE_IMPORTER = {
     "demo/train.py": "imports torch; the command line does not",
     "integration/context.py": "reads the Trainer; the attachment is the life of a run",
     "integration/curves.py": "curves through loggers, a feature of its own",
+    "integration/reach.py": "compares a schedule with the run; the attachment is the life of a run",
     "integration/function_events.py": "torch's list of events from traces, a format of its own",
     "report/export/memory_viz.py": "one format per module",
     "report/export/stacks.py": "one format per module",

@@ -207,7 +207,8 @@ def deferred(number: int) -> Iterator[list[int]]:
 def hide_wrappers(error: BaseException) -> None:
     """Remove this package's wrappers from the traceback of an exception that passed them, and of those behind it.
 
-    A wrapper is a function with a local variable ``__tracebackhide__``, as for pytest; other functions of ours stay.
+    A wrapper is a function whose local variable ``__tracebackhide__`` is True, as for pytest; other functions of ours
+    stay.
     """
     pending, seen = [error], set[int]()
     while pending:
@@ -227,7 +228,7 @@ def hide_wrappers(error: BaseException) -> None:
 
 def _is_wrapper(frame: FrameType) -> bool:
     is_ours = str(frame.f_globals.get("__name__", "")).startswith("lightning_memprof.")
-    return is_ours and "__tracebackhide__" in frame.f_code.co_varnames
+    return is_ours and frame.f_locals.get("__tracebackhide__") is True
 
 
 def discard(entries: list[Any], entry: object) -> None:

@@ -119,6 +119,8 @@ class _Calls:
         def call(module: nn.Module, /, *args: Any, **keywords: Any) -> Any:
             listeners = listeners_of(id(module)) if get_ident() == thread else None
             begun, output = False, None
+            # Without hooks this frame stands for that of torch.
+            __tracebackhide__ = False
             if listeners is not None:
                 try:
                     begun = with_room(_begin, listeners, id(module), args)
@@ -126,8 +128,10 @@ class _Calls:
                     begun = False  # the program has no frame left
             try:
                 if hooks_of is None or is_tracing() is not None:
+                    __tracebackhide__ = True
                     output = link.call(module, *args, **keywords)
                 elif any(own := hooks_of(module)) or any(shared_hooks):
+                    __tracebackhide__ = True
                     # torch adds a frame for hooks of ours that are global.
                     with Room(1 if any(own) else 2):
                         output = link.call(module, *args, **keywords)
