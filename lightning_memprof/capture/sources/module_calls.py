@@ -114,9 +114,17 @@ class _Calls:
     def _wrap(self, link: Link) -> Callable[..., Any]:
         hooks_of, shared_hooks = _hooks_that_torch_calls(link)
         is_tracing = torch._C._get_tracing_state  # noqa: SLF001 torch has no public one
+        is_compiling = torch.compiler.is_compiling
         listeners_of, thread = self._by_module.get, self.thread
 
         def call(module: nn.Module, /, *args: Any, **keywords: Any) -> Any:
+            try:
+                # First: a compiler that is loaded after the context has opened can trace nothing else here.
+                is_traced = is_compiling()
+            except RecursionError:
+                is_traced = False
+            if is_traced:
+                return link.call(module, *args, **keywords)
             listeners = listeners_of(id(module)) if get_ident() == thread else None
             begun, output = False, None
             # Without hooks this frame stands for that of torch.
@@ -149,8 +157,6 @@ class _Calls:
 
 def _begin(listeners: tuple[_Listener, ...], key: int, args: tuple[Any, ...]) -> bool:
     """Call ``before`` of the listeners; return whether ``after`` follows."""
-    if torch.compiler.is_compiling():
-        return False
     for listener in listeners:
         # None where another listener's function has ended its context.
         if (path := listener.paths.get(key)) is not None:
