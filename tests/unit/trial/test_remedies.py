@@ -221,7 +221,7 @@ def test_compiling_tells_modules_apart_by_identity():
             return next(self.hashes)
 
     module = Perceptron()
-    module.net = Odd(8, 1)
+    module.net = Odd(8, 1)  # type: ignore[assignment]
     remedy = parse_remedy("compile")
     remedy.on_model(module)
     assert "in [self.net]: " in remedy.code[-1]

@@ -66,7 +66,7 @@ def test_steps_of_windows_are_no_steps_outside_windows(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_few_steps_is_not_judged_beside_one_of_many(tmp_path: Path) -> None:
-    fake = FakeRun(world_size=2, windows=(), phases=lambda rank, _: HEALTHY | {"data_wait": rank * 10**9})
+    fake = FakeRun(world_size=2, windows=(), phases=lambda rank, _: {**HEALTHY, "data_wait": rank * 10**9})
     run = make_run(tmp_path, fake)
     pulse = run / "pulse.rank00001.csv"
     pulse.write_text("".join(pulse.read_text().splitlines(keepends=True)[:6]))
