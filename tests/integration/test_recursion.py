@@ -220,8 +220,8 @@ def test_a_program_that_reaches_the_limit_gets_its_error_and_continues(
     assert sys.getrecursionlimit() == limit
     run = only_run(tmp_path)
     assert not rows_of(run, "error")
-    # An operator that cannot be followed leaves the tracker's figures wrong. Whether an operator or the call of a module is
-    # first at the limit depends on the frames below.
+    # An operator that cannot be followed leaves the figures of the tracker wrong. Whether one is first at the limit
+    # depends on the frames below.
     missing = {row["collector"]: row["reason"] for row in rows_of(run, "unavailable") if "window" in row}
     assert set(missing) <= (set() if collectors is None else {"module_memory"})
     assert all("sys.setrecursionlimit" in reason for reason in missing.values())
