@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+    from torch._C import _get_tracing_state as _get_tracing_state
     from torch._C._autograd import _profiler_enabled as _profiler_enabled
     from torch._C._autograd import _profiler_type as _profiler_type
     from torch._C._profiler import _RecordFunctionFast as _RecordFunctionFast
@@ -290,6 +291,19 @@ INTERNALS: Final = (
         "_forward_pre_hooks _parameters",
         used_for="watch forwards, name the program's hooks, read parameters that are made only when used",
         without="collectors by module are disabled and reported",
+    ),
+    Internal(
+        owner="torch._C",
+        names="_get_tracing_state",
+        used_for="leave torch.jit.trace its own call of a module",
+        without="a program that traces a module in a window gets scopes without names",
+        fallback=lambda: None,
+    ),
+    Internal(
+        owner="torch._ops:OpOverload",
+        names="_schema",
+        used_for="estimates: name the arguments of operators whose result has a shape that depends on values",
+        without=_NO_ESTIMATE,
     ),
     Internal(
         owner="torch.nn.modules.module",

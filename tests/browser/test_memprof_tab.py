@@ -229,7 +229,7 @@ def test_an_empty_log_directory_shows_instructions_and_then_the_first_run(browse
         try:
             page.goto(f"{url}/data/plugin_entry.html?name=memprof")
             page.wait_for_selector(".empty", timeout=LONG_MS)
-            assert "MemProfilerCallback" in page.inner_text(".empty")
+            assert 'profiler="memprof"' in page.inner_text(".empty")
             assert str(tmp_path) in page.inner_text(".empty")
             make_run(tmp_path / "version_0", FakeRun(trace=False, memory=None))
             page.wait_for_selector("#page[title=report]", timeout=LONG_MS)

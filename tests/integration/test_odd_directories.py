@@ -16,7 +16,6 @@ from markupsafe import escape
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from lightning_memprof.cli.main import main
-from lightning_memprof.integration.background import REPORT_VARIABLE
 from lightning_memprof.tensorboard.runs import RunList
 from training import Perceptron, loader, manifest, rows_of, trainer
 
@@ -110,7 +109,6 @@ def test_a_relative_directory_stays_where_it_is_if_the_program_changes_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(REPORT_VARIABLE, raising=False)
     callback = MemProfilerCallback(output=OutputOptions(dirpath="runs", summary=False, report=True))
     profiler = ExtendedPyTorchProfiler(dirpath="traces")
     away = tmp_path / "away" / "far"

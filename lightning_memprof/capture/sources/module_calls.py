@@ -25,6 +25,7 @@ from lightning_memprof.capture.sources.compiled import (
     module_paths,
     outside_of_compilers,
 )
+from lightning_memprof.capture.torch_internals import _get_tracing_state
 
 _CALL: Final = "_call_impl"
 _CALLS: Final = "_memprof_calls"
@@ -113,7 +114,6 @@ class _Calls:
 
     def _wrap(self, link: Link) -> Callable[..., Any]:
         hooks_of, shared_hooks = _hooks_that_torch_calls(link)
-        is_tracing = torch._C._get_tracing_state  # noqa: SLF001 torch has no public one
         is_compiling = torch.compiler.is_compiling
         listeners_of, thread = self._by_module.get, self.thread
 
@@ -135,7 +135,7 @@ class _Calls:
                 except RecursionError:
                     begun = False  # the program has no frame left
             try:
-                if hooks_of is None or is_tracing() is not None:
+                if hooks_of is None or _get_tracing_state() is not None:
                     __tracebackhide__ = True
                     output = link.call(module, *args, **keywords)
                 elif any(own := hooks_of(module)) or any(shared_hooks):

@@ -41,10 +41,18 @@ def tracked_objects(wanted: Callable[[type], bool], ask: Ask = gc.get_objects) -
     return _taken(_chosen(_times(2, _answer(ask)), ids.__contains__))
 
 
-def referents_of_tuples() -> list[tuple[int, list[Any]]]:
-    """Return the ``id`` of each tuple, and what it refers to."""
+def referents_of_tuples(wanted: set[int]) -> list[tuple[int, list[Any]]]:
+    """Return the ``id`` of each tuple that refers to a wanted object, and what it refers to.
+
+    Args:
+        wanted: the ``id`` of each wanted object.
+    """
     tuples = _times(2, map(list, _chosen(_times(2, _answer(gc.get_objects)), _TUPLE.__eq__)))
-    return _taken(map(zip, map(partial(map, id), tuples), map(partial(map, gc.get_referents), tuples)))
+    referents = map(partial(map, partial(map, id)), map(partial(map, gc.get_referents), tuples))
+    is_other = map(partial(map, wanted.isdisjoint), referents)
+    # One at a time: when memory has run out, there is no room for what every tuple refers to.
+    kept = _times(2, map(list, map(compress, tuples, map(partial(map, operator.not_), is_other))))
+    return _taken(map(zip, map(partial(map, id), kept), map(partial(map, gc.get_referents), kept)))
 
 
 def untracked_referents(kinds: Collection[type]) -> list[Any]:

@@ -283,9 +283,8 @@ def referenced(tensors: list[torch.Tensor]) -> set[int]:
     Takes about a second per million objects of the program.
     """
     ids = {id(tensor) for tensor in tensors}
-    every_tuple = referents_of_tuples()
-    tuples = {number: held for number, held in every_tuple if not ids.isdisjoint(map(id, held))}
-    ours = {id(tensors), id(ids), *(id(held) for _, held in every_tuple)}
+    tuples = dict(referents_of_tuples(ids))
+    ours = {id(tensors), id(ids), *map(id, tuples.values())}
     tracked = tracked_objects(lambda kind: kind is not FrameType)
     objects = [value for value in tracked if not _is_running(value) and id(value) not in ours]
     del tracked
@@ -297,7 +296,9 @@ def referenced(tensors: list[torch.Tensor]) -> set[int]:
     }
     wanted.update(cells)
     objects = [value for value in objects if id(value) not in cells]
-    found = {id(value) for number, held in every_tuple if number not in tuples for value in held if id(value) in wanted}
+    others = referents_of_tuples(wanted)
+    found = {id(value) for number, held in others if number not in tuples for value in held if id(value) in wanted}
+    del others
     for start in range(0, len(objects), _AT_ONCE):
         found.update(wanted.intersection(map(id, gc.get_referents(*objects[start : start + _AT_ONCE]))))
     found.update(map(id, gc.get_referents(*(cells[number] for number in found.intersection(cells)))))
