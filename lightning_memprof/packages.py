@@ -1,6 +1,6 @@
-"""Lightning's two packages, ``lightning.pytorch`` and ``pytorch_lightning``: the same classes, twice, with one name.
+"""Class checks that cover both Lightning packages, ``lightning.pytorch`` and ``pytorch_lightning``.
 
-Where a decision depends on a class of Lightning, ask here: ``isinstance`` knows one package only. Imports neither.
+Each package has its own copy of the same classes, so ``isinstance`` covers only one. This module imports neither.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ def lightning_class(value: object, *names: str) -> type | None:
 
 
 def overrides(value: Any, name: str, method: str) -> bool:
-    """Whether a method of ``value`` is another than that of Lightning's class ``name``, which it derives from."""
+    """Return whether ``value`` overrides a method of Lightning's class ``name``, from which it derives."""
     own = getattr(lightning_class(value, name), method, None)
     return method in vars(value) or getattr(type(value), method, None) is not own

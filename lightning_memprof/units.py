@@ -1,4 +1,4 @@
-"""Bytes, nanoseconds, shares and names for people. The only module that knows 1024."""
+"""Text for bytes, nanoseconds, shares and names. The only module that uses 1024."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def percent(share: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters, line breaks too, as escapes: a name must not control a terminal."""
+    """Return a text with control characters and line breaks escaped: a name must not control a terminal."""
     if text.isprintable():
         return text
     return "".join(
@@ -80,7 +80,7 @@ def printable(text: str) -> str:
 
 
 def quoted(name: str | os.PathLike[str]) -> str:
-    """Return a path or a URL as an argument for a shell, printable: ``$'...'`` is bash's form with escapes."""
+    """Return a path or a URL as a printable shell argument; ``$'...'`` is bash's quoting with escapes."""
     text = os.fspath(name)
     if text.startswith("-"):
         text = f"./{text}"

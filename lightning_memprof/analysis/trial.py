@@ -177,7 +177,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         steps: measured steps of each run.
         compared: steps whose losses were compared.
         step_ns: median of the mean step times of the unchanged program; None where it was not measured.
-        peak_bytes: its median peak memory; None as well.
+        peak_bytes: median peak memory of the unchanged program; None if it was not measured.
         is_device: whether the peak is the device's, not the host's.
         outcomes: of each remedy, in the order in which they were asked for.
         together: of the remedies that won, at once; None where fewer than two did.

@@ -283,7 +283,7 @@ class BudgetRow(Row, tag_field="kind", tag="budget"):
 
 
 class OverheadFacts(Row):
-    """The cost of this package in nanoseconds: wall time, of the pulse also the CPU time of the training thread."""
+    """The profiler overhead in nanoseconds: wall time, and for the pulse also CPU time of the training thread."""
 
     pulse_ns: Int64 | None = None
     pulse_cpu_ns: Int64 | None = None
@@ -292,9 +292,9 @@ class OverheadFacts(Row):
 
 
 class EndRow(Row, tag_field="kind", tag="end"):
-    """The end of a rank's run; ``exception`` is its text where one ended it.
+    """The end of a rank's run; ``exception`` is the text of the exception that ended it, if any.
 
-    ``peak_rss_bytes`` is the kernel's high-water mark of the process, which counts what came before the run, too.
+    ``peak_rss_bytes`` is the kernel's high-water mark of the process, including the time before the run.
     """
 
     status: str | None = None

@@ -48,9 +48,9 @@ def url_path(url: str) -> str | None:
 
 
 def local_path(directory: str | os.PathLike[str]) -> Path | None:
-    """Return the absolute path of a directory that a user names; None for a URL of another machine.
+    """Return the absolute path of a directory that a user passes; None for a remote URL.
 
-    ``~`` is expanded, as Lightning does. The program may change its working directory afterwards.
+    ``~`` is expanded, as in Lightning. Absolute, because the program may change its working directory afterwards.
 
     Raises:
         OSError: the path is relative, and the working directory was removed.

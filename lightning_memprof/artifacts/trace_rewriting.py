@@ -52,16 +52,16 @@ _WITH_STACK: Final = re.compile(rb'"with_stack": ?1\b')
 _END: Final = re.compile(rb'\]\s*,\s*"traceName": "[^\n]*"\s*\}\s*\Z')
 
 
-# A letter of a name, as :func:`range_name` writes it.
+# A character that :func:`range_name` has escaped.
 _LETTER: Final = re.compile(rb"&#([0-9]{1,7});")
 _MOST_LETTER: Final = 0x10FFFF
 
 
 def range_name(name: str) -> str:
-    """Return a name of the program for a range, in letters that Kineto keeps; :func:`write_trace` restores it.
+    """Return a name for a range, escaped to characters that Kineto preserves; :func:`write_trace` restores it.
 
-    Kineto writes quotes unescaped, which breaks the JSON, ``/`` for a backslash, and ``unknown`` for a whole name with
-    a letter that is not printable ASCII.
+    Kineto writes quotes unescaped, which breaks the JSON, ``/`` for a backslash, and ``unknown`` for a name with any
+    character that is not printable ASCII.
     """
     # Called for each action.
     if name.isascii() and name.isprintable() and not ('"' in name or "\\" in name):

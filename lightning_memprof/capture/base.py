@@ -56,7 +56,7 @@ class TrainingFeed(Protocol):
         """Return the Trainer's optimizers; empty before it has any."""
 
     def is_over(self) -> bool:
-        """Return whether the run of the Trainer has ended, also where no hook has ended the recording yet."""
+        """Return whether the Trainer's run has ended, even if no hook has ended the recording yet."""
 
 
 class DeviceTimer(Protocol):
@@ -234,7 +234,7 @@ class RunContext:
     ) -> Callable[..., None]:
         """Return ``call`` as a hook for the user's code: its first failure is reported, and it is not called again.
 
-        It is not called where the user's code has reached Python's recursion limit.
+        It is skipped if the user's code has reached Python's recursion limit.
         """
         failed = False
 

@@ -53,7 +53,7 @@ class Link:
 
 
 class _OnInstance(functools.partial):  # type: ignore[type-arg]
-    """The wrapper of an instance's own attribute: its copies and pickles are the attribute itself."""
+    """The wrapper of an instance's own attribute; copying or pickling it gives the attribute."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return operator.getitem, ((vars(self)[_LINK].below,), 0)
@@ -205,10 +205,10 @@ def deferred(number: int) -> Iterator[list[int]]:
 
 
 def hide_wrappers(error: BaseException) -> None:
-    """Remove this package's wrappers from the traceback of an exception that passed them, and of those behind it.
+    """Remove this package's wrappers from the tracebacks of an exception, its causes and its contexts.
 
-    A wrapper is a function whose local variable ``__tracebackhide__`` is True, as for pytest; other functions of ours
-    stay.
+    A wrapper is a function whose local variable ``__tracebackhide__`` is True, as in pytest; other functions of this
+    package stay.
     """
     pending, seen = [error], set[int]()
     while pending:

@@ -1,4 +1,4 @@
-"""More stack for this package's code where the program is near Python's recursion limit."""
+"""More stack for this package's code if the program is near Python's recursion limit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _ROOM: Final = 300
 
 
 def with_room(call: Callable[..., Any], *values: Any) -> Any:
-    """Call a function of ours with more stack than the program has left, which may have reached its recursion limit.
+    """Call a function of this package with extra stack: the program may be near Python's recursion limit.
 
-    The limit is the interpreter's: it is raised during the call only, and only in the main thread, because two threads
+    The limit is the interpreter's: it is raised only during the call, and only in the main thread, because two threads
     could not restore it. Costs 0.3 µs.
 
     Raises:
-        RecursionError: the program has not a frame left, see :func:`is_at_limit`; nothing was called.
+        RecursionError: the program has no frame left, and nothing was called; see :func:`is_at_limit`.
     """
     if get_ident() != _MAIN:
         return call(*values)
     limit = getrecursionlimit()
-    # At the limit itself it could not be restored: this raises then.
+    # Raises at the limit itself, where the limit could not be restored afterwards.
     setrecursionlimit(limit)
     try:
         setrecursionlimit(limit + _ROOM)
@@ -38,7 +38,7 @@ def with_room(call: Callable[..., Any], *values: Any) -> Any:
 
 def is_at_limit(error: BaseException) -> bool:
     """Return whether :func:`with_room` raised an error, caught in its caller, because the program has no frame left."""
-    # Without a call, which would take another frame.
+    # No call here: it would take another frame.
     if error.__class__ is not RecursionError:
         return False
     inner = error.__traceback__ and error.__traceback__.tb_next
@@ -46,7 +46,7 @@ def is_at_limit(error: BaseException) -> bool:
 
 
 class Room:
-    """More stack for the program itself, in a context: for frames of ours that stay on its stack.
+    """A context with more stack for the program, to make up for frames of this package on its stack.
 
     Only in the main thread, as :func:`with_room`.
 

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 # A collector's sys.exit() is its failure; only Ctrl-C is the user's.
 _FAILURES: Final = (Exception, SystemExit, GeneratorExit)
-# The pulse is timed in the first steps of a run, and then in one of 61, which has no factor with its chunks of 64 rows.
+# The pulse is timed in the first steps of a run, then in every 61st: 61 has no common factor with its chunks of 64
+# rows.
 _TIMED_STEPS: Final = 64
 _TIMED_EVERY: Final = 61
 
@@ -70,7 +71,7 @@ class Session:
         self._recording: _Recording | None = None
         # Nanoseconds of training time that this package took.
         self._pulse_ns = self._windows_ns = 0
-        # Of the steps that were timed; later ones stand for those between them.
+        # Over the timed steps; each later one also counts for the steps between.
         self._pulse_cpu_ns = self._timed_steps = 0
         self._collectors_ns: dict[str, int] = {}
         self._steps = 0
@@ -214,13 +215,13 @@ class Session:
         return {"steps": self._steps, "peak_rss_bytes": peak, "overhead": msgspec.structs.asdict(overhead)}
 
     def _add_pulse(self, weight: int, wall_ns: int, cpu_ns: int) -> None:
-        """Add the pulse's work between two steps, which began at ``cpu_ns``."""
+        """Add the pulse's time between two steps; ``cpu_ns`` is the CPU time when it began."""
         self._pulse_ns += weight * wall_ns
         self._pulse_cpu_ns += weight * max(self._cpu_ns() - cpu_ns, 0)
         self._timed_steps += weight
 
     def _cpu_ns(self) -> int:
-        """Return the CPU time of the thread, about 0.5 µs, without what collectors charge apart."""
+        """Return the thread's CPU time, without that of collectors, which is charged separately. Costs 0.5 µs."""
         return time.thread_time_ns() - self._progress.charged_ns
 
     def _end_step(self) -> int:

@@ -47,7 +47,7 @@ _INSTRUCTION: Final = operator.attrgetter("f_lasti")
 _GLOBALS: Final = operator.attrgetter("f_globals")
 # Arguments of one call by `starmap`, which needs no memory for it.
 _ONCE: Final[tuple[tuple[()]]] = ((),)
-# In a window of ours the first is not on the stack.
+# In windows of this package, `_call_impl` is not on the stack.
 _MODULE_CALLS: Final = ("_call_impl", "_wrapped_call_impl")
 # Calls of the Trainer by the program.
 _ENTRIES: Final = ("fit", "validate", "test", "predict")

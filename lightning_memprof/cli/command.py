@@ -81,12 +81,12 @@ def add_format(parser: ArgumentParser) -> None:
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    """Print a line at once, to standard output where no stream is given; names of files control nothing in it."""
+    """Print a line with control characters escaped, and flush; to standard output by default."""
     print(printable(line), file=stream, flush=True)
 
 
 def named_or_newest(targets: Sequence[str]) -> Sequence[str]:
-    """Return the targets, or without any the newest run below the working directory, or this where it has none."""
+    """Return the targets; if none, the newest run below the working directory, or that directory."""
     from lightning_memprof.analysis.run.locate import newest_run
 
     return targets or [str(newest_run(Path()))]

@@ -171,7 +171,7 @@ def _is_own(point: metadata.EntryPoint) -> bool:
 
 
 def _profiler_of(package: str) -> str:
-    """Return the class that a package of Lightning makes of the profiler's name, or its error."""
+    """Return the profiler class that a Lightning package creates for the name, or the error."""
     try:
         lightning = importlib.import_module(package)
         with quiet_lightning():

@@ -57,7 +57,7 @@ def _add_options(parser: ArgumentParser) -> None:
         "--against", metavar="RUN", default=None, help="compare with a recorded run of the program, on the run's page"
     )
     add_format(parser)
-    parser.add_argument("--all", action="store_true", help="all sections instead of the page that fits one screen")
+    parser.add_argument("--all", action="store_true", help="all sections instead of the one-screen page")
 
 
 def _execute(options: Namespace) -> int:

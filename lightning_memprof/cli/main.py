@@ -181,7 +181,7 @@ def _complain(error: Exception) -> int:
     if isinstance(error, MemprofError):
         message = str(error)
     else:
-        # Others write several lines.
+        # Messages of other exceptions may have several lines.
         words = " ".join(str(error).split())
         kind = type(error).__name__
         message = f"{words}; see {PROGRAM} --help" if is_usage else f"{kind}: {words} (--debug shows the traceback)"

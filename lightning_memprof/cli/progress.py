@@ -1,4 +1,4 @@
-"""The progress of a command, on a terminal only."""
+"""The progress of a command: a line that is redrawn on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any, Final, TextIO, cast
 
 from lightning_memprof.cli.command import say
 
-# Shorter waits need no bar, and a bar that flickers is a distraction.
+# A bar for a shorter wait would only flicker.
 PATIENCE_SECONDS: Final = 1.0
 _REDRAW_SECONDS: Final = 0.1
 _BAR_WIDTH: Final = 24
-# Of a log: a line for each run would hide the rest.
+# Between lines in a log: a line for each run would hide the rest.
 _LINE_SECONDS: Final = 10.0
 
 
 class ProgressLine:
-    """A line on a terminal with what runs now and how much of it is done, until :meth:`clear`.
+    """A line on a terminal with the current activity and its progress, until :meth:`clear`.
 
     Args:
         stream: the terminal.
@@ -36,7 +36,7 @@ class ProgressLine:
         self._since = self._drawn = time.monotonic()
 
     def update(self, text: str, done: int = 0, total: int = 0, *, in_bytes: bool = False) -> None:
-        """Draw the line again; a bar where ``total`` is not 0, with the time left where both are bytes."""
+        """Redraw the line: with a bar if ``total`` is not 0, and with the remaining time if both are bytes."""
         now = time.monotonic()
         if text != self._text:
             self._text, self._since = text, now
@@ -130,10 +130,10 @@ class _Above:
 
 @contextmanager
 def counting(first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Provide a function that shows what runs now, and how much is done, of how much; 0 where that is not known.
+    """Provide a function that shows the current activity, the amount done and the total; 0 if unknown.
 
-    Where standard error is not a terminal it prints a line, and the next one after some seconds. On a terminal what
-    else is written to ``sys.stderr`` appears above.
+    If standard error is not a terminal, it prints at most one line per 10 seconds. On a terminal, other output to
+    ``sys.stderr`` appears above the line.
     """
     if not sys.stderr.isatty():
         printed = -math.inf

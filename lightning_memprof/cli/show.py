@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("TARGET", nargs="*", help=f"{TARGET_HELP} (default: the newest run in this directory)")
     add_format(parser)
-    parser.add_argument("--all", action="store_true", help="all sections instead of the page that fits one screen")
+    parser.add_argument("--all", action="store_true", help="all sections instead of the one-screen page")
     parser.add_argument(
         "--section", action="append", metavar="NAME", help="only this section, as in --section memory; may be repeated"
     )

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from lightning_memprof.trial.runner import Wanted
 
 _DESCRIPTION: Final = """\
-Run a training program alternately with and without remedies, and show what
-each gains and whether the training is still the same. The program's own files
-are left untouched. Without --remedy, a first, recorded run decides what is
-tried. Ctrl-C and SIGTERM show the results so far.
+Run a training program alternately with and without remedies, and show the
+gain of each and whether the training stays the same. The program's files are
+not changed. Without --remedy, a first, recorded run selects the remedies.
+Ctrl-C and SIGTERM show the results so far.
 
   SCRIPT ARGS...        the program; everything after SCRIPT belongs to it
   -m MODULE ARGS...     the program as a module, as with python -m
@@ -36,33 +36,45 @@ tried. Ctrl-C and SIGTERM show the results so far.
 
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--remedy", metavar="NAME", action="append", default=None, help="try this one, as in workers=4; may be repeated"
+        "--remedy",
+        metavar="NAME",
+        action="append",
+        default=None,
+        help="try this remedy, as in workers=4; may be repeated",
     )
-    parser.add_argument("--list", metavar="RUN", default=None, help=f"show what would be tried for a run: {RUN_HELP}")
+    parser.add_argument("--list", metavar="RUN", default=None, help=f"list the remedies for a recorded run: {RUN_HELP}")
     parser.add_argument(
-        "--run", metavar="RUN", default=None, help="try what a recorded run suggests; that run's page shows the results"
-    )
-    parser.add_argument(
-        "--batch-size", metavar="max", default=None, help="instead look for the largest batch that fits, by real runs"
-    )
-    parser.add_argument(
-        "--limit", metavar="SIZE", default=None, help="memory for --batch-size max, as in 16GiB (default: what is free)"
+        "--run", metavar="RUN", default=None, help="try the remedies for a recorded run; its page shows the results"
     )
     parser.add_argument(
-        "--rounds", metavar="N", type=int, default=None, help="measurements of each (default: until each is decided)"
+        "--batch-size", metavar="max", default=None, help="find the largest batch that fits instead, with real runs"
+    )
+    parser.add_argument(
+        "--limit", metavar="SIZE", default=None, help="memory for --batch-size max, as in 16GiB (default: free memory)"
+    )
+    parser.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=None,
+        help="measurements of each remedy (default: until it is decided)",
     )
     parser.add_argument(
         "--minutes",
         metavar="M",
         type=float,
         default=3.0,
-        help="limit of the trial without --rounds (default: %(default)g)",
+        help="time limit of the whole trial, without --rounds (default: %(default)g)",
     )
     parser.add_argument(
-        "--steps", metavar="N", type=int, default=None, help="measured steps of a run (default: about 2 s)"
+        "--steps", metavar="N", type=int, default=None, help="measured steps per run (default: about 2 s)"
     )
     parser.add_argument(
-        "--time-limit", metavar="S", type=float, default=600.0, help="seconds for each run (default: %(default)s)"
+        "--time-limit",
+        metavar="S",
+        type=float,
+        default=600.0,
+        help="time limit per run in seconds (default: %(default)s)",
     )
     parser.add_argument("--output", "-o", metavar="FILE", default=None, help="also write an HTML page")
     add_format(parser)
@@ -159,7 +171,7 @@ def _list(options: Namespace) -> int:
 
 
 COMMAND: Final = Command(
-    summary="measure what a remedy gains on your own program",
+    summary="measure the gain of remedies on your program",
     description=_DESCRIPTION,
     add_options=_add_options,
     execute=_execute,

@@ -61,7 +61,7 @@ def _execute(options: Namespace) -> int:
     steps = f"step {first}" if first == last else f"steps {first}-{last}"
     warm = f", warming up from step {plan.step}" if plan.warmup else ""
     print(f"rank 0 is at step {plan.seen_at}: {who} will record {steps}{warm}")
-    say(f"afterwards: lightning-memprof show {quoted(directory)}")
+    say(f"next: lightning-memprof show {quoted(directory)}")
     return 0
 
 
@@ -105,8 +105,8 @@ def _check_running(directory: Path) -> None:
 COMMAND: Final = Command(
     summary="record a window of a running job now",
     description=(
-        "Record a window of a running job now, at the same step on all ranks. The command writes a request into the "
-        "run directory; it sends no signal."
+        "Record a window of a running job now, at the same step on all ranks.\n"
+        "The command writes a request into the run directory; it sends no signal."
     ),
     add_options=_add_options,
     execute=_execute,

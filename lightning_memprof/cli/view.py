@@ -50,8 +50,8 @@ _SECONDS_TO_END: Final = 5
 _TABS: Final = (
     ("memprof", "the report of each run, and two side by side"),
     ("pytorch_profiler", "the traces"),
-    ("timeseries", "curves, of this package with OutputOptions(curves=True)"),
-    ("custom_scalars", "the curves of each rank's file as one dashboard"),
+    ("timeseries", "your metrics; with OutputOptions(curves=True) also curves of the run"),
+    ("custom_scalars", "the curves of the per-rank event files as one dashboard"),
 )
 
 
@@ -64,7 +64,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--steps", metavar="A-B", help="open only these steps, as in 2-3 or 2,5-7")
     parser.add_argument("--trace-processor", metavar="PATH", help="start this trace_processor_shell, for large traces")
     parser.add_argument(
-        "--host", metavar="NAME", default=_LOOPBACK, help="serve under this address or host name (default: %(default)s)"
+        "--host", metavar="NAME", default=_LOOPBACK, help="serve at this address or host name (default: %(default)s)"
     )
     parser.add_argument("--port", type=int, metavar="N", default=0, help="port of the page (default: a free one)")
     parser.add_argument("--no-browser", action="store_true", help="only serve the page and print its address")
@@ -91,7 +91,7 @@ def _execute(options: Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt), _served(trace, processor, options) as served:
             say(f"Serving {trace.name} at {served.url}")
             if served.is_public:
-                say("Everyone who reaches this machine can open the page: it has no password.")
+                say("Anyone who can reach this machine can open the page: it has no password.")
             print("Press Ctrl-C to stop.", flush=True)
             if not options.no_browser:
                 open_in_browser(served.url)

@@ -129,7 +129,7 @@ def _live(watcher: _Watcher, interval: float) -> None:
             time.sleep(interval)
             watched = watcher.update()
     finally:
-        # All of it, where the terminal has too few rows.
+        # The whole page: the terminal may have had too few rows.
         display.clear()
         _print_page(watched)
 

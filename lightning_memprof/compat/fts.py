@@ -419,12 +419,12 @@ def add_memprofiler_arguments(parser: ArgumentParser) -> None:
         parser: a parser of jsonargparse; in a LightningCLI the argument of ``add_arguments_to_parser``.
 
     Raises:
-        ConfigError: the LightningCLI is that of ``pytorch_lightning``, which accepts callbacks of its own package only.
+        ConfigError: the parser comes from ``pytorch_lightning``, which accepts callbacks of its own package only.
     """
     cli_parser = lightning_class(parser, "LightningArgumentParser")
     if cli_parser is not None and cli_parser.__module__.startswith("pytorch_lightning."):
         raise ConfigError(
-            "add_memprofiler_arguments: the parser is of pytorch_lightning.cli, which accepts no callback derived from "
+            "add_memprofiler_arguments: the parser comes from pytorch_lightning.cli, which rejects callbacks of "
             "lightning.pytorch; import LightningCLI from lightning.pytorch.cli"
         )
     parser.add_class_arguments(MemProfilerCfg, _CONFIGURATION, sub_configs=True)

@@ -117,8 +117,9 @@ def estimate(
     """
     if lightning_class(model, "LightningModule") not in {LightningModule, None}:
         raise MemprofError(
-            f"estimate: {type(model).__name__} is a LightningModule of pytorch_lightning, and lightning.pytorch is "
-            "simulated: derive it from that, or use the command lightning-memprof estimate, which takes both"
+            f"estimate: {type(model).__name__} derives from pytorch_lightning, but the simulation runs "
+            "lightning.pytorch: derive it from lightning.pytorch.LightningModule, or run lightning-memprof estimate, "
+            "which accepts both"
         )
     given = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
     data = {name: value for name, value in given.items() if value is not None}

@@ -393,8 +393,8 @@ def _is_dense(tensor: Tensor) -> bool:
 def likely_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of an operator in a size that a metric expects; None for other operators.
 
-    Masks keep all rows, classes have the declared number of bins, and all values are the same: metrics refuse more
-    different values than they have classes.
+    Masks keep all rows, classes have the declared number of bins, and all values are the same: metrics reject more
+    distinct values than they have classes.
     """
     name = str(func)
     if name in _MASKABLE:

@@ -83,7 +83,7 @@ def user_line() -> str:
 
 
 def is_in_metric() -> bool:
-    """Return whether code of a metric runs: that of torchmetrics, or what it calls, as an update of the program's."""
+    """Return whether code of a metric runs: torchmetrics, or code that it calls, such as the program's ``update``."""
     frame: Any = sys._getframe(1)  # noqa: SLF001 inspect.stack() reads source files
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] == _METRICS:

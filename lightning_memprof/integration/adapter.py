@@ -42,12 +42,12 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
     """A type of its own: different from the handlers of the program."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, on a terminal above Lightning's progress bar, which owns the last one."""
+        """Write a line; on a terminal, above Lightning's progress bar, which owns the last line."""
         if not (is_terminal(sys.stdout) and is_terminal(self.stream)):
             super().emit(record)
             return
         try:
-            # Without its lock: a thread may hold that for as long as the terminal does not read.
+            # Without tqdm's lock: a thread may hold it for as long as the terminal does not read.
             with Tqdm.external_write_mode(file=self.stream, nolock=True):
                 super().emit(record)
         except Exception:  # noqa: BLE001 as logging does it: a terminal that is gone
@@ -55,7 +55,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _Line(logging.Formatter):
-    """Writes a message as one line: names of directories control nothing in it."""
+    """Formats a message as one line, with control characters escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 overriding
         """Return the message, which a traceback may follow."""
@@ -209,7 +209,7 @@ class Adapter(Callback):
         Args:
             trainer: of the run.
             attachment: the run.
-            reason: why it is not finished, usually its exception; None if it is.
+            reason: why the run did not finish, usually its exception; None if it finished.
         """
 
     @property

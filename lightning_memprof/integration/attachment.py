@@ -55,7 +55,7 @@ class Attachment:
         owner: the adapter whose run it is.
 
     Attributes:
-        ended_early: called with the reason to end the run where no hook of Lightning does; None if it is finished.
+        ended_early: called to end the run if no hook of Lightning does, with the reason; None if it finished.
 
     Raises:
         ConfigError: a collector that the user requires is not available in this run.
@@ -169,31 +169,31 @@ class Attachment:
         """End the run because no hook of Lightning does.
 
         Args:
-            reason: why it is not finished; None is the exception that left the training loop, if there was one.
+            reason: why the run did not finish; None is the exception that left the training loop, if there was one.
         """
-        # A forked process has the run, too.
+        # A forked process has a copy of the run.
         if not self._ended and os.getpid() == self._process:
             is_interrupted = self.trainer.state.stopped and not self.trainer.state.finished
             self.ended_early(self._raised or reason or (_INTERRUPTED if is_interrupted else None))
 
     def __del__(self) -> None:
-        """End a run whose Trainer is garbage."""
+        """End a run whose Trainer is garbage-collected."""
         if hasattr(self, "run"):
             self.abandon()
 
     def _loop_raised(self, error: BaseException) -> None:
-        # The text only: the exception holds the memory of its frames.
+        # Only the text: the exception would keep the memory of its frames.
         self._raised = describe(error)
 
     def end(self, exception: BaseException | None = None, reason: str | None = None) -> str | None:
         """Finish every file, once; nothing is written afterwards.
 
         Args:
-            exception: what ended the run, if it is known.
-            reason: why the run is not finished, if there is no exception.
+            exception: the exception that ended the run, if any.
+            reason: why the run did not finish, if there is no exception.
 
         Returns:
-            Why the run is not finished; None if it is.
+            Why the run did not finish; None if it finished.
         """
         if exception is not None:
             reason = describe(exception)

@@ -84,7 +84,7 @@ def start_report(place: RunPlace) -> bool:
         Whether it was started: not for a run at a URL, whose working copy is about to be removed.
     """
     if place.url is not None:
-        log.info("make the HTML report with: lightning-memprof report %s", quoted(place.location))
+        log.info("write the HTML report with: lightning-memprof report %s", quoted(place.location))
         return False
     try:
         command = own_program("lightning_memprof.report.written", str(place.directory.absolute()))
@@ -99,7 +99,7 @@ def start_report(place: RunPlace) -> bool:
         )
     except (OSError, subprocess.SubprocessError) as error:
         log.warning(
-            "the HTML report cannot be made (%s); make it with: lightning-memprof report %s",
+            "the HTML report cannot be written (%s); write it with: lightning-memprof report %s",
             error,
             quoted(place.location),
         )

@@ -1,4 +1,4 @@
-"""The callback, and the one that a Trainer gets by name or from the environment."""
+"""The callback, and its subclass that a Trainer gets by name or from the environment."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class MemProfilerCallback(Adapter):
         return None
 
     def ended(self, trainer: Trainer, attachment: Attachment, reason: str | None) -> None:
-        """Print the page, or its line."""
+        """Print the page or the line."""
         is_first, self._has_ended = not self._has_ended, True
         if isinstance(profiler := trainer.profiler, ExtendedPyTorchProfiler):  # type: ignore[attr-defined]
             profiler.take(attachment)
@@ -193,10 +193,10 @@ class MemProfilerCallback(Adapter):
 
 
 class AttachedCallback(MemProfilerCallback):
-    """The callback of ``profiler="memprof"`` and of the environment: it defers to one of the program."""
+    """The callback of ``profiler="memprof"`` and of the environment; it defers to the program's own callback."""
 
     def summary_file(self) -> TextIO | None:
-        """Print to standard error where the environment attaches it: the program's output has its own readers."""
+        """Return standard error if the environment attaches the callback: the program's output has readers."""
         return None if requested() is None else sys.stderr
 
     def steps_aside(self, trainer: Trainer) -> bool:

@@ -78,8 +78,8 @@ _START_SECONDS: Final = 0.5
 def curves_of(trainer: Trainer, stage: str, settings: Settings, sink: Sink, faults: Faults) -> Curves | None:
     """Return the curves of this rank, or None where there are none.
 
-    Only a fit has curves, and only where they are asked for, on the ranks that record windows with every collector.
-    Rank 0 has them in the Trainer's loggers, and in a file where no TensorBoard logger shows them.
+    Only a fit has curves, if they are requested, on the ranks whose windows have every collector. Rank 0 logs them to
+    the Trainer's loggers, and to a file if none is a TensorBoard logger.
     """
     if stage != "fit" or not settings.output.curves:
         return None
@@ -90,7 +90,7 @@ def curves_of(trainer: Trainer, stage: str, settings: Settings, sink: Sink, faul
         loggers = [logger for logger in trainer.loggers if not lightning_class(logger, "DummyLogger")]
     has_file = not any(lightning_class(logger, "TensorBoardLogger") for logger in loggers)
     if has_file:
-        # It takes a fifth of a second where no logger has imported tensorboard: before the first step, not in one.
+        # Takes 0.2 s if no logger has imported tensorboard: before the first step, not during one.
         import_module("lightning_memprof.artifacts.tfevents")
     return Curves(trainer, loggers, sink, faults, has_file=has_file)
 

@@ -252,7 +252,7 @@ class StepDriver:
 
 
 def joined(log: Log, first: Mapping[str, Handler], second: Mapping[str, Handler]) -> Handlers:
-    """Return the handlers of both, where an action has two as one."""
+    """Return the handlers of both; the two handlers of an action are joined."""
     return {**first} | {
         name: _both(log, first[name], handler) if name in first else handler for name, handler in second.items()
     }

@@ -44,7 +44,7 @@ _LARGEST: Final = 5
 _MOST_OBJECTS: Final = 1000
 # Of a group of parameters, what is not a setting.
 _NAMES: Final = frozenset({"params", "param_names", "name"})
-# Of settings, those that two groups may have as different objects.
+# Types of settings that are compared by value.
 _PLAIN: Final = frozenset({bool, int, float, complex, str, type(None)})
 
 
@@ -170,7 +170,7 @@ def _read(readers: Mapping[str, Callable[[], Any]], missing: dict[str, str], wit
         try:
             value = read()
             json.dumps(value, default=str)
-        except Exception as error:  # noqa: BLE001 one fact must not cost the others, nor the recording
+        except Exception as error:  # noqa: BLE001 one fact must not lose the others, nor the recording
             missing[f"{within}{name}"] = describe(error)
         else:
             found[name] = value
@@ -277,7 +277,7 @@ def _optimizer_facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) 
 
 
 def _settings(group: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the settings of a group of parameters; two objects without a plain value are two."""
+    """Yield the settings of a group of parameters; values that are not plain compare by identity."""
     for key, value in group.items():
         if type(key) is not str or key not in _NAMES:
             yield key if type(key) is str else id(key), repr(value) if _is_plain(value) else id(value)

@@ -35,8 +35,8 @@ class ActionTap:
     A profiler's ``profile`` is a generator: 1 µs for each of the 20 actions of a step. Where the profiler is idle, the
     tap replaces it by a lookup of one context per action name, and the profiler's own ``start`` and ``stop`` are not
     called. Any other profiler keeps ``profile``; the tap wraps its ``start`` and ``stop``, so that its own timing never
-    includes ours. The wrappers are in the profiler's class: the profiler is pickled and copied as without the tap, by
-    workers that a DataLoader spawns for instance.
+    includes ours. The wrappers are in the profiler's class, so pickles and copies of the profiler, such as those for
+    spawned DataLoader workers, do not contain them.
 
     Actions of other threads than the one that installs the tap are passed to the profiler only: ranges must be opened
     and closed in the same thread.
@@ -176,7 +176,7 @@ class _Action(ContextDecorator):
 
 
 class _Actions(dict[str, _Action]):
-    """The actions of a tap by name; one that has no handler is made when its name is met."""
+    """The actions of a tap by name; an action without a handler is created at its first use."""
 
     def __init__(self, shared: _Shared, starts: Handlers, stops: Handlers) -> None:
         super().__init__((name, _Action(name, shared, starts.get(name), stops.get(name))) for name in {*starts, *stops})
@@ -232,7 +232,7 @@ def _stop(
 
 
 def _lookup(actions: _Actions, profiler: Profiler, link: Link) -> Callable[..., AbstractContextManager[Any]]:
-    """Return ``profile`` for one profiler for the time in which its ``start`` and ``stop`` are those of the tap."""
+    """Return ``profile`` for one profiler, while its ``start`` and ``stop`` are those of the tap."""
     kind, own = type(profiler), vars(profiler)
     start, stop = kind.start, kind.stop
 

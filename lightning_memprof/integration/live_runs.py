@@ -1,4 +1,4 @@
-"""The runs of this process that have not ended, and the end of those that Lightning's hooks do not end.
+"""The live runs of this process; ends those that Lightning's hooks do not end.
 
 Lightning calls neither ``on_exception`` nor ``teardown`` of a callback that the program has removed, nor where another
 callback raises in ``on_exception``. Some of these ends show in the Trainer's actions; the other runs are ended by the
@@ -28,10 +28,10 @@ class LiveRun(Protocol):
         """Its Trainer."""
 
     def abandon(self, reason: str | None = None) -> None:
-        """End it because no hook does; ``reason`` is why it is not finished."""
+        """End it because no hook does; ``reason`` is why it did not finish."""
 
 
-# One for the process, as are the switches that a live run has on: torch's profiler, wrapped methods, signal handlers.
+# One per process, as is the state that a live run changes: torch's profiler, wrapped methods, signal handlers.
 _LIVE: Final[WeakSet[Any]] = WeakSet()
 
 
@@ -64,7 +64,7 @@ def _end_all() -> None:
 
 
 class Endings:
-    """Handlers for the actions that show an end which Lightning does not announce to the callback.
+    """Handlers for the actions that show an end of the run that Lightning does not report to the callback.
 
     Args:
         trainer: of the run.

@@ -39,8 +39,8 @@ def claim_place(trainer: Trainer, stage: str, dirpath: str | Path | None) -> Run
     """Agree on the run directory with the other ranks, once in ``setup``.
 
     Returns:
-        The place, or None where rank 0 could not write there or does not record, or the run only tries something out;
-        training continues without recording.
+        The place, or None if rank 0 cannot write there or does not record, or for a ``Tuner`` search or
+        ``fast_dev_run``; training continues without recording.
     """
     if is_tuner(trainer) or _is_fast_dev_run(trainer, dirpath):
         return None
@@ -62,11 +62,11 @@ def is_tuner(trainer: Trainer) -> bool:
 
 
 def _is_fast_dev_run(trainer: Trainer, dirpath: str | Path | None) -> bool:
-    """Return whether this run may not leave files: it has no ``log_dir``, and the user names no other directory."""
+    """Return whether this run must not leave files: it has no ``log_dir``, and the user has set no other directory."""
     if not trainer.fast_dev_run or dirpath:  # type: ignore[attr-defined]
         return False
     if trainer.is_global_zero:
-        log.warning("fast_dev_run is not recorded; to record it, name a directory: OutputOptions(dirpath=...)")
+        log.warning("fast_dev_run is not recorded; to record it, set a directory: OutputOptions(dirpath=...)")
     return True
 
 

@@ -68,7 +68,7 @@ class ExtendedPyTorchProfiler(PyTorchProfiler):
     apply to the operator trace. Without a Trainer it records from the first ``profile(action)`` to ``describe()``.
 
     Args:
-        dirpath: directory for traces and tables, made absolute at once; None is the Trainer's ``log_dir``.
+        dirpath: directory for traces and tables, made absolute immediately; None is the Trainer's ``log_dir``.
         filename: middle part of the file names; if given, a run of one process also writes Lightning's
             ``{stage}-{filename}.txt``.
         group_by_input_shapes: one row per shape in the operator table; needs ``record_shapes=True``.
@@ -352,7 +352,7 @@ class _ProfilerHost(Adapter):
         self._leave(trainer)
 
     def _leave(self, trainer: Trainer) -> None:
-        # The list is new: Lightning is iterating over the old one.
+        # A new list: Lightning is iterating over the old one.
         trainer.callbacks = [other for other in trainer.callbacks if other is not self]  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""How many steps a run has, and whether its schedule records one of them."""
+"""The number of steps of a run, and whether its schedule records any of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The entry points that Lightning calls in every ``Trainer()``, and checks before Lightning is imported.
 
-The entry points make ``profiler="memprof"`` and ``profiler="fts_extended"`` known, and attach the callback where the
-environment variable ``LIGHTNING_MEMPROF`` asks for it. Lightning calls them before it resolves the profiler.
+The entry points register ``profiler="memprof"`` and ``profiler="fts_extended"``, and attach the callback if the
+environment variable ``LIGHTNING_MEMPROF`` requests it. Lightning calls them before it resolves the profiler.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pytorch_lightning_callbacks() -> list[Any]:
 def _register(module_name: str) -> list[Any]:
     # An exception in an entry point would break every Trainer of the program.
     try:
-        # Importing it takes seconds; where it is not loaded there is no run.
+        # Importing it takes seconds; if it is not loaded, there is no run.
         if (live_runs := sys.modules.get("lightning_memprof.integration.live_runs")) is not None:
             live_runs.end_abandoned()
         _wrap_init_profiler(sys.modules.get(module_name))

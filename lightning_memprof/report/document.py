@@ -107,7 +107,7 @@ Words = str | Phrase
 def phrase(template: str, *values: Words | Cell | float) -> Phrase:
     """Return a sentence; each ``{}`` of the template is one of the values, a bare number is a count.
 
-    The template is a literal: a path or a name of the program may contain braces, and is a value.
+    The template must be a literal: a path or a name of the program may contain braces, so it is passed as a value.
     """
     pieces = template.split("{}")
     if len(pieces) != len(values) + 1:
@@ -119,7 +119,7 @@ def phrase(template: str, *values: Words | Cell | float) -> Phrase:
 
 
 def joined(separator: str, sentences: Sequence[Words]) -> Phrase:
-    """Return sentences as one, with a separator between two."""
+    """Return sentences joined by a separator."""
     parts = [part for sentence in sentences for part in (separator, *_parts(sentence))]
     return Phrase(tuple(parts[1:]))
 

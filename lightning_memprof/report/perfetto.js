@@ -1,10 +1,10 @@
-// Runs before the UI: it gets its trace from the address, and puts the process with the most events first.
+// Runs before the UI: gives it the trace by the page's address, and puts the process with the most events first.
 'use strict';
 (() => {
-  // The UI stores that its banner was read; nothing here sets a cookie.
+  // Hides the UI's cookie banner; nothing here sets a cookie.
   localStorage.setItem('cookieAck', 'true');
   const { trace } = document.currentScript.dataset;
-  // Of the host and port that the page has in this browser: a forwarded port has another number.
+  // Relative to the host and port in this browser: a forwarded port has another number.
   if (trace && !location.hash) {
     history.replaceState(null, '', `#!/?url=${encodeURIComponent(new URL(trace, location.href))}`);
   }

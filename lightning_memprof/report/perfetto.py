@@ -54,7 +54,7 @@ _POLICY: Final = (
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A served page: ``url`` opens it with its trace; ``port`` is its TCP port; others may open a public one, too."""
+    """A served page: ``url`` opens it with its trace; other machines can open it if ``is_public``."""
 
     url: str
     port: int
@@ -81,12 +81,12 @@ def ui_directory() -> Path:
 
 @contextlib.contextmanager
 def serve_trace(trace: Path, *, host: str = HOST, port: int = 0, native: bool = False) -> Iterator[Served]:
-    """Serve the Perfetto UI with a trace until the context is left: on 127.0.0.1, to this machine only.
+    """Serve the Perfetto UI with a trace until the context is left: by default on 127.0.0.1, to this machine only.
 
     Args:
         trace: a trace file, plain or gzip-compressed; it is sent as it is and not read.
-        host: another address or name of this machine, which serves the page to the network; or a name that something
-            forwards to this machine, which serves it on 127.0.0.1 under that name, too.
+        host: an address or name of this machine, to serve the page to the network. Any other name, such as that of a
+            proxy, is accepted in requests, and the page is served on 127.0.0.1.
         port: the TCP port; 0 takes a free one.
         native: allow the page to connect to the trace processor on port 9001, which has loaded the trace.
 
@@ -135,8 +135,8 @@ class _Server(ThreadingHTTPServer):
     def is_own(self, host: str) -> bool:
         """Return whether a Host header names this server: an address, ``localhost`` or its own name, on any port.
 
-        DNS rebinding: a foreign page can point its own name to this machine, and then sends that name; it cannot send
-        an address. A forwarded port has another number.
+        Guards against DNS rebinding: a foreign page can resolve its own name to this machine, but then sends that name,
+        never an address. A forwarded port has another number.
         """
         with contextlib.suppress(ValueError):
             name = urlsplit(f"//{host}").hostname or ""
@@ -167,7 +167,8 @@ class _Server(ThreadingHTTPServer):
             return _TYPES[".js"], Path(__file__).with_name("perfetto.js").read_bytes()
         if name == "index.html":
             page = (self.ui / name).read_bytes()
-            # The UI shows the address's last part as the trace's name. It finds a native trace processor without it.
+            # The UI shows the last part of the trace's URL as its name. It finds a native trace processor without a
+            # URL.
             trace = "" if self.native else f"{_TRACE}{_UNSAFE.sub('_', self.trace.name)}"
             script = f'<script src="{_SCRIPT}" data-trace="{trace}"></script></head>'
             return _TYPES[".html"], page.replace(b"</head>", script.encode(), 1)
@@ -194,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer with a file."""
         host = self.headers.get("Host", "")
         if not self.server.is_own(host):
-            words = f"This page is {self.server.url}; to open it as {host!r}, start view with --host NAME.\n"
+            words = f"This page is at {self.server.url}; to open it as {host!r}, start view with --host NAME.\n"
             self._refuse(HTTPStatus.FORBIDDEN, words)
             return
         try:
@@ -241,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _own_address(host: str) -> str:
-    """Return the address of this machine that a name means; 127.0.0.1 where it has another machine's, or none."""
+    """Return the address of this machine that a name resolves to; 127.0.0.1 if there is none."""
     for family, kind, _, _, address in _addresses(host):
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind((address[0], 0))

@@ -32,12 +32,12 @@ WIDTH: Final = 80
 def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None = None, is_line: bool = False) -> None:
     """Print the page of a run directory, or one line with its verdict and the command for the page.
 
-    A run without a step has the line, unless something severe is known of it.
+    A run without a step prints the line, unless it has a finding.
 
     Args:
-        run_dir: of the run.
-        file: where to print; standard output where it is None.
-        url: of the run.
+        run_dir: the run directory.
+        file: standard output by default.
+        url: the URL of the run, if it has one.
         is_line: print the line.
 
     Raises:

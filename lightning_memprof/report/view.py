@@ -69,7 +69,7 @@ class WindowView(msgspec.Struct, frozen=True):
 class Overhead(msgspec.Struct, frozen=True):
     """The profiler overhead of a rank in nanoseconds of wall time; None where it was not counted.
 
-    ``pulse_cpu_ns`` is the CPU time of the training thread in the pulse, to which other programs add little.
+    ``pulse_cpu_ns`` is the CPU time of the training thread in the pulse, which other programs barely affect.
     ``run_ns`` is the time of all steps, which does not include opening and closing windows; ``windows_rss_bytes`` the
     resident memory that remains after the windows, None where too few steps surround them.
     """
@@ -85,7 +85,7 @@ class Overhead(msgspec.Struct, frozen=True):
 
     @property
     def net_pulse_ns(self) -> int | None:
-        """The CPU time of the pulse; of a recording without it the wall time."""
+        """The CPU time of the pulse; its wall time if the recording has no CPU time."""
         return self.pulse_ns if self.pulse_cpu_ns is None else self.pulse_cpu_ns
 
     @property

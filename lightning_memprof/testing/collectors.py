@@ -1,4 +1,4 @@
-"""Collectors for tests: one records its calls and fails on request, others wait for files and note lines."""
+"""Collectors for tests: record calls and fail on request, wait for files, name each operator's line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_memprof.schedule import Mark, Window
 
 _LIGHTNINGS: Final = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})
-# Their caller decides what they run.
+# Packages that run code for their caller.
 _BETWEEN: Final = frozenset({"lightning_memprof", "lightning_utilities", "rich", "torch", "tqdm"})
 _RUNS: Final = ("torch.amp", "torch.autograd", "torch.nn", "torch.optim")
 _LOOPS: Final = ("lightning.pytorch.loops", "pytorch_lightning.loops")
@@ -156,7 +156,7 @@ class _Ranges(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Which operators wait, only the trace knows: an index with a mask does, within its kernel.
+        # Only the trace shows which operators wait: indexing with a mask waits inside its kernel.
         with _RecordFunctionFast(f"{LINE}{running_line(sys._getframe(1))}".translate(_HARMFUL)):  # noqa: SLF001 as inspect
             return func(*args, **kwargs or {})
 
@@ -168,7 +168,7 @@ def _pop() -> Any:
 def running_line(frame: FrameType | None) -> str:
     """Return the line of the program that Lightning's loop has called, else that of a package, else ``LIGHTNING``.
 
-    ``LIGHTNING`` is code of Lightning alone, as of its progress bar. Without any of them the text is empty.
+    ``LIGHTNING`` means code of Lightning alone, such as its progress bar. Empty if the stack has none of them.
 
     Args:
         frame: the innermost frame.

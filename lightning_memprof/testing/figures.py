@@ -37,7 +37,7 @@ BYTES: Final[Mapping[str, str | None]] = {
 COUNTS: Final = ("operators", "kernels", "collectives", "syncs", "graph_breaks")
 _MODEL: Final = "(the model)"
 _ELSEWHERE: Final = "(outside modules)"
-# torch's event around each operator that a dispatch mode sees: the memory tracker, and the one that adds the lines.
+# torch's event around each operator that a dispatch mode sees: the memory tracker's, and that of ``Lines``.
 _DISPATCHED: Final = "PythonDispatchMode"
 READS: Final = frozenset(
     f"aten::{name}"
@@ -50,7 +50,7 @@ LINE: Final = "[pl][line]"
 """Prefix of a range around an operator; the rest is ``file.py:12``, ``LIGHTNING``, or empty where nothing is known."""
 LIGHTNING: Final = "Lightning"
 LIGHTNING_SYNCS: Final = "lightning_syncs"
-"""The parts that are not counted: no change of the program removes them."""
+"""Parts that are not counted: no change to the program removes them."""
 _NO_STEP: Final = "no recorded step has ended"
 _NO_DEVICE: Final = "the training ran without an accelerator"
 _NO_TRACKER: Final = "the memory tracker did not record the step"
@@ -226,7 +226,7 @@ def _of_thread(
 
 
 def _names_at(names: NDArray[np.int32], positions: Column) -> NDArray[np.int32]:
-    """Return the names at some positions, the number of no name where a position is -1."""
+    """Return the names at positions; -1 where a position is -1."""
     found: NDArray[np.int32] = np.where(positions >= 0, names[positions], -1).astype(np.int32)
     return found
 
@@ -238,7 +238,7 @@ def _labels(
     owners: NDArray[np.int64],
     lines: NDArray[np.int32] | None = None,
 ) -> Counter[str]:
-    """Return how often each event is there, as ``train.py:12: aten::item in net.4``; without a line where none is."""
+    """Return the count of each event, named ``train.py:12: aten::item in net.4``; no line if unknown."""
     numbers = [-1] * len(names) if lines is None else lines.tolist()
     found: Counter[str] = Counter()
     for (name, owner, number), count in Counter(zip(names.tolist(), owners.tolist(), numbers, strict=True)).items():

@@ -1,4 +1,4 @@
-"""The entry point that Lightning calls in every ``Trainer()``: a tried program may start processes that train."""
+"""The entry point that Lightning calls in every ``Trainer()``, also in processes that a tried program starts."""
 
 from __future__ import annotations
 

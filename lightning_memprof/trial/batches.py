@@ -88,7 +88,7 @@ def find_largest(program: Sequence[str], wanted: Wanted, limit_bytes: int | None
 def _search(
     own: Measured, limit_bytes: int | None, run: Callable[[int], Measured], tried: dict[int, TriedBatch]
 ) -> None:
-    """Look for the largest batch that fits; ``tried`` takes each batch that ran."""
+    """Look for the largest batch that fits; adds each batch that ran to ``tried``."""
 
     def fits(samples: int) -> bool:
         # The program's own batch has run.

@@ -36,7 +36,7 @@ _LOOK_S: Final = 0.05
 
 
 class LateError(MemprofError):
-    """The time for all runs together is over."""
+    """The time limit of all runs together has passed."""
 
 
 class Process:
@@ -47,7 +47,7 @@ class Process:
         task: the steps; its directory is made.
         time_limit_s: the longest wait for the end of a turn.
         environment: further environment variables.
-        end_s: of the monotonic clock, when all runs have to end.
+        end_s: when all runs have to end, in seconds of the monotonic clock.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Process:
             # It would write where the user's experiments are.
             "WANDB_MODE": "offline",
             "LIGHTNING_MEMPROF": "1" if task.is_recorded else "",
-            # Processes that the program starts have Lightning's other package replaced, too.
+            # Lightning's other package is also replaced in processes that the program starts.
             "PYTHONPATH": os.pathsep.join(filter(None, (aliases.FOLDER, os.environ.get("PYTHONPATH")))),
             # Imported modules of the user have no cache where they had none.
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -92,7 +92,7 @@ class Process:
         """Wait until the process has stopped itself or ended; end it at its limits.
 
         Raises:
-            LateError: the time for all runs is over.
+            LateError: the time limit of all runs has passed.
         """
         deadline = time.monotonic() + self._limit_s
         next_look = 0.0
@@ -108,7 +108,9 @@ class Process:
             now = time.monotonic()
             if now > self._end_s:
                 name = " ".join(self._program)
-                raise LateError(f"try: {name}: the minutes ended before it was recorded; give it more with --minutes")
+                raise LateError(
+                    f"try: {name}: the time limit passed before the first run was recorded; raise --minutes"
+                )
             if now > deadline:
                 limit = f"{self._limit_s:g} s"
                 self._end(f"did not reach its last step within {limit}: change --steps or --time-limit")

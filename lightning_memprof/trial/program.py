@@ -55,7 +55,7 @@ def main() -> None:
         run_program(program)
     end(
         task,
-        Measured(problem="the program ended without Trainer.fit (but for fast_dev_run)"),
+        Measured(problem="the program ended without Trainer.fit (fast_dev_run does not count)"),
     )
 
 

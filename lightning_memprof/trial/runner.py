@@ -49,7 +49,7 @@ class Wanted:
     Attributes:
         remedies: their names; empty for those that the findings of a first recorded run advise.
         rounds: how often each is measured; None measures until each is decided, or the minutes are over.
-        minutes: how long the trial may take without ``rounds``; what runs then is ended.
+        minutes: time limit of the trial without ``rounds``; a run in progress is then ended.
         steps: measured steps of each run; None takes as many as last two seconds.
         time_limit_s: of each run.
         progress: shows a text, and how much of how much is done; 0 and 0 where that is not known.
@@ -116,7 +116,7 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
         findings: advise remedies where none is named; None records the program first.
 
     Raises:
-        MemprofError: the unchanged program cannot be measured, or the minutes end before it is recorded.
+        MemprofError: the unchanged program cannot be measured, or the time limit passes before it is recorded.
     """
     notes: list[str] = []
     measured: dict[str, list[Measured]] = {}
@@ -145,7 +145,7 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
     if runs.is_stopped:
         notes.append("Stopped before its end.")
     if runs.is_late:
-        notes.append(f"Ended after {wanted.minutes:g} minutes: --minutes sets the limit.")
+        notes.append(f"Ended at the limit of {wanted.minutes:g} minutes (--minutes).")
     if bare and equality(checks[""], checks[_AGAIN], checks[""], 0.0).name != "bit-equal":
         notes.append("Two runs of the unchanged program differ in losses or weights: equality is unknown.")
     return Trial(
@@ -178,14 +178,14 @@ class _Runs:
         self._directory = directory
         self._began = time.monotonic()
         self._end_s = self._began + 60 * wanted.minutes if wanted.rounds is None else math.inf
-        # Of the last run, with the start of its process.
+        # Duration of the last run, including the start of its process.
         self._run_s = 0.0
         self.checks: dict[str, Measured] = {}
         self.is_stopped = self.is_late = False
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Leave the context where Ctrl-C or the end of the minutes comes: what has been measured counts."""
+        """Leave the context on Ctrl-C or at the time limit; completed measurements count."""
         try:
             yield
         except KeyboardInterrupt:
@@ -194,7 +194,7 @@ class _Runs:
             self.is_late = True
 
     def _tell(self, text: str, rest_s: float = 0.0) -> None:
-        """Show what runs, and how long the trial still takes."""
+        """Show the current run, and the remaining time of the trial."""
         now = time.monotonic()
         left_s = rest_s if self._wanted.rounds else max(self._end_s - now, 0.0)
         left = f", about {format_count(max(round(left_s / 10), 1) * 10, 'second')} left" if left_s else ""
@@ -202,11 +202,11 @@ class _Runs:
         self._wanted.progress(f"{text}{left}", round(spent_s), round(spent_s + left_s) if left_s else 0)
 
     def runs_left(self) -> float:
-        """Return how many runs like the last one the minutes allow."""
+        """Return how many more runs of the last run's duration fit into the time limit."""
         return max(self._end_s - time.monotonic(), 0.0) / max(self._run_s, 1e-9)
 
     def _allowed(self, candidates: Sequence[Candidate], rounds: int, others: int) -> list[Candidate]:
-        """Return the first candidates, at least one, of as many as the minutes allow.
+        """Return the first candidates, at least one, for which the time limit is enough.
 
         Args:
             candidates: the most important first.
@@ -241,13 +241,13 @@ class _Runs:
         self.checks |= {"": bare, _AGAIN: bare}
 
     def check_all(self, candidates: Sequence[Candidate]) -> None:
-        """Run the unchanged program once more, and each candidate that the minutes allow, all seeded."""
+        """Run the unchanged program once more, and each candidate for which there is time, all seeded."""
         if not candidates:
             return
         self.checks[_AGAIN] = self.check(_BARE)
         allowed = self._allowed(candidates, FEWEST_PAIRS, others=1)
         for candidate in candidates[len(allowed) :]:
-            words = f"{self._wanted.minutes:g} minutes are too few: --minutes sets the limit"
+            words = f"{self._wanted.minutes:g} minutes are too few: raise --minutes"
             self.checks[candidate.label] = Measured(problem=words)
         for candidate in allowed:
             self.checks[candidate.label] = self.check(candidate)
@@ -265,13 +265,13 @@ class _Runs:
     ) -> None:
         """Measure the unchanged program, as ``""``, and the candidates, by label, in rounds.
 
-        A candidate that is decided or has failed is left out of further rounds, as are the last ones where the minutes
-        are too few for three rounds.
+        Further rounds skip candidates that are decided or have failed, and the last candidates if there is no time for
+        three rounds.
 
         Args:
-            candidates: what is measured; each has been checked.
+            candidates: measured in turns; each has been checked.
             steps: measured steps of each run.
-            found: takes the measurements of each whole round.
+            found: gets the measurements of each complete round.
             share: of the trial's minutes, after which no further round begins.
         """
         found |= {candidate.label: [] for candidate in (_BARE, *candidates)}
@@ -291,7 +291,7 @@ class _Runs:
             is_alternating = is_alternating and _fit_at_once(runs)
             measured = self._run(order, steps, turns) if is_alternating else []
             if not measured or any(run.problem for run in measured):
-                # Each has run alone: two may want the same port or file.
+                # Each ran when alone: two may want the same port or file.
                 is_alternating = False
                 backwards = slice(None, None, -1 if number % 2 else 1)
                 measured = [self._run([candidate], steps)[0] for candidate in order[backwards]][backwards]

@@ -199,7 +199,7 @@ def test_a_program_that_hangs_is_ended_at_its_limit(program, tmp_path):
 
 def test_a_program_whose_first_run_takes_longer_than_the_minutes_is_ended_then(program, tmp_path, capsys):
     assert main(["try", "--remedy", "workers=2", "--minutes", "0.05", program, "hang"]) == 0
-    assert "Ended after 0.05 minutes: --minutes sets the limit." in capsys.readouterr().out
+    assert "Ended at the limit of 0.05 minutes (--minutes)." in capsys.readouterr().out
     assert main(["try", "--minutes", "0.05", program, "hang"]) == 1
     assert "give it more with --minutes" in capsys.readouterr().err
     assert left_behind(tmp_path / "scratch") == []

@@ -41,7 +41,7 @@ __all__ = [
     "verdict",
 ]
 
-# Of memory and of a run's end: true after any number of steps.
+# About memory and the end of a run: valid after any number of steps.
 RULES: Final[tuple[Rule, ...]] = (
     profiler.hang,
     profiler.worker_died,
@@ -59,7 +59,7 @@ RULES: Final[tuple[Rule, ...]] = (
     memory.optimizer_state,
     memory.data_memory,
 )
-# Of the time of a step.
+# About step time.
 STEP_RULES: Final[tuple[Rule, ...]] = (
     communication.straggler,
     modules.buffer_broadcast,
@@ -138,7 +138,7 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     If only the wait for a core is, ``nothing_found`` comes second: a training run on a busy machine is bound by
     something, too. A rule that raises is a finding of its own: it hides nothing else.
     """
-    judged = _of_enough_steps(facts)
+    judged = _with_enough_steps(facts)
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
     of_run += [finding for rule in (STEP_RULES if judged else ()) for finding in _guarded(rule, judged)]
     reported = {finding.rule for finding in of_run}
@@ -157,8 +157,8 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     return found
 
 
-def _of_enough_steps(facts: Facts) -> Facts | None:
-    """Return the facts of the ranks with enough steps to judge step time, None if the ranks have too few."""
+def _with_enough_steps(facts: Facts) -> Facts | None:
+    """Return the facts of the ranks with enough steps to judge step time; None if no rank has enough."""
     judged = {rank: found for rank, found in facts.statistics.items() if found.used >= MIN_STEPS}
     if len(judged) == len(facts.statistics):
         return facts

@@ -52,7 +52,7 @@ from lightning_memprof.analysis.trace.intervals import length, union
 from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.units import format_count, format_ns, percent, quoted
 
-# The required steps, the first one, and those of two windows.
+# The required steps, the first step, and the steps of two windows.
 ENOUGH_STEPS: Final = 20
 # From this share of forward and backward on, the model decides how long a step takes.
 COMPUTE_BOUND: Final = 0.5
@@ -200,7 +200,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
 
 
 def _longest_line(rank: Rank, ledger: TimeLedger) -> tuple[Spot | None, str]:
-    """Return where the program has most of a pass, of backward if it is the longer one and has lines of the program."""
+    """Return the program's longest line, and its pass: backward if it is longer and has lines, else forward."""
     at = of_action(rank, ".backward") if ledger.ns("backward") > ledger.ns("forward") else None
     return (at, "the backward") if at is not None else (of_forward(rank), "the forward")
 

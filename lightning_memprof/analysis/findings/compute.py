@@ -317,7 +317,7 @@ def optimizer_bound(facts: Facts) -> Finding | None:
 
 
 def _part_of(ledger: TimeLedger, optimizer: OptimizerFacts) -> float:
-    """Return the share of an optimizer, by its class, in the time of the phase; 1 where that was not recorded."""
+    """Return the share of an optimizer, by its class, of the phase's time; 1 if it was not recorded."""
     lines = [line for line in ledger.of("optimizer") if line.name]
     whole = ledger.ns("optimizer") if lines else 0.0
     return total(line for line in lines if line.name == optimizer.name) / whole if whole else 1.0

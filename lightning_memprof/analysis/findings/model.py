@@ -233,7 +233,7 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
         }
 
     def heaviest(self, cost: Callable[[TimeLedger], float]) -> tuple[Rank, TimeLedger] | None:
-        """Return the rank whose ledger costs the most, None where none costs anything."""
+        """Return the rank with the highest cost in its ledger; None if no rank has a cost."""
         found = [(rank, self.ledgers[rank.rank]) for rank in self.run.ranks if rank.rank in self.ledgers]
         return max((pair for pair in found if cost(pair[1]) > 0), key=lambda pair: cost(pair[1]), default=None)
 

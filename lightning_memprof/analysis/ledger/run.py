@@ -45,7 +45,7 @@ _INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
     "forward": ("forward_hook", "self_log", "rank_wait"),
     "backward": ("backward_hook",),
 }
-# The Trainer's own work around an optimizer takes 1 to 2 ms.
+# The Trainer's work around an optimizer takes 1–2 ms.
 _BESIDE_OPTIMIZER_NS: Final = 2_000_000
 # The parts in which ranks meet.
 # One call with this part of the time of all recorded calls of a module, of two or more, is a stall.
@@ -171,7 +171,7 @@ def _with_detail(
 
 
 def _beside_optimizers(rank: Rank, detail: Sequence[TimeLine]) -> Sequence[TimeLine]:
-    """Return the lines of the optimizer phase; what is not in optimizers, if it is most, is the program's hook."""
+    """Return the lines of the optimizer phase; time outside optimizers, if over half, is the program's hook's."""
     beside = [line for line in detail if not line.name]
     hooks = [row for row in rank.actions if row.phase == "optimizer" and (row.action or "").startswith(MODULES)]
     hook = max(hooks, key=lambda row: row.total_ns or 0, default=None)

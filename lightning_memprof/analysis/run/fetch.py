@@ -67,7 +67,7 @@ def _fetch(url: str, folder: Path) -> LocalRun:
     below = remote.at(tail) if inside else remote.path
     found = remote.filesystem.find(below, maxdepth=MAX_DEPTH + 2)
     names = [str(name)[len(remote.path) :].lstrip("/") for name in found]
-    # The newest run is meant: its first manifest has its start.
+    # For the newest run: the first manifest of each run has its start.
     _copy(remote, folder, _first_manifests(names))
     try:
         run = find_run(start).directory.relative_to(folder.absolute()).as_posix()

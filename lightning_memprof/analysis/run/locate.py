@@ -79,7 +79,7 @@ def find_run(path: Path) -> Place:
             means the newest run below it. The newest run is the one that started last.
 
     Raises:
-        ArtifactError: nothing is there, or no run is in it.
+        ArtifactError: the path does not exist, or there is no run in it.
     """
     if not path.exists():
         msg = f"{path}: there is no such directory; give a log directory, its {RUN_DIRECTORY} directory, or a parent"
@@ -104,7 +104,7 @@ def find_run(path: Path) -> Place:
 def newest_run(path: Path) -> Path:
     """Return the newest run directory anywhere below a directory; without a run, the directory.
 
-    Unlike :func:`find_run` it also searches below a log directory: a working directory may be one by chance.
+    Unlike :func:`find_run`, it also searches below a log directory: a working directory may happen to be one.
     """
     start = path.absolute()
     found = None if is_run_directory(start) else _newest(_homes(Walk(start)))
@@ -214,7 +214,7 @@ def _runs_in(home: Path) -> list[Path]:
 def _started_ns(home: Path) -> int:
     """Return when the newest run of a log directory started, by its lowest rank's manifest; 0 where that is unknown.
 
-    Other processes change the times of files: a report that is written into a run does not make it the newest.
+    File times are not used: other processes change them, for example by writing a report into an older run.
     """
     directory = _runs_in(home)[-1]
     first = min((rank, name) for name in names_in(directory) if (rank := parse_manifest_name(name)) is not None)[1]

@@ -160,7 +160,7 @@ class Rank(_Reader, frozen=True, dict=True):
 
     @cached_property
     def peak_rss_bytes(self) -> int | None:
-        """The peak RSS: the high-water mark, or of a rank without one the largest sample; None without a sample."""
+        """The peak RSS: the maximum of the high-water mark and all samples; None if there are none."""
         windows = (row for window in self.windows for row in window.read(HostRow).rows)
         sampled = [*(row["rss_bytes"] for row in self.pulse), *(row.peak_rss_bytes or row.rss_bytes for row in windows)]
         return max((size for size in (self.high_water_bytes, *sampled) if size is not None), default=None)

@@ -20,7 +20,7 @@ CACHE: Final = re.compile(r"kv_?cache|cache_(?:engine|utils)|key_value", re.IGNO
 _LIGHTNING: Final = ("/lightning/pytorch/", "/pytorch_lightning/")
 # C++ stacks have torch::autograd:: in every forward, too: it has the bindings of all operators.
 _TRAINS: Final = re.compile(r"backward|torch::autograd::(?:Engine|AccumulateGrad)|\Atraining_step\Z", re.IGNORECASE)
-# In windows of this package the first is not on the stack.
+# In windows of this package, `_call_impl` is not on the stack.
 _CALLS: Final = frozenset({"_call_impl", "_wrapped_call_impl"})
 
 

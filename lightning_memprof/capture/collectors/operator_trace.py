@@ -63,8 +63,8 @@ class OperatorTrace(Collector):
         stacks_metric: also write folded Python stacks weighted by this metric, ``"self_cpu_time_total"`` for
             instance; implies ``with_stack`` and takes seconds at the end of a window.
         filename: middle part of the trace names.
-        dirpath: directory of the traces, made absolute at once; None, or a URL, is the run's root, where TensorBoard
-            finds them.
+        dirpath: directory of the traces, made absolute immediately; None, or a URL, is the run's root, where
+            TensorBoard finds them.
         options: further keyword arguments of ``torch.profiler.profile``.
 
     Raises:
@@ -90,7 +90,7 @@ class OperatorTrace(Collector):
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check what torch would reject during the training, which may change its working directory."""
+        """Check options that torch would reject only during training, and make ``dirpath`` absolute."""
         _activities(self.activities)
         if self.dirpath and (directory := local_path(self.dirpath)) is not None:
             object.__setattr__(self, "dirpath", str(directory))

@@ -246,7 +246,7 @@ class FlopCount(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        # Called from Python, an operator would ask the program's subclasses of Tensor a second time.
+        # Called from Python, an operator would dispatch to the program's Tensor subclasses a second time.
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if formula is not None and active_fake_mode() is None:

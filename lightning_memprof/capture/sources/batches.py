@@ -104,7 +104,7 @@ def _tensors(name: str, batch: Any, depth: int) -> Iterator[tuple[str, torch.Ten
 
 
 def _parts(batch: Any) -> list[tuple[str, Any]]:
-    """Return the parts of a batch, each with its key where it has one; its truth value and length are the program's."""
+    """Return the parts of a batch, each with its key if any; does not call its ``__bool__`` or ``__len__``."""
     if isinstance(batch, Mapping):
         return [(str(key), part) for key, part in batch.items()]
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):

@@ -128,8 +128,8 @@ class WindowTrace:
         return True
 
     def _start(self) -> None:
-        # Torch warns of the first free of a block that it has not seen allocated, and then of each thousandth. Not a
-        # tensor: modes of the program see operators.
+        # Torch warns of the first free of a block that it has not seen allocated, and then of every thousandth. A
+        # storage, not a tensor, whose operators dispatch modes of the program would see.
         unseen = torch.UntypedStorage(1, device="cpu")  # type: ignore[no-untyped-call]
         with native_log_raised():
             self.profiler.start_trace()
@@ -154,7 +154,7 @@ class WindowTrace:
 def native_log_raised() -> Iterator[None]:
     """Raise the log levels of Kineto and c10 for the body, except those that the environment sets.
 
-    File descriptors stay as they are: lines of the program are neither lost nor late. A torch without these symbols
+    File descriptors stay as they are: lines of the program are neither lost nor late. If torch lacks these symbols, it
     prints its lines.
     """
     raised = []
@@ -320,7 +320,7 @@ class TraceFile:
             is_complete = file.read().rstrip().endswith(b"}")
         if found is not self.raw or not is_complete:
             free = format_bytes(shutil.disk_usage(self.raw.parent).free)
-            msg = f"torch wrote {format_bytes(size)} of the trace, without its end; {free} free on the file system"
+            msg = f"torch wrote {format_bytes(size)} of the trace, which is truncated; {free} free on the file system"
             raise OSError(errno.EIO, msg, str(self.raw))
         return size
 

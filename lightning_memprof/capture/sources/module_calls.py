@@ -41,8 +41,8 @@ def module_calls(
     has its ``after``, also if a forward raises or the context ends inside one: the output is None then. Forwards in
     other threads than the one that opens the context are not reported, nor those inside compiled code.
 
-    It takes the place of ``nn.Module._call_impl`` on the stack and adds no frame: a model that is nested as deep as
-    Python's recursion limit allows still runs. Where the limit leaves no frame at all, a forward is not reported.
+    It takes the place of ``nn.Module._call_impl`` on the stack and adds no frame: a model that is nested as deeply as
+    Python's recursion limit allows still runs. If the limit leaves no frame at all, a forward is not reported.
     torch's global hooks would add a frame, and send every module of the process through torch's slow path, 5 µs per
     forward, twice the cost of this. Not ``__call__``: torch's profiler recognizes its code when it records
     stacks, would read ``self`` from our frame, and crash. Copies, pickles and scripted versions of the model contain
@@ -127,7 +127,7 @@ class _Calls:
                 return link.call(module, *args, **keywords)
             listeners = listeners_of(id(module)) if get_ident() == thread else None
             begun, output = False, None
-            # Without hooks this frame stands for that of torch.
+            # Without hooks, this frame replaces torch's.
             __tracebackhide__ = False
             if listeners is not None:
                 try:
@@ -172,7 +172,7 @@ def _end(listeners: tuple[_Listener, ...], output: Any) -> None:
 
 
 def _shared_calls() -> _Calls:
-    """Return what wraps ``nn.Module._call_impl`` now; a wrapper of another program's hides it."""
+    """Return the installed wrapper of ``nn.Module._call_impl``; a new one if another library's hides it."""
     calls = vars(vars(nn.Module)[_CALL]).get(_CALLS)
     return calls if isinstance(calls, _Calls) and calls.thread == get_ident() else _Calls()
 

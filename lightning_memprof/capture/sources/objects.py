@@ -1,9 +1,8 @@
-"""The objects that the garbage collector tracks.
+"""Reads the objects that the garbage collector tracks.
 
-``tuple(generator)`` fills a tuple that the collector already lists,
-and raises SystemError if anything else refers to it when its size changes. A list of all objects does. Here such a list
-ends inside the call of C code that asks for it: until then no other thread runs Python. What is taken from it is chosen
-by C functions, composed in advance.
+``tuple(generator)`` fills a tuple that the collector already lists, and raises SystemError if anything else refers to
+the tuple when its size changes, as a list of all objects does. Here such a list exists only within one call of C code,
+during which no other thread runs Python. C functions, composed in advance, choose from it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def tracked_types(ask: Ask = gc.get_objects) -> list[tuple[type, int]]:
 
 
 def tracked_objects(wanted: Callable[[type], bool], ask: Ask = gc.get_objects) -> list[Any]:
-    """Return the objects that the garbage collector tracks, of all types that are wanted except tuples.
+    """Return the objects that the garbage collector tracks, of all wanted types except tuples.
 
     Args:
         wanted: called with each type.
@@ -42,7 +41,7 @@ def tracked_objects(wanted: Callable[[type], bool], ask: Ask = gc.get_objects) -
 
 
 def referents_of_tuples(wanted: set[int]) -> list[tuple[int, list[Any]]]:
-    """Return the ``id`` of each tuple that refers to a wanted object, and what it refers to.
+    """Return the ``id`` of each tuple that refers to a wanted object, with its referents.
 
     Args:
         wanted: the ``id`` of each wanted object.
@@ -56,18 +55,18 @@ def referents_of_tuples(wanted: set[int]) -> list[tuple[int, list[Any]]]:
 
 
 def untracked_referents(kinds: Collection[type]) -> list[Any]:
-    """Return what the tracked objects refer to, of exact types that the garbage collector does not track.
+    """Return the referents of tracked objects that are exactly of ``kinds``, types that the collector does not track.
 
-    What several objects refer to is there several times. No other thread runs for 0.4 s per million objects.
+    A referent of several objects is repeated. Blocks other threads for 0.4 s per million objects.
     """
     referents = map(chain.from_iterable, map(partial(map, gc.get_referents), _times(2, _answer(gc.get_objects))))
     return _taken(_chosen(referents, set(map(id, kinds)).__contains__))
 
 
 def referrers(value: Any) -> list[Any]:
-    """Return what refers to an object, without tuples that may be unfinished.
+    """Return the referrers of an object, without tuples that may be unfinished.
 
-    These have fewer entries than their size, or are full where Python makes one larger, or have more than 4096 entries.
+    Such tuples have fewer entries than their size, a size at which Python enlarges them, or more than 4096 entries.
     """
     ask = partial(gc.get_referrers, value)
     answers = _times(4, _answer(ask))
@@ -105,7 +104,7 @@ def _answer(ask: Ask) -> Iterator[list[Any]]:
 
 
 def _times(number: int, lists: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator that has each list so often, for each of as many functions that share the iterator."""
+    """Return an iterator that repeats each list ``number`` times, once for each function that shares the iterator."""
     return chain.from_iterable(map(repeat, lists, repeat(number)))
 
 

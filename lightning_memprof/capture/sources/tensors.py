@@ -292,7 +292,7 @@ def _signature(
     if not {torch.strided}.issuperset([tensor.layout for tensor in (*parameters, *changing)]):
         return None
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    # A state may hold what its optimizer likes, a tensor beside the parameters' dictionaries for instance.
+    # Optimizer state may contain anything, such as a tensor beside the parameters' dictionaries.
     if not {dict}.issuperset(map(type, states)):
         return None
     if any(type(value) not in _COUNTED_BY_KEY for state in states[:1] for value in state.values()):

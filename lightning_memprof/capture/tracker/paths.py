@@ -37,7 +37,7 @@ class PathTracker(ModTracker):
         self._calls = ExitStack()
         self._root = root
         name = type(root).__name__
-        # By identity, where torch's tracker calls `__hash__` and `__eq__` of each module; the modules are kept alive.
+        # By identity: torch's tracker calls `__hash__` and `__eq__` of each module. The modules are kept alive.
         self._names: dict[int, tuple[str, nn.Module]] = {}
         for path, module in root.named_modules():
             parts = [part for part in path.split(".") if part and part not in _WRAPPERS]

@@ -180,7 +180,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         # The DTensor splits itself; the operators on its parts come here.
         if DTensor in types:
             return NotImplemented
-        # Called from Python, an operator would ask the program's subclasses of Tensor a second time.
+        # Called from Python, an operator would dispatch to the program's Tensor subclasses a second time.
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs or {})
         # A DTensor computes shapes under its own fake mode, where nothing is allocated.

@@ -47,7 +47,7 @@ class Triggers:
 
     Args:
         file: check every 50 ms whether ``lightning-memprof trigger`` requests a window.
-        signal: install a handler of SIGUSR2, which then opens a window on this rank.
+        signal: install a SIGUSR2 handler that opens a window on this rank.
         anomalies: anomalies that open a window on this rank.
         warmup: warmup steps, whose records are discarded.
         active: steps to record.

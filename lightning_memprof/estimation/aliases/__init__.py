@@ -1,4 +1,4 @@
-"""Modules that replace ``pytorch_lightning`` by ``lightning.pytorch``: the same code, and what estimate and try change.
+"""Modules that replace ``pytorch_lightning`` by ``lightning.pytorch``, the same code, which estimate and try patch.
 
 They take effect where this folder precedes the installed packages on ``sys.path``; ``PYTHONPATH`` puts it there for
 processes that the program starts.
@@ -23,7 +23,7 @@ _REPLACED: Final = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric"
 
 
 def replace_package(name: str) -> None:
-    """Let ``name``, which is being imported, and all its modules be those of the package ``lightning``."""
+    """Make ``name``, which is being imported, and its submodules those of the package ``lightning``."""
     if not any(isinstance(finder, _Modules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Modules())
         # Its distribution has lightning_fabric, too.
@@ -35,7 +35,7 @@ def replace_package(name: str) -> None:
 
 @contextmanager
 def replaced_packages() -> Iterator[None]:
-    """Let imports find these modules; what is imported already, and ``sys.path``, is as before at the end."""
+    """Make imports find these modules; at the end, restore ``sys.path`` and the modules that were imported before."""
     path, installed = list(sys.path), _imported()
     _forget(installed)
     sys.path.insert(0, FOLDER)

@@ -1,4 +1,4 @@
-"""A document in a terminal: at most 100 columns wide, with colors where the terminal has them."""
+"""A document on a terminal: at most 100 columns wide, in color if the terminal has colors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from lightning_memprof.report.printers.text import encoded, full_page, plain, se
 
 WIDTH: Final = 100
 _DEFAULT_SIZE: Final = os.terminal_size((80, 24))
-# Select Graphic Rendition (ECMA-48), by the names that lines use.
+# Select Graphic Rendition codes (ECMA-48) by style name.
 _CODES: Final = {
     "bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
     "bright_black": "90",
 }  # fmt: skip
 _CLEAR: Final = "\x1b[{}F\x1b[J"
-"""To the start of the line so many lines above, and everything below removed."""
+"""Moves to the start of the line that many lines up, and clears everything below."""
 
 
 def print_document(document: Document, file: TextIO | None = None, *, is_full: bool = False) -> None:
     """Print the short page of a document, or every section, to ``file`` (None: standard output).
 
-    Text from the program (names of modules, paths, messages) cannot style the page: its control characters are made
-    visible.
+    Text from the program (names of modules, paths, messages) cannot style the page: its control characters are escaped.
     """
     print_page(full_page if is_full else short_page, document, file)
 
@@ -48,7 +47,7 @@ def print_page(
 def print_lines(lines: Iterable[Line], file: TextIO | None = None) -> None:
     """Print lines in their styles."""
     file = file or sys.stdout
-    # Written at once: a write for each line takes half as long again as making the lines.
+    # One write: a write for each line takes half as long again as formatting the lines.
     file.write(_text(lines, file))
     file.flush()
 
@@ -66,7 +65,7 @@ class Display:
 
     def show(self, lines: Sequence[Line]) -> None:
         """Replace the lines; those below the last row of the terminal are not drawn."""
-        # What has scrolled off the terminal cannot be redrawn.
+        # Lines that have scrolled off the terminal cannot be redrawn.
         shown = lines[: max(1, _size(self._file).lines - 1)]
         self._write(_text(shown, self._file), len(shown))
 
@@ -82,12 +81,12 @@ class Display:
 
 
 def page_width(file: TextIO, width: int = WIDTH) -> int:
-    """Return the columns of a page in ``file``: those of the terminal, ``width`` at most."""
+    """Return the width of a page in ``file``: that of the terminal, at most ``width`` columns."""
     return max(1, min(_size(file).columns, width))
 
 
 def ascii_only(file: TextIO) -> bool:
-    """Return whether the encoding of ``file`` may lack characters such as those of bars."""
+    """Return whether the encoding of ``file`` may lack the characters of bars."""
     return not _encoding(file).lower().startswith("utf")
 
 
@@ -103,7 +102,7 @@ def _encoding(file: TextIO) -> str:
 
 
 def _size(file: TextIO) -> os.terminal_size:
-    """Return the size of the terminal that ``file`` or a standard stream is; ``COLUMNS`` overrides its width."""
+    """Return the size of the terminal of ``file`` or of a standard stream; ``COLUMNS`` overrides its width."""
     columns = os.environ.get("COLUMNS", "")
     found = _DEFAULT_SIZE
     for stream in (file, sys.__stdin__, sys.__stdout__, sys.__stderr__):
@@ -117,7 +116,7 @@ def _size(file: TextIO) -> os.terminal_size:
 
 
 def _has_colors(file: TextIO) -> bool:
-    """Return whether to style text: on a terminal, unless ``NO_COLOR`` is set; elsewhere if ``FORCE_COLOR`` is."""
+    """Return whether to style text: on a terminal unless ``NO_COLOR`` is set; elsewhere if ``FORCE_COLOR`` is set."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -126,7 +125,7 @@ def _has_colors(file: TextIO) -> bool:
 
 
 def _text(lines: Iterable[Line], file: TextIO) -> str:
-    """Return lines as ``file`` can show them."""
+    """Return lines as text in the encoding of ``file``."""
     return encoded(_styled(lines) if _has_colors(file) else plain(lines), _encoding(file))
 
 

@@ -245,9 +245,7 @@ def _cost(view: View) -> Words:
             words.append(phrase("pulse {} per step", wall))
         else:
             cpu = duration(cost.pulse_cpu_ns / cost.steps)
-            words.append(
-                phrase("pulse {} of wall time per step, {} of CPU time, to which other programs add little", wall, cpu)
-            )
+            words.append(phrase("pulse {} of wall time per step ({} of CPU time)", wall, cpu))
     if cost.windows_ns is not None:
         words.append(phrase("windows {}", duration(cost.windows_ns)))
     if cost.windows_rss_bytes:

@@ -170,7 +170,7 @@ def batches_document(found: Batches) -> Document:
         top=None,
     )
     fits = "Not even one sample fits" if best is None else f"A batch of {format_count(best.samples, 'sample')} fits"
-    verdict = "Stopped before a batch fitted." if best is None and found.is_stopped else f"{fits} into {limit}."
+    verdict = "Stopped before any batch fit." if best is None and found.is_stopped else f"{fits} into {limit}."
     return Document(
         title=found.program,
         kind="trial",

@@ -56,7 +56,7 @@ def test_it_says_what_the_ranks_will_record(tmp_path: Path, capsys: pytest.Captu
     rank.join()
     first, second = capsys.readouterr().out.splitlines()
     assert first == "rank 0 is at step 100: all 4 ranks will record steps 121-123, warming up from step 120"
-    assert second == f"afterwards: lightning-memprof show '{run}'"
+    assert second == f"next: lightning-memprof show '{run}'"
 
 
 def test_one_rank_and_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

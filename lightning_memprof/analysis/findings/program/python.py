@@ -110,7 +110,7 @@ def python_time(facts: Facts) -> Finding | None:
 
 
 def _line(rank: Rank, python: _Python) -> Spot | None:
-    """Return where the program has the time: of the training step itself, or of the forward of modules."""
+    """Return the program's longest line, in the training step itself or in the forward of modules."""
     rows = lines(rank, FORWARD["fit"])
     return next(iter(spots([row for row in rows if (MODULE_CALL in row.functions) == bool(python.module)])), None)
 

@@ -51,7 +51,7 @@ def test_a_trace_that_torch_cuts_is_removed_and_the_error_has_its_bytes_the_free
     results = SimpleNamespace(save=save, trace_start_ns=lambda: 1)
     profiler: Any = SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
     monkeypatch.setattr(kineto.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 30))
-    with pytest.raises(OSError, match=r"wrote 300 B of the trace, without its end; 5.00 GiB free") as caught:
+    with pytest.raises(OSError, match=r"wrote 300 B of the trace, which is truncated; 5.00 GiB free") as caught:
         TraceFile(tmp_path / "raw.json", tmp_path / "trace").take(profiler)
     assert caught.value.filename == str(tmp_path / "raw.json")
     assert list(tmp_path.iterdir()) == []
