@@ -252,7 +252,7 @@ def test_a_logger_that_logs_no_steps_gets_no_curves(tmp_path: Path) -> None:
     assert len(curves(rank_file(tmp_path))["memprof/step_time_ms"]) == 70
 
 
-def test_a_logger_that_fails_is_told_of_once_and_the_others_go_on(
+def test_a_logger_that_fails_is_reported_once_and_the_others_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, package: Package
 ) -> None:
     class Failing(package.loggers.CSVLogger):  # type: ignore[name-defined]

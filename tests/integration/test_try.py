@@ -177,7 +177,7 @@ def test_programs_that_alternate_never_run_at_the_same_time(program, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("none", "the program ended without Trainer.fit (but"),
+        ("none", "the program ended without Trainer.fit (fast_dev_run"),
         ("raise", "RuntimeError: the data are gone"),
         ("kill", "ended by SIGKILL: "),
         ("input", "EOFError: EOF when reading a line"),
@@ -201,7 +201,7 @@ def test_a_program_whose_first_run_takes_longer_than_the_minutes_is_ended_then(p
     assert main(["try", "--remedy", "workers=2", "--minutes", "0.05", program, "hang"]) == 0
     assert "Ended at the limit of 0.05 minutes (--minutes)." in capsys.readouterr().out
     assert main(["try", "--minutes", "0.05", program, "hang"]) == 1
-    assert "give it more with --minutes" in capsys.readouterr().err
+    assert "raise --minutes" in capsys.readouterr().err
     assert left_behind(tmp_path / "scratch") == []
 
 
@@ -273,7 +273,7 @@ def test_ctrl_c_ends_what_runs_and_leaves_nothing(program, tmp_path, environment
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_shows_what_is_known_and_a_log_what_runs(program, environment, end):
+def test_a_signal_shows_the_results_so_far_and_a_log_the_current_run(program, environment, end):
     options = ["--remedy", "gc_freeze", "--remedy", "pin_memory", "--rounds", "99", "--steps", "2"]
     command = [sys.executable, "-m", "lightning_memprof", "try", *options, program]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -80,7 +80,7 @@ class Package:
         self.Perceptron: Any = type("Perceptron", (Steps, self.pl.LightningModule), {})
 
     def trainer(self, directory: Path, *callbacks: Any, **options: Any) -> Any:
-        """Give a quiet Trainer on one CPU whose log_dir lies in ``directory``."""
+        """Give a quiet Trainer on one CPU whose log_dir is in ``directory``."""
         quiet = {
             "accelerator": "cpu",
             "devices": 1,
@@ -95,7 +95,7 @@ class Package:
 
 
 def trainer(directory: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    """Give a quiet Trainer of ``lightning.pytorch`` on one CPU whose log_dir lies in ``directory``."""
+    """Give a quiet Trainer of ``lightning.pytorch`` on one CPU whose log_dir is in ``directory``."""
     made: pl.Trainer = Package("lightning.pytorch").trainer(directory, *callbacks, **options)
     return made
 

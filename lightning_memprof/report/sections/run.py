@@ -294,4 +294,4 @@ def _notes(view: View) -> Iterator[Line]:
     if view.others:
         others = ", ".join(shown_place(path, view.run.root, view.run.url) for path in view.others[-MAX_OTHERS:])
         rest = f" and {len(view.others) - MAX_OTHERS} more" if len(view.others) > MAX_OTHERS else ""
-        yield Line("note", f"this is {view.run.directory.name}; other runs here: {others}{rest}")
+        yield Line("note", f"this page shows {view.run.directory.name}; other runs: {others}{rest}")

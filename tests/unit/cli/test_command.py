@@ -80,7 +80,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_a_program_prints_stands_above_the_line_that_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_program_appears_above_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr("sys.stderr", Terminal())

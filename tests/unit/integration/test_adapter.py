@@ -79,7 +79,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
-def test_a_line_on_a_terminal_stands_above_the_progress_bar_and_in_a_file_nothing_is_redrawn(
+def test_a_line_on_a_terminal_appears_above_the_progress_bar_and_in_a_file_nothing_is_redrawn(
     stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = stream()

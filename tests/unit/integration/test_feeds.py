@@ -72,7 +72,7 @@ def test_a_profiler_is_pickled_and_copied_as_without_the_tap(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [PassThroughProfiler, SimpleProfiler, lambda: Told([])])
-def test_another_profiler_of_the_same_class_is_not_heard(make: Any) -> None:
+def test_another_profiler_of_the_same_class_is_not_tapped(make: Any) -> None:
     log: list[str] = []
     profiler, other = make(), make()
     tap = ActionTap(profiler, ignore)

@@ -65,7 +65,7 @@ def test_other_stages_count_the_batches_of_all_their_loaders(stage: str, name: s
     assert steps_ahead(of, stage) is None
 
 
-def test_a_schedule_that_comes_too_late_is_told_with_its_numbers() -> None:
+def test_a_schedule_that_comes_too_late_is_reported_with_its_numbers() -> None:
     message = unreachable(trainer(5), "fit", Schedule(skip_first=2, wait=3, warmup=1, active=2))
     assert message == (
         "nothing will be recorded: fit has 5 steps, but the first recorded step is 6 "
@@ -78,7 +78,7 @@ def test_one_recorded_step_is_enough(batches: int, late: bool) -> None:
     assert (unreachable(trainer(batches), "fit", Schedule()) is not None) == late
 
 
-def test_a_schedule_that_counts_by_epochs_is_held_against_the_epoch() -> None:
+def test_a_schedule_that_counts_by_epochs_is_compared_with_the_epoch() -> None:
     schedule = Schedule(wait=8, warmup=1, active=1, anchor="epoch")
     message = unreachable(trainer(5, max_epochs=4), "fit", schedule)
     assert message is not None
@@ -90,7 +90,7 @@ def test_leaving_out_the_first_wait_counts() -> None:
     assert unreachable(trainer(3), "fit", Schedule(wait=5, warmup=1, active=1, skip_first_wait=1)) is None
 
 
-def test_a_function_is_not_asked_ahead() -> None:
+def test_a_schedule_function_is_not_called_ahead() -> None:
     def counting(_: int) -> Action:
         raise AssertionError
 
@@ -101,7 +101,7 @@ def test_where_the_length_is_unknown_nothing_is_claimed() -> None:
     assert unreachable(trainer(INF), "fit", Schedule(wait=10**6)) is None
 
 
-def test_listed_steps_are_held_against_the_steps_of_the_run_resumed_ones_included() -> None:
+def test_listed_steps_are_compared_with_the_steps_of_the_run_even_if_resumed() -> None:
     schedule = Schedule(steps=(3, 12))
     assert unreachable(trainer(10), "fit", schedule) is None
     assert unreachable(trainer(10, max_epochs=2, current_epoch=1, ready=10), "fit", schedule) is None
@@ -109,6 +109,6 @@ def test_listed_steps_are_held_against_the_steps_of_the_run_resumed_ones_include
     assert message == "nothing will be recorded: fit has 10 steps starting at step 20, none of them in steps=[3, 12]"
 
 
-def test_listed_steps_of_an_epoch_are_held_against_the_epoch() -> None:
+def test_listed_steps_of_an_epoch_are_compared_with_the_epoch() -> None:
     message = unreachable(trainer(5, max_epochs=4), "fit", Schedule(steps=(7,), anchor="epoch"))
     assert message == "nothing will be recorded: an epoch has 5 steps, but the first recorded step is 7"

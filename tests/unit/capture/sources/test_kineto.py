@@ -79,7 +79,7 @@ def test_a_level_that_is_higher_already_stays() -> None:
         level.value = before
 
 
-def test_a_torch_without_the_symbols_records_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_the_symbols_still_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_memprof.capture.sources.kineto._LOG_LEVELS", (("no_such_symbol", "X", 1),))
     before = levels()
     with native_log_raised():

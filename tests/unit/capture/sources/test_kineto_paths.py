@@ -42,7 +42,7 @@ def test_nothing_stays_open_and_without_proc_the_directory_has_its_own_name(
         assert plain == str(tmp_path / "new")
 
 
-def test_a_trace_that_torch_cuts_is_removed_and_the_error_has_its_bytes_the_free_ones_and_the_path(
+def test_a_truncated_trace_is_removed_and_the_error_has_its_bytes_the_free_bytes_and_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save(path: str) -> None:

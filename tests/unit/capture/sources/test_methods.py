@@ -144,7 +144,7 @@ def test_nested_and_re_entrant_calls_end_in_reverse(listener: Listener) -> None:
     assert again.told == ["+again"] * 3 + ["-again"] * 3
 
 
-def test_a_call_that_is_heard_adds_one_frame(listener: Listener) -> None:
+def test_a_reported_call_adds_one_frame(listener: Listener) -> None:
     class Counting(Model):
         def work(self, value: int = 1, *, more: int = 0) -> int:
             return frames()

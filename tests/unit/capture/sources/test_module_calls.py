@@ -293,7 +293,7 @@ def test_a_forward_may_take_any_keyword() -> None:
         assert model(VALUE, module=1, args=2) is VALUE
 
 
-def test_forwards_near_the_recursion_limit_run_as_without_and_are_told_in_pairs() -> None:
+def test_forwards_near_the_recursion_limit_run_as_without_and_are_reported_in_pairs() -> None:
     model = nn.Identity()
     told: list[str] = []
     runs: list[list[bool]] = []

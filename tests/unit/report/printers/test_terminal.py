@@ -270,15 +270,15 @@ def test_an_older_run_is_named_by_its_own_directory() -> None:
     assert "show logs/memprofiler --format" in page(older)
     text = page(older.parent)
     assert "show logs --format" in text
-    assert "this is memprofiler-2; other runs here: logs/memprofiler" in text
+    assert "this page shows memprofiler-2; other runs: logs/memprofiler" in text
 
 
 def test_a_run_that_is_named_itself_lists_the_other_runs() -> None:
     older = make_run(Path("logs").absolute())
-    assert "other runs here" not in page(older)
+    assert "other runs" not in page(older)
     make_run(Path("logs").absolute())
     make_run(Path("logs/validate").absolute(), FakeRun(stage="validate"))
-    expected = "this is memprofiler; other runs here: logs/memprofiler-2, logs/validate/memprofiler"
+    expected = "this page shows memprofiler; other runs: logs/memprofiler-2, logs/validate/memprofiler"
     assert expected in words(page(older))
 
 
