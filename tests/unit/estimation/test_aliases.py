@@ -72,7 +72,7 @@ def test_a_program_is_estimated_as_with_lightning_and_trains_nothing(
 @pytest.mark.slow
 def test_a_model_of_the_other_package_is_refused_with_the_way_out() -> None:
     model = Package("pytorch_lightning").Perceptron()
-    with pytest.raises(MemprofError, match=r"Perceptron is a LightningModule of pytorch_lightning.*estimate"):
+    with pytest.raises(MemprofError, match=r"Perceptron derives from pytorch_lightning.*estimate"):
         estimate(model, loader(2), device="L4")
 
 
