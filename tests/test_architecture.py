@@ -96,6 +96,7 @@ IMMUTABLE_CALLS = {
     "TypeVar",
     "frozenset",
     "getLogger",
+    "logger_of",
     "namedtuple",
     "compile",
     "tuple",

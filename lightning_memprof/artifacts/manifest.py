@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import logging
 import os
 import threading
 import time
@@ -21,9 +20,10 @@ import msgspec
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.rows import DAMAGE, Int64, OpenRow, Row, decode_line, salvaged
 from lightning_memprof.artifacts.secrets import FREE_TEXTS, masking
+from lightning_memprof.logs import logger_of
 from lightning_memprof.units import format_count
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 SCHEMA_VERSION: Final = 1
 MOST_LINES: Final = 1_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -17,8 +16,9 @@ from lightning_memprof.artifacts.naming import RUN_DIRECTORY, numbered, temporar
 from lightning_memprof.artifacts.own_program import answers, own_program
 from lightning_memprof.artifacts.secrets import has_password, without_password
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
+from lightning_memprof.logs import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 LOCAL_PROTOCOLS: Final = frozenset({"file", "local"})
 # An object appears when it is complete; elsewhere a file is copied under another name and renamed.

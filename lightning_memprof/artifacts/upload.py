@@ -7,7 +7,6 @@ in the training process the first would change the training, and the second woul
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import shutil
@@ -26,9 +25,10 @@ from lightning_memprof.artifacts.naming import temporary_name
 from lightning_memprof.artifacts.own_program import answers, ignore_job_signals, own_program
 from lightning_memprof.artifacts.remote import Remote, protocol_of
 from lightning_memprof.artifacts.secrets import masked
+from lightning_memprof.logs import logger_of
 from lightning_memprof.units import MIB
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 # How often the process looks for new files.
 POLL_S: Final = 0.5

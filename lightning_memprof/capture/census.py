@@ -22,7 +22,7 @@ from lightning_memprof.capture.sources.objects import tracked_objects, tracked_t
 from lightning_memprof.capture.sources.oom_state import tracked_tensors
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
-from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
+from lightning_memprof.capture.torch_internals import DisableTorchFunction
 from lightning_memprof.units import GIB
 
 LEAST_ENTRIES: Final = 4
@@ -141,7 +141,7 @@ def take_census(step: int, rss_bytes: int, device_bytes: int | None = None, skip
 
 def grouped(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Group, dict[int, int]]]:
     """Yield each tensor with a storage, its group, and the bytes of its storages by address."""
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         for tensor in tensors:
             try:
                 shape = tuple(tensor.shape)
@@ -161,7 +161,7 @@ def graphs(tensors: Sequence[torch.Tensor], skip: Iterable[int]) -> Iterator[tup
     graph, excluded = SavedGraph(), set(skip)
     seen: set[Any] = set()
     roots: dict[int, torch.Tensor] = {}
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         for tensor in tensors:
             if not tensor.is_leaf and tensor.grad_fn is not None:
                 roots[tensor.grad_fn._sequence_nr()] = tensor  # noqa: SLF001 torch has no public one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning_memprof.artifacts.secrets import masked
 from lightning_memprof.errors import is_ctrl_c
+from lightning_memprof.logs import logger_of
 
 if TYPE_CHECKING:
     from lightning_memprof.artifacts.manifest import ManifestWriter
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 OnError = Literal["warn", "raise"]
 

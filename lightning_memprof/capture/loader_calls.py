@@ -40,6 +40,7 @@ class Calls:
 
     def run(self, name: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Call a function and add its time; a call inside one of the same name adds self time only."""
+        __tracebackhide__ = True
         if name in self._cheap or get_ident() != self._thread or is_compiling():
             return call(*arguments, **keywords)
         self._open.append(name)
@@ -133,6 +134,7 @@ def _replaced(place: Any, name: Any, calls: Calls, label: str) -> Iterator[None]
 
     def timed(link: Link) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
+            __tracebackhide__ = True
             return calls.run(label, link.call, *arguments, **keywords)
 
         return update_wrapper(call, link.below)

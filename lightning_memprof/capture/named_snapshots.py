@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,11 +11,12 @@ import torch
 from lightning_memprof.artifacts.naming import regions_name
 from lightning_memprof.artifacts.series import RegionRow, columns_of, encode_rows
 from lightning_memprof.capture.sources.memory import ResidentSize, memory_stats, peak_rss_bytes
+from lightning_memprof.logs import logger_of
 
 if TYPE_CHECKING:
     from lightning_memprof.capture.base import Position
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 def encodable(name: object) -> str:

@@ -22,7 +22,7 @@ from types import FrameType, FunctionType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from lightning_memprof.capture.room import with_room
-from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
+from lightning_memprof.capture.torch_internals import DisableTorchFunction
 
 _LINK: Final = "_memprof_link"
 _P = ParamSpec("_P")
@@ -152,28 +152,34 @@ def kept_interrupts() -> Iterator[list[BaseException]]:
     Raises:
         BaseException: at the end of the context, the first one that nobody took from the list.
     """
-    earlier = sys.unraisablehook
-    kept: list[BaseException] = []
-    is_open = True
-
-    def keep(unraisable: sys.UnraisableHookArgs) -> None:
-        error, module = unraisable.exc_value, getattr(unraisable.object, "__module__", None) or ""
-        is_ours = is_open and module.startswith("lightning_memprof.")
-        if is_ours and error is not None and not isinstance(error, Exception):
-            kept.append(error)
-        else:
-            earlier(unraisable)
-
-    sys.unraisablehook = keep
+    hook = _Unraisable(sys.unraisablehook)
+    sys.unraisablehook = hook
     try:
-        yield kept
+        yield hook.kept
     finally:
-        # The program may have put a hook above this one, which then stays and passes everything on.
-        is_open = False
-        if sys.unraisablehook is keep:
-            sys.unraisablehook = earlier
-    if kept:
-        raise kept[0]
+        # The program, or a run in another thread, may have put a hook above this one: it passes everything on then.
+        hook.is_open = False
+        while isinstance(top := sys.unraisablehook, _Unraisable) and not top.is_open:
+            sys.unraisablehook = top.below
+    if hook.kept:
+        raise hook.kept[0]
+
+
+class _Unraisable:
+    """A hook for exceptions that Python drops; it keeps those of our functions that are no ``Exception``."""
+
+    def __init__(self, below: Callable[[sys.UnraisableHookArgs], Any]) -> None:
+        self.below = below
+        self.kept: list[BaseException] = []
+        self.is_open = True
+
+    def __call__(self, unraisable: sys.UnraisableHookArgs) -> None:
+        error, module = unraisable.exc_value, getattr(unraisable.object, "__module__", None) or ""
+        is_ours = self.is_open and module.startswith("lightning_memprof.")
+        if is_ours and error is not None and not isinstance(error, Exception):
+            self.kept.append(error)
+        else:
+            self.below(unraisable)
 
 
 @contextmanager
@@ -244,7 +250,7 @@ def without_torch_function(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             return function(*args, **kwargs)
 
     return call
@@ -278,7 +284,7 @@ class Guard:
         """Call it unless something failed before, without the program's ``__torch_function__``."""
         if self.failure is None:
             try:
-                with DisableTorchFunctionSubclass():
+                with DisableTorchFunction():
                     with_room(call, *values)
             except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
                 self.failure = error

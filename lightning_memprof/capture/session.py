@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -21,10 +20,11 @@ from lightning_memprof.capture.room import with_room
 from lightning_memprof.capture.sources.memory import peak_rss_bytes
 from lightning_memprof.capture.watchdog import Watchdog
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.logs import logger_of
 from lightning_memprof.schedule import Action, Mark, Point, Window
 from lightning_memprof.units import format_steps
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 # A collector's sys.exit() is its failure; only Ctrl-C is the user's.
 _FAILURES: Final = (Exception, SystemExit, GeneratorExit)

@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+    from torch._C import DisableTorchFunction as DisableTorchFunction
     from torch._C import _get_tracing_state as _get_tracing_state
     from torch._C._autograd import _profiler_enabled as _profiler_enabled
     from torch._C._autograd import _profiler_type as _profiler_type
@@ -157,9 +157,9 @@ _ONE_DEVICE: Final = "lightning-memprof estimate knows one device only"
 INTERNALS: Final = (
     Internal(
         owner="torch._C",
-        names="DisableTorchFunctionSubclass",
-        used_for="read tensor subclasses of the program without calling their __torch_function__",
-        without="__torch_function__ of the program's tensor subclasses sees the profiler's reads",
+        names="DisableTorchFunction",
+        used_for="read tensors without calling the __torch_function__ of the program's subclasses and modes",
+        without="__torch_function__ of the program's tensor subclasses and modes sees the profiler's reads",
         fallback=nullcontext,
     ),
     Internal(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
@@ -11,7 +10,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeVar
 
-log = logging.getLogger(__name__)
+from lightning_memprof.logs import logger_of
+
+log = logger_of(__name__)
 
 Result = TypeVar("Result")
 

@@ -24,10 +24,11 @@ from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.integration.background import start_report
 from lightning_memprof.integration.place import claim_place
 from lightning_memprof.integration.settings import Settings, for_this_rank
+from lightning_memprof.logs import logger_of
 from lightning_memprof.report.printers.terminal import is_terminal
 from lightning_memprof.units import printable
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 # The hooks of a batch, and what they pass to listeners.
 _BATCH_HOOKS: Final[dict[str, Literal["batch", "loss"] | None]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import sys
@@ -33,10 +32,11 @@ from lightning_memprof.integration.live_runs import Endings
 from lightning_memprof.integration.place import release_place
 from lightning_memprof.integration.reach import steps_ahead, unreachable
 from lightning_memprof.integration.settings import Settings
+from lightning_memprof.logs import logger_of
 from lightning_memprof.schedule import Schedule
 from lightning_memprof.units import MIB, format_count
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _INTERRUPTED: Final = "Lightning called neither on_exception nor teardown"
 # If many small objects took the last byte, no report could be made. It is never touched: address space only.
@@ -96,9 +96,10 @@ class Attachment:
             self._oom = _MemoryWatch(self.run, available)
         except BaseException as error:
             self._ended = True
-            self.run.sink.manifest.append("end", status="exception", exception=describe(error), steps=0)
-            self.run.sink.close()
-            release_place(self.run.sink)
+            with ExitStack() as parts:
+                parts.callback(release_place, self.run.sink)
+                parts.callback(self.run.sink.close)
+                self.run.sink.manifest.append("end", status="exception", exception=describe(error), steps=0)
             raise
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import subprocess
 from collections import deque
@@ -15,13 +14,14 @@ from lightning_memprof.artifacts.naming import summary_path
 from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, StepRecord
+from lightning_memprof.logs import logger_of
 from lightning_memprof.report.written import PAGE_NAME
 from lightning_memprof.units import quoted
 
 if TYPE_CHECKING:
     from lightning_memprof.schedule import Window
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 # Enough steps for a typical step time.
 _LAST_STEPS: Final = 512

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,11 +34,12 @@ from lightning_memprof.integration.settings import (
     parse_schedule,
     schedule_of,
 )
+from lightning_memprof.logs import logger_of
 from lightning_memprof.report.summary import print_summary
 from lightning_memprof.schedule import Schedule, StageSchedules
 from lightning_memprof.units import quoted
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _DEFAULT_SCHEDULE: Final = Schedule()
 _DEFAULT_TRIGGERS: Final = Triggers()
@@ -86,6 +86,13 @@ class MemProfilerCallback(Adapter):
         self._schedule = parse_schedule(schedule)
         self._collectors = check_collectors(collectors)
         self._ranks = check_ranks(ranks)
+        for name, value, kind in (
+            ("triggers", triggers, Triggers),
+            ("budget", budget, Budget),
+            ("output", output, OutputOptions),
+        ):
+            if not isinstance(value, kind):
+                raise ConfigError(f"{name}={value!r}: must be a {kind.__name__}, as in {name}={kind.__name__}()")
         self._triggers = triggers
         self._budget = budget
         self._output = output

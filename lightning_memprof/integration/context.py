@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +18,7 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.driver import stage_function
 from lightning_memprof.integration.facts import run_facts
 from lightning_memprof.integration.settings import choice_note, group_timeout_seconds
+from lightning_memprof.logs import logger_of
 from lightning_memprof.packages import lightning_class
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_memprof.integration.settings import Settings
 
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _DTYPES: Final = (
     ("bf16", torch.bfloat16),

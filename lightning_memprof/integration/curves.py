@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from lightning_memprof.artifacts.sink import ArtifactSpec, Sink
 from lightning_memprof.capture.observe import discard
 from lightning_memprof.capture.sources.memory import peak_reserved_bytes
 from lightning_memprof.integration.loggers import remove_rows, save_rows
+from lightning_memprof.logs import logger_of
 from lightning_memprof.packages import lightning_class
 from lightning_memprof.units import MIB
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_memprof.capture.faults import Faults
     from lightning_memprof.integration.settings import Settings
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _Values = dict[str, float]
 _Point = tuple[int, _Values]

@@ -68,20 +68,7 @@ def run_facts(
         "root": root,
         "schedule": _schedule_facts(schedule),
         "collectors": [collector.name for collector in collectors],
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "lightning": _lightning_version(trainer),
-            "lightning_memprof": lightning_memprof.__version__,
-            "platform": platform.platform(),
-            "cpu_count": os.cpu_count(),
-            "usable_cpus": usable_cpus(),
-            "cpu_quota": cgroup_cores(),
-            "physical_cpus": psutil.cpu_count(logical=False),
-            "torch_threads": torch.get_num_threads(),
-            **_memory_facts(device),
-            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        },
+        "environment": _environment(trainer, device),
     }
 
 
@@ -92,15 +79,27 @@ def _lightning_version(trainer: Trainer) -> str:
     return str(sys.modules[package].__version__)
 
 
-def _memory_facts(device: torch.device) -> dict[str, int | None]:
-    """Return what the machine, the process's control group, and the device can hold, and what the process has."""
+def _environment(trainer: Trainer, device: torch.device) -> dict[str, Any]:
+    """Return versions, cores and memory; those that the system does not tell are missing."""
     is_cuda = device.type == "cuda"
-    return {
-        "memory_bytes": psutil.virtual_memory().total,
-        "rss_at_start_bytes": psutil.Process().memory_info().rss,
-        "memory_limit_bytes": cgroup_memory()[0],
-        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
+    readers: dict[str, Callable[[], Any]] = {
+        "python": platform.python_version,
+        "torch": lambda: torch.__version__,
+        "lightning": lambda: _lightning_version(trainer),
+        "lightning_memprof": lambda: lightning_memprof.__version__,
+        "platform": platform.platform,
+        "cpu_count": os.cpu_count,
+        "usable_cpus": usable_cpus,
+        "cpu_quota": cgroup_cores,
+        "physical_cpus": lambda: psutil.cpu_count(logical=False),
+        "torch_threads": torch.get_num_threads,
+        "memory_bytes": lambda: psutil.virtual_memory().total,
+        "rss_at_start_bytes": lambda: psutil.Process().memory_info().rss,
+        "memory_limit_bytes": lambda: cgroup_memory()[0],
+        "device_memory_bytes": lambda: torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
+        "device_name": lambda: torch.cuda.get_device_name(device) if is_cuda else None,
     }
+    return _read(readers, {})
 
 
 def _schedule_facts(schedule: Any) -> dict[str, Any] | None:

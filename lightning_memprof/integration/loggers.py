@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +11,7 @@ from msgspec.structs import replace
 
 from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import ArtifactSpec, Sink
+from lightning_memprof.logs import logger_of
 from lightning_memprof.packages import lightning_class
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.printers.terminal import print_document
@@ -22,7 +22,7 @@ from lightning_memprof.report.view import run_view
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 REPORT_NAMES: Final = ("report.json", "report.txt")
 _FOLDER: Final = "memprofiler"

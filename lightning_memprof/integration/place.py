@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -23,9 +22,10 @@ from lightning_memprof.artifacts.remote import check_url, claim_url, local_path
 from lightning_memprof.artifacts.secrets import has_password
 from lightning_memprof.artifacts.sink import RunPlace, Sink, claim_run_place
 from lightning_memprof.errors import MemprofError
+from lightning_memprof.logs import logger_of
 from lightning_memprof.packages import lightning_class
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 WORKING_COPIES: Final = "memprofiler-uploads"
 # Rank 0 may load data first. The collectives of the training wait longer.

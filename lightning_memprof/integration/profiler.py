@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -46,10 +45,11 @@ from lightning_memprof.integration.settings import (
     parse_schedule,
     schedule_of,
 )
+from lightning_memprof.logs import logger_of
 from lightning_memprof.schedule import Schedule, StageSchedules
 from lightning_memprof.units import quoted
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _DEFAULT_SCHEDULE: Final = Schedule()
 # A Trainer has actions before `setup`, after an exception, and in `save_checkpoint` after a run.

@@ -9,14 +9,15 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
-import logging
 import os
 import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-log = logging.getLogger(__name__)
+from lightning_memprof.logs import logger_of
+
+log = logger_of(__name__)
 
 NAME: Final = "memprof"
 """On a Trainer: the callback and the profiler, with their defaults."""

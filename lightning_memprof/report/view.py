@@ -343,7 +343,8 @@ def _device_note(run: Run, ranks: Sequence[RankView]) -> str | None:
 
 
 def _commands(run: Run) -> tuple[Command, ...]:
-    name = run.root if _is_newest(run) else run.directory
+    # A further run in the same log directory would be the newest.
+    name = run.root if run.directory.name == RUN_DIRECTORY and _is_newest(run) else run.directory
     place = quoted(shown_place(name, run.root, run.url))
     commands = [Command("lightning-memprof report", place), Command("lightning-memprof show", f"{place} --format json")]
     if traces := run.files("trace"):

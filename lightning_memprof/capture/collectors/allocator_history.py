@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,10 +16,11 @@ from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.capture.sources.memory import NATIVE, NO_CUDA, allocator_backend
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.logs import logger_of
 from lightning_memprof.schedule import Mark, Point, Window
 from lightning_memprof.units import format_bytes
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _NAME: Final = "allocator_history"
 _MAX_ENTRIES: Final = 100_000

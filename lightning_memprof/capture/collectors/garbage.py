@@ -19,7 +19,7 @@ from lightning_memprof.capture.observe import gc_callback
 from lightning_memprof.capture.room import with_room
 from lightning_memprof.capture.sources.oom_state import tracked_tensors
 from lightning_memprof.capture.sources.tensors import PLAIN_TENSORS, local_bytes, storages
-from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass, set_eval_frame
+from lightning_memprof.capture.torch_internals import DisableTorchFunction, set_eval_frame
 from lightning_memprof.schedule import Mark, Point, Window
 
 # A row lists the largest tensors of a collection; the sum includes all.
@@ -141,7 +141,7 @@ def _tensors_up_to(generation: int) -> list[_Watched]:
 
 def _watch(tensor: torch.Tensor) -> _Watched | None:
     """Return the description of a tensor; None if a compiler traces it or it has no shape."""
-    with DisableTorchFunctionSubclass(), suppress(NotImplementedError, RuntimeError):
+    with DisableTorchFunction(), suppress(NotImplementedError, RuntimeError):
         shape = tuple(tensor.shape)
         # Reading a symbolic size would specialize it to a number.
         if any(type(size) is not int for size in shape) or type(tensor).__module__.startswith("torch._subclasses"):

@@ -173,6 +173,7 @@ def _watched(run: RunContext, window: Window, late: dict[int, tuple[Window, int]
 
     def asks(link: Link) -> Callable[..., Any]:
         def next_data(loader: Any) -> Any:
+            __tracebackhide__ = True
             # Queues of some systems have no size.
             with suppress(Exception):
                 parts = vars(loader)
@@ -186,6 +187,7 @@ def _watched(run: RunContext, window: Window, late: dict[int, tuple[Window, int]
 
     def pinning(link: Link) -> Callable[..., Any]:
         def pin_memory(*arguments: Any, **keywords: Any) -> Any:
+            __tracebackhide__ = True
             if not pins:
                 pins.append(Calls())  # of the pinning thread
             return pins[0].run("pin_memory", link.call, *arguments, **keywords)

@@ -9,7 +9,6 @@ retries: the first few events are written, the others are counted.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import threading
 import time
@@ -37,9 +36,10 @@ from lightning_memprof.capture.sources.oom_state import (
     running_frames,
 )
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.logs import logger_of
 from lightning_memprof.schedule import Point, Window
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _MAX_RECORDED: Final = 3
 _MAX_STACK: Final = 60

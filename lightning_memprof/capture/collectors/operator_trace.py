@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +31,11 @@ from lightning_memprof.capture.sources.kineto import (
 from lightning_memprof.capture.sources.user_hooks import hook_ranges
 from lightning_memprof.capture.torch_internals import _profiler_enabled
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.logs import logger_of
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import format_bytes
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 # Parts of forward that are not the model's work, and no actions of the Trainer.
 _WITHIN: Final = ("[Metric]", "[LightningModule]")

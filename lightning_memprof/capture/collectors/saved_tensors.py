@@ -23,7 +23,7 @@ from lightning_memprof.capture.sources.tensors import (
     tensors_in,
 )
 from lightning_memprof.capture.torch_internals import (
-    DisableTorchFunctionSubclass,
+    DisableTorchFunction,
     _current_graph_task_id,
     _get_sequence_nr,
 )
@@ -164,7 +164,7 @@ class _ForwardLog:
 
     def _size(self, args: tuple[Any, ...]) -> int:
         try:
-            with DisableTorchFunctionSubclass():
+            with DisableTorchFunction():
                 return sum(map(local_bytes, tensors_in(args)))
         except Exception as error:  # noqa: BLE001 nothing of ours may raise into the user's code
             self._failed(error)
@@ -217,13 +217,13 @@ class _Recorder:
         self._backwards = 0
 
     def batch(self, batch: Any) -> None:
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             self._input_bytes, self._sliced = batch_bytes(batch)
 
     def loss(self, loss: torch.Tensor) -> None:
         """Read the graph of a loss; its row is written at the next mark."""
         self._backwards += 1
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             saved = self._graph.read(loss, self._model.storage_keys() | self._sliced)
         total = unattributed = 0
         dtypes: dict[torch.dtype, int] = {}
@@ -253,7 +253,7 @@ class _Recorder:
             self._write(mark, self._row)
             self._row = None
         elif mark.point is Point.STEP_END:
-            with DisableTorchFunctionSubclass():
+            with DisableTorchFunction():
                 sizes: tuple[dict[str, int], dict[str, Any]] = self._persistent.count(self._run.training.optimizers())
             row = SavedTensorsRow(
                 parameters=sizes[1],

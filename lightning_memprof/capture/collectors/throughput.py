@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,16 +18,17 @@ from lightning_memprof.capture.sources.batches import Padding, batch_elements, b
 from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.methods import compiled_methods
 from lightning_memprof.capture.torch_internals import (
-    DisableTorchFunctionSubclass,
+    DisableTorchFunction,
     FakeTensor,
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     active_fake_mode,
 )
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.logs import logger_of
 from lightning_memprof.schedule import Mark, Point, Window
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _COMPILED: Final = "operations are not counted: a part of the model is compiled, and counting would change how it runs"
 _MODES: Final = "operations are not counted: another torch dispatch mode was active in every step"
@@ -230,7 +230,7 @@ class FlopCount(TorchDispatchMode):
         """Run one operator, and count it."""
         kwargs = kwargs or {}
         if not self.counting:
-            with DisableTorchFunctionSubclass():
+            with DisableTorchFunction():
                 return func(*args, **kwargs)
         if any(issubclass(kind, FakeTensor) for kind in types):
             # A sharded tensor tries an operator with shapes alone. NotImplemented would fail: the fake mode, which
@@ -247,7 +247,7 @@ class FlopCount(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         # Called from Python, an operator would dispatch to the program's Tensor subclasses a second time.
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             result = func(*args, **kwargs)
         if formula is not None and active_fake_mode() is None:
             try:

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
+from lightning_memprof.capture.torch_internals import DisableTorchFunction
 
 # A shorter dimension is one of features or classes.
 _LEAST_LENGTH: Final = 8
@@ -39,7 +39,7 @@ def batch_samples(batch: Any, depth: int = _DEPTH) -> int | None:
     A batch of texts has as many samples as its first list of them.
     """
     if isinstance(batch, torch.Tensor):
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             # Nested tensors have a size, but no shape.
             return int(batch.size(0)) if batch.dim() else None
     if depth == 0 or isinstance(batch, (str, bytes)):
@@ -53,7 +53,7 @@ def batch_samples(batch: Any, depth: int = _DEPTH) -> int | None:
 def batch_elements(batch: Any, depth: int = _DEPTH) -> int | None:
     """Return the number of elements of all tensors in a batch; None without a tensor."""
     if isinstance(batch, torch.Tensor):
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             return batch.numel()
     if depth == 0:
         return None

@@ -42,7 +42,7 @@ from lightning_memprof.capture.sources.objects import tracked_objects
 from lightning_memprof.capture.sources.oom_state import tracked_tensors
 from lightning_memprof.capture.sources.saved_graph import SavedGraph, SavedStorages, can_read
 from lightning_memprof.capture.sources.tensors import storage_sizes
-from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass
+from lightning_memprof.capture.torch_internals import DisableTorchFunction
 from lightning_memprof.units import MIB, format_bytes
 
 _MOST_CONTAINERS: Final = 400
@@ -125,7 +125,7 @@ class _Content:
             size += 0 if address in self._storages else storage_bytes
             self._storages.add(address)
         saved = 0
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             shape = ",".join(map(str, tensor.shape))
             if self._graph is not None and not tensor.is_leaf:
                 saved = self._graph.read(tensor, self._storages, self._nodes, MOST_NODES).held_bytes

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,15 @@ from lightning_memprof.capture.torch_internals import SavedTensor
 
 _SAVED: Final = "_raw_saved_"
 _LEAF: Final = "variable"
+# A Python number becomes a tensor of the left type. As a tensor of the program it keeps that beside one of the right.
+_NARROWER: Final = MappingProxyType(
+    {
+        wide: torch.empty((), dtype=narrow, device="cpu")
+        for wide, narrow in (
+            (torch.float64, torch.float32), (torch.int64, torch.int32), (torch.complex128, torch.complex64)
+        )
+    }
+)  # fmt: skip
 # The sequence number of a leaf.
 _LEAF_NUMBER: Final = 1 << 62
 # Where torch.compile stores saved tensors that need no version check.
@@ -265,10 +275,9 @@ def _reader(kind: type) -> tuple[bool, Callable[[Any], Any] | None]:
 
 def _is_wrapped_number(data: torch.Tensor) -> bool:
     """Return whether it is a Python number as a tensor: type promotion ignores its dtype."""
-    if data.dim() or data.dtype not in (torch.float64, torch.int64, torch.complex128):
+    if data.dim() or data.dtype not in _NARROWER:
         return False
-    narrower = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}[data.dtype]
-    return torch.result_type(data, torch.empty((), dtype=narrower)) != data.dtype
+    return torch.result_type(data, _NARROWER[data.dtype]) != data.dtype
 
 
 def _cell(function: Any, name: str) -> Any:

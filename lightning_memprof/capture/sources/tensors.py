@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_memprof.capture.sources.compiled import plain_path
-from lightning_memprof.capture.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
+from lightning_memprof.capture.torch_internals import DisableTorchFunction, is_traceable_wrapper_subclass
 
 # Types with their own storage, unless they are sparse.
 PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
@@ -31,7 +31,7 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     found: list[torch.Tensor] = []
     pending = [tensor]
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         while pending:
             part = pending.pop()
             if parts := _parts(part):
@@ -45,7 +45,7 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return the storages of a tensor's :func:`dense_parts`."""
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         return [part.untyped_storage() for part in dense_parts(tensor)]
 
 
@@ -54,7 +54,7 @@ def local_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         if type(tensor) in PLAIN_TENSORS:
             return tensor.untyped_storage()
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
             return local.untyped_storage()
     except Exception:  # noqa: BLE001 sparse, functional and other wrapped tensors raise different exceptions
@@ -87,7 +87,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's own elements on this rank, not of its whole storage."""
     if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
         return 0 if tensor.is_meta else tensor.nbytes
-    with suppress(NotImplementedError, RuntimeError, ValueError), DisableTorchFunctionSubclass():
+    with suppress(NotImplementedError, RuntimeError, ValueError), DisableTorchFunction():
         parts = _parts(tensor)
         return sum(map(local_bytes, parts)) if parts else tensor.nbytes
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ from lightning_memprof.capture.observe import without_torch_function
 from lightning_memprof.capture.sources.compiled import COMPILED, is_compiled
 from lightning_memprof.capture.tracker.report import Layout, TrackerReport
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.logs import logger_of
 from lightning_memprof.schedule import Mark, Point, Window
 
 if TYPE_CHECKING:
     from lightning_memprof.capture.tracker.tracker import CategoryTracker
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _NAMED: Final = 8
 

@@ -28,7 +28,7 @@ from lightning_memprof.capture.sources.compiled import is_compiled
 from lightning_memprof.capture.sources.saved_graph import saved_by_functions
 from lightning_memprof.capture.sources.tensors import dense_parts, tensors_in
 from lightning_memprof.capture.torch_internals import (
-    DisableTorchFunctionSubclass,
+    DisableTorchFunction,
     FakeTensor,
     MemTracker,
     Reducer,
@@ -181,7 +181,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
         if DTensor in types:
             return NotImplemented
         # Called from Python, an operator would dispatch to the program's Tensor subclasses a second time.
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             result = func(*args, **kwargs or {})
         # A DTensor computes shapes under its own fake mode, where nothing is allocated.
         if self.guard.failure is None and active_fake_mode() is self._fake_mode_on_entry:
@@ -196,7 +196,7 @@ class CategoryTracker(MemTracker):  # type: ignore[no-untyped-call]
     ) -> set[Any]:
         # torch's own supports neither sparse tensors nor those without storage.
         add = super()._update_and_maybe_create_winfos
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             return {info for part in dense_parts(t) for info in add(part, reftype, update_existing)}
 
     def _track_optimizer_states(self, reftype: _RefType, optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -29,11 +28,12 @@ from lightning_memprof.capture.planner import WindowRequest
 from lightning_memprof.capture.triggers.anomalies import Anomaly, Watch
 from lightning_memprof.capture.watchdog import caught_elsewhere
 from lightning_memprof.errors import ArtifactError, ConfigError
+from lightning_memprof.logs import logger_of
 
 if TYPE_CHECKING:
     from lightning_memprof.capture.base import RunContext, StepRecord
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 # Ranks of one job are within a step or two of each other; the rest is for file systems that show a file late.
 _LEAD_STEPS: Final = 20

@@ -538,3 +538,15 @@ def test_a_collection_where_the_program_has_no_frame_left_prints_nothing(capfd: 
     with gc_callback(recurse):
         at_the_limit(gc.collect, 20)
     assert capfd.readouterr().err == ""
+
+
+def test_contexts_that_overlap_leave_the_hook_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sys.unraisablehook
+    monkeypatch.setattr(sys, "unraisablehook", before)
+    first, second = kept_interrupts(), kept_interrupts()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.unraisablehook is not before
+    second.__exit__(None, None, None)
+    assert sys.unraisablehook is before

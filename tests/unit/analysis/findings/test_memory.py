@@ -93,7 +93,7 @@ def test_a_data_set_of_a_quarter_of_the_memory_is_a_note(
     if finding is not None and first is not None:
         assert finding.severity is Severity.INFO
         assert finding.sentence == (
-            f"The data set keeps 512 MiB in memory (Clips.clips, {dtype}), 50% of the peak RSS."
+            f"The data set keeps 512 MiB in memory (Clips.clips, {dtype}), 49% of the peak RSS."
         )
         assert finding.next_steps[0].startswith(first)
         assert (finding.recovers is None) == device
