@@ -166,7 +166,7 @@ def kept_interrupts() -> Iterator[list[BaseException]]:
 
 
 class _Unraisable:
-    """A hook for exceptions that Python drops; it keeps those of our functions that are no ``Exception``."""
+    """A hook for exceptions that Python drops; of those of our functions it keeps all but an ``Exception``."""
 
     def __init__(self, below: Callable[[sys.UnraisableHookArgs], Any]) -> None:
         self.below = below

@@ -323,5 +323,5 @@ def test_without_the_variable_a_program_loads_nothing_of_ours_but_the_entry_poin
     before = "import atexit; atexit.register(lambda: print(sorted(m for m in sys.modules if 'memprof' in m)))"
     done = plain("", before)
     loaded = done.stdout.strip().splitlines()[-1]
-    ours = ("", ".integration", ".integration.registration", ".trial", ".trial.attach")
+    ours = ("", ".integration", ".integration.registration", ".logs", ".trial", ".trial.attach")
     assert loaded == str([f"lightning_memprof{name}" for name in ours])

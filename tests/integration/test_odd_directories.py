@@ -142,7 +142,7 @@ class OddNames(Perceptron):
         self.add_module(ODD, torch.nn.Linear(1, 1))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 8:
+        if batch_idx == 16:
             raise ValueError(f"{ODD}\n{ODD}")
         with self.recorder.region(ODD):
             return self.get_submodule(ODD)(self.net(batch)).square().mean()
@@ -154,7 +154,7 @@ def test_names_of_the_program_are_values_in_every_format(tmp_path: Path, capfd: 
     slow = type(ODD_CALLBACK, (Callback,), {"on_train_batch_end": lambda *_: time.sleep(0.05)})
     training = trainer(tmp_path, callback, slow(), profiler="fts_extended")
     with pytest.raises(ValueError, match="red"):
-        training.fit(OddNames(callback), loader())
+        training.fit(OddNames(callback), loader(24))
     run = callback.run_directory
     assert run is not None
     assert rows_of(run, "error") == []

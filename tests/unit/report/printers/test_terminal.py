@@ -269,7 +269,7 @@ def test_an_older_run_is_named_by_its_own_directory() -> None:
     make_run(Path("logs").absolute())
     assert "show logs/memprofiler --format" in page(older)
     text = page(older.parent)
-    assert "show logs --format" in text
+    assert "show logs/memprofiler-2 --format" in text
     assert "this page shows memprofiler-2; other runs: logs/memprofiler" in text
 
 
