@@ -11,10 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import lightning_memprof.collectors as exported
 from hostile import Sample, run_stages
 from lightning_memprof import Collector, MemProfilerCallback, OutputOptions, Schedule
+from training import Perceptron, loader, trainer
 
 WINDOWS = Schedule(wait=1, warmup=1, active=2, repeat=2)
 # These need CUDA, or a sharded model.
@@ -72,3 +74,25 @@ def test_modules_keep_their_names_whatever_their_hash(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert {row["module"] for row in rows if "module" in row} == {"net", "net.0", "net.1", "net.2"}
     assert {row["categories"]["optimizer_state"] for row in rows if row["kind"] == "end"} == {512 + 8}
+
+
+def test_a_function_mode_of_the_program_sees_its_own_calls_only(tmp_path: Path) -> None:
+    class Counting(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: Counter[str] = Counter()
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls[getattr(func, "__name__", str(func))] += 1
+            return func(*args, **(kwargs or {}))
+
+    def calls(directory: Path, *callbacks: pl.Callback, **options: Any) -> Counter[str]:
+        with Counting() as mode:
+            trainer(directory, *callbacks, **options).fit(Perceptron(), loader())
+        return mode.calls
+
+    bare = calls(tmp_path / "bare")
+    ours = MemProfilerCallback(schedule=WINDOWS, output=OutputOptions(summary=False))
+    recorded = calls(tmp_path / "ours", ours, profiler="fts_extended")
+    assert recorded - bare == Counter()
+    assert bare - recorded == Counter()

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from lightning_memprof.capture.observe import without_torch_function
 from lightning_memprof.capture.torch_internals import DisableTorchFunction
 
 # A shorter dimension is one of features or classes.
@@ -61,6 +62,7 @@ def batch_elements(batch: Any, depth: int = _DEPTH) -> int | None:
     return sum(counts) if counts else None
 
 
+@without_torch_function
 def batch_padding(batch: Any) -> Padding | None:
     """Return the padding of a batch; None without sequences.
 

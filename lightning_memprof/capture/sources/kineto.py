@@ -25,6 +25,7 @@ from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.compiled import WRAPPED, compiled_modules, module_paths
 from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.capture.torch_internals import (
+    DisableTorchFunction,
     _disable_profiler_legacy,
     _profiler_enabled,
     _ProfilerDisableOptions,
@@ -96,11 +97,13 @@ class WindowTrace:
                 self._start()
                 self._started = True
                 atexit.register(self._stop_at_exit)
-            self._step.enter_context(torch.profiler.record_function(f"ProfilerStep#{mark.step}"))
+            with DisableTorchFunction():
+                self._step.enter_context(torch.profiler.record_function(f"ProfilerStep#{mark.step}"))
             self.steps += 1
         elif mark.point is Point.STEP_END:
             self._cut_actions()
-            self._step.close()
+            with DisableTorchFunction():
+                self._step.close()
             if self.steps == self._max_steps:
                 self.finish()
 

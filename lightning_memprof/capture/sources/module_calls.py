@@ -25,7 +25,7 @@ from lightning_memprof.capture.sources.compiled import (
     module_paths,
     outside_of_compilers,
 )
-from lightning_memprof.capture.torch_internals import _get_tracing_state
+from lightning_memprof.capture.torch_internals import DisableTorchFunction, _get_tracing_state
 
 _CALL: Final = "_call_impl"
 _CALLS: Final = "_memprof_calls"
@@ -157,18 +157,20 @@ class _Calls:
 
 def _begin(listeners: tuple[_Listener, ...], key: int, args: tuple[Any, ...]) -> bool:
     """Call ``before`` of the listeners; return whether ``after`` follows."""
-    for listener in listeners:
-        # None where another listener's function has ended its context.
-        if (path := listener.paths.get(key)) is not None:
-            listener.before(path, args)
-            listener.inside.append(path)
+    with DisableTorchFunction():
+        for listener in listeners:
+            # None where another listener's function has ended its context.
+            if (path := listener.paths.get(key)) is not None:
+                listener.before(path, args)
+                listener.inside.append(path)
     return True
 
 
 def _end(listeners: tuple[_Listener, ...], output: Any) -> None:
-    for listener in reversed(listeners):
-        if listener.inside:
-            listener.after(listener.inside.pop(), output)
+    with DisableTorchFunction():
+        for listener in reversed(listeners):
+            if listener.inside:
+                listener.after(listener.inside.pop(), output)
 
 
 def _shared_calls() -> _Calls:
