@@ -182,7 +182,9 @@ def kept(numbers: list[int]) -> None:
     numbers.reverse()
     for _ in range(20):
         numbers.reverse()
-    numbers.sort(key=lambda number: number * 7919 % 1_000_003)
+    # Several: where other programs have the cores, a look may come a whole call late.
+    for factor in (7919, 104_729, 1_299_709):
+        numbers.sort(key=lambda number: number * factor % 1_000_003)
 
 
 def test_the_function_of_a_library_that_a_line_calls_is_named() -> None:
