@@ -19,7 +19,7 @@ from training import Package, Steps, loader, rows_of
 
 NUMBER = re.compile(r"\d{10,}")
 KINDS = {"run", "training", "window", "artifact", "unavailable", "note", "error", "end"}
-TIMES = {"time_ns", "sha256", "size_bytes", "environment", "root", "overhead"}
+MEASURED = {"time_ns", "sha256", "size_bytes", "environment", "root", "overhead", "peak_rss_bytes"}
 # Whether there is a row is a matter of time and chance.
 BY_CHANCE = re.compile(r"\.(?:lines|action_memory|garbage)\.jsonl$")
 
@@ -117,7 +117,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def kept(row: dict[str, Any]) -> str:
-    simple = {name: value for name, value in row.items() if name not in TIMES}
+    simple = {name: value for name, value in row.items() if name not in MEASURED}
     return NUMBER.sub("", json.dumps(simple, sort_keys=True))
 
 
