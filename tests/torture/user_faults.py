@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, Literal
@@ -26,6 +27,17 @@ def _exception(name: str, says: str, place: fault.Place, **absent: str) -> fault
     return fault.Fault(name=f"exception in {name}", says=says, place=place, strike=_raise, absent=absent)
 
 
+@contextmanager
+def _without_handlers(cell: fault.Cell) -> Iterator[None]:
+    """Remove the signal handlers that Lightning leaves where a second exception skips its teardown."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _ending(then: Literal["on_exception", "finalize", "teardown"], says: str) -> fault.Fault:
     return fault.Fault(
         name=f"exception, and another in {then}",
@@ -33,6 +45,7 @@ def _ending(then: Literal["on_exception", "finalize", "teardown"], says: str) ->
         place="callback",
         strike=_raise,
         then=then,
+        prepare=_without_handlers,
         worlds=(1,),
     )
 
