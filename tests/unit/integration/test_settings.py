@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memprof import ConfigError, OutputOptions
+from lightning_memprof import ConfigError, MemProfilerCallback, OutputOptions
 from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.capture.collectors.operator_trace import OperatorTrace
 from lightning_memprof.capture.collectors.pulse import Pulse
@@ -298,3 +298,10 @@ def test_whether_a_collector_was_asked_for_is_kept() -> None:
 )
 def test_the_process_groups_timeout_counts_where_there_is_a_group(trainer: Any, seconds: float | None) -> None:
     assert group_timeout_seconds(trainer) == seconds
+
+
+@pytest.mark.parametrize("name", ["triggers", "budget", "output"])
+def test_a_mapping_in_place_of_options_is_refused_when_the_callback_is_made(name: str) -> None:
+    options: dict[str, Any] = {name: {}}
+    with pytest.raises(ConfigError, match=name):
+        MemProfilerCallback(**options)
