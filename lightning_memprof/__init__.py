@@ -10,8 +10,6 @@ from __future__ import annotations
 # For type checkers; `typing` takes longer to import than the rest of this module.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.findings import Finding as Finding
-    from lightning_memprof.analysis.findings import Severity as Severity
     from lightning_memprof.capture.base import Collector as Collector
     from lightning_memprof.capture.base import OnMark as OnMark
     from lightning_memprof.capture.base import RunContext as RunContext
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
     from lightning_memprof.integration.callback import MemProfilerCallback as MemProfilerCallback
     from lightning_memprof.integration.profiler import ExtendedPyTorchProfiler as ExtendedPyTorchProfiler
     from lightning_memprof.integration.settings import OutputOptions as OutputOptions
+    from lightning_memprof.judge import Finding as Finding
+    from lightning_memprof.judge import Severity as Severity
     from lightning_memprof.run import Run as Run
     from lightning_memprof.run import load_run as load_run
     from lightning_memprof.schedule import Mark as Mark
@@ -40,7 +40,7 @@ __version__ = "0.1.0"
 
 # The module of each name. A test compares it with the imports above.
 _MODULES = (
-    ("analysis.findings", "Finding", "Severity"),
+    ("judge", "Finding", "Severity"),
     ("capture.base", "Collector", "SkipWindow", "OnMark", "RunContext"),
     ("capture.budget", "Budget"),
     ("capture.collectors.allocator_history", "start_memory_history"),

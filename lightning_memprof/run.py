@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lightning_memprof.analysis.run import load, model
+from lightning_memprof.read.run import load, model
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_memprof.analysis.findings import Finding
+    from lightning_memprof.judge import Finding
     from lightning_memprof.report.document import Document
     from lightning_memprof.report.view import View
 

@@ -26,10 +26,10 @@ LAZY_IMPORTS = {
 }
 # Modules with a single importer, each with the reason why it is not part of it.
 ONE_IMPORTER = {
-    "analysis/oom/causes.py": "causes and remedies of a failed allocation; the autopsy has the evidence",
-    "analysis/ranks/lateness.py": "comparison of the pulses of all ranks, beside that of recorded collectives",
-    "analysis/snapshot/restricted_pickle.py": "reads pickles of unknown origin and executes nothing",
-    "analysis/trace/host.py": "pass over the host's events, beside those of device and idle time",
+    "account/oom/causes.py": "causes and remedies of a failed allocation; the autopsy has the evidence",
+    "account/ranks/lateness.py": "comparison of the pulses of all ranks, beside that of recorded collectives",
+    "read/snapshot/restricted_pickle.py": "reads pickles of unknown origin and executes nothing",
+    "read/trace/host.py": "pass over the host's events, beside those of device and idle time",
     "artifacts/tfevents.py": "imports tensorboard",
     "artifacts/upload.py": "runs in a separate process",
     "capture/function_rows.py": "file format of function memory",
@@ -54,8 +54,8 @@ ONE_IMPORTER = {
 }
 # Folders in which every module has one importer by design.
 ONE_BY_DESIGN = {
-    "analysis/findings/": "the rules of a domain per module, listed in one place",
-    "analysis/ledger/": "a ledger per module",
+    "judge/": "the rules of a domain per module, listed in one place",
+    "account/ledger/": "a ledger per module",
     "capture/collectors/": "a collector per module; the public namespace resolves it",
     "cli/": "a command per module, listed in one place",
     "report/charts/": "a chart per module, listed in one place",
@@ -310,9 +310,7 @@ def test_structs_and_dataclasses_with_many_fields_are_built_with_keywords():
         if fields.get(node.func.id, 0) > KEYWORD_FIELDS
         and len(node.args) > 1
         # Cells, columns and tables are read in their order; the rest is still to be written with keywords.
-        and not name.startswith(
-            ("report/", "analysis/findings/", "analysis/ranks/", "analysis/run/", "analysis/steps/")
-        )
+        and not name.startswith(("report/", "judge/", "account/ranks/", "read/run/", "account/steps/"))
     ]
     check_none(found)
 
@@ -452,7 +450,7 @@ def test_import_loads_neither_torch_nor_lightning(module, run_python):
 
 
 @pytest.mark.parametrize(
-    "module", ["lightning_memprof.cli.main", "lightning_memprof.report", "lightning_memprof.analysis.run.load"]
+    "module", ["lightning_memprof.cli.main", "lightning_memprof.report", "lightning_memprof.read.run.load"]
 )
 def test_reading_works_where_torch_and_lightning_cannot_be_imported(module, run_python):
     blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'lightning', 'pytorch_lightning']))"

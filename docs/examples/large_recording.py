@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.analysis.findings.model import Evidence, Finding, Severity
+from lightning_memprof.judge.model import Evidence, Finding, Severity
 from lightning_memprof.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.findings.model import Facts
+    from lightning_memprof.judge.model import Facts
 
 # Copying a recording to a laptop takes minutes from here on.
 NOTABLE_BYTES: Final = 10 * GIB

@@ -23,8 +23,8 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import printable
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.model import Run
-    from lightning_memprof.analysis.run.targets import Targets
+    from lightning_memprof.read.run.model import Run
+    from lightning_memprof.read.run.targets import Targets
     from lightning_memprof.report.document import Document
 
 Format = Literal["terminal", "json", "markdown"]
@@ -87,7 +87,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 def named_or_newest(targets: Sequence[str]) -> Sequence[str]:
     """Return the targets; if none, the newest run below the working directory, or that directory."""
-    from lightning_memprof.analysis.run.locate import newest_run
+    from lightning_memprof.read.run.locate import newest_run
 
     return targets or [str(newest_run(Path()))]
 
@@ -139,8 +139,8 @@ def opened_run(target: str) -> Iterator[Run]:
     """
     from msgspec.structs import replace
 
-    from lightning_memprof.analysis.run.fetch import local_run
-    from lightning_memprof.analysis.run.load import load_run
+    from lightning_memprof.read.run.fetch import local_run
+    from lightning_memprof.read.run.load import load_run
 
     with local_run(target) as found:
         yield replace(load_run(found.path), url=found.url)
@@ -149,7 +149,7 @@ def opened_run(target: str) -> Iterator[Run]:
 @contextmanager
 def opened_target(target: str) -> Iterator[Run | Targets]:
     """Read a run as :func:`opened_run` does, or find the traces and snapshots of a target without one."""
-    from lightning_memprof.analysis.run.targets import find_targets
+    from lightning_memprof.read.run.targets import find_targets
 
     if "://" not in target:
         targets = find_targets([Path(target)])

@@ -13,7 +13,7 @@ from lightning_memprof.cli.command import Command, add_format, opened_target, wr
 from lightning_memprof.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.compare.model import Side
+    from lightning_memprof.compare.model import Side
 
 _FAILED: Final = 1
 
@@ -34,7 +34,7 @@ def _add_options(parser: ArgumentParser) -> None:
 
 def _execute(options: Namespace) -> int:
     """Print the comparison; exit code 1 where a limit is exceeded or cannot be checked."""
-    from lightning_memprof.analysis.compare.comparison import check, compare, parse_limit
+    from lightning_memprof.compare.comparison import check, compare, parse_limit
     from lightning_memprof.report.printers.json import comparison_to_json
     from lightning_memprof.report.sections.comparison import comparison_document
 
@@ -51,8 +51,8 @@ def _execute(options: Namespace) -> int:
 @contextmanager
 def _side(target: str) -> Iterator[Side]:
     """Read one of the two targets."""
-    from lightning_memprof.analysis.compare.sides import run_side, snapshots_side, traces_side
-    from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.compare.sides import run_side, snapshots_side, traces_side
+    from lightning_memprof.read.run.model import Run
 
     with opened_target(target) as found:
         if isinstance(found, Run):

@@ -19,7 +19,7 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import quoted
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.read.run.model import Run
 
 
 _DESCRIPTION: Final = """\
@@ -72,7 +72,7 @@ def _execute(options: Namespace) -> int:
     from lightning_memprof.estimation.wanted import Wanted
 
     require_program(options.program)
-    from lightning_memprof.analysis.run.load import load_run
+    from lightning_memprof.read.run.load import load_run
     from lightning_memprof.report.printers.html import estimate_to_html
     from lightning_memprof.report.printers.json import estimate_to_json
 
@@ -108,7 +108,7 @@ def _execute(options: Namespace) -> int:
 
 def _device_of(run: Run) -> str | None:
     """Return the name of a run's device; None where the table of devices does not have it."""
-    from lightning_memprof.analysis.estimate import device_named
+    from lightning_memprof.account.estimate import device_named
 
     facts = run.lead.facts
     name = "cpu" if facts.is_cpu else str(facts.environment.get("device_name"))

@@ -18,7 +18,7 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.model import Run
+    from lightning_memprof.read.run.model import Run
     from lightning_memprof.report.export.stacks import Stack
     from lightning_memprof.report.export.tables import Table
 
@@ -88,7 +88,7 @@ def _execute(options: Namespace) -> int:
 
 @contextmanager
 def _source(target: str) -> Iterator[_Source]:
-    from lightning_memprof.analysis.run.targets import Targets
+    from lightning_memprof.read.run.targets import Targets
 
     with opened_target(target) as found:
         if isinstance(found, Targets):
@@ -127,18 +127,18 @@ def _tables(source: _Source) -> Iterator[Table]:
     if source.traces and source.snapshots:
         raise ConfigError("the tables of traces and snapshots have the same names: export one kind of file at a time")
     if source.traces:
-        from lightning_memprof.analysis.trace.report import trace_report
+        from lightning_memprof.read.trace.report import trace_report
 
         yield from trace_tables([trace_report(path) for path in source.traces])
     if source.snapshots:
-        from lightning_memprof.analysis.snapshot.report import snapshot_report
+        from lightning_memprof.read.snapshot.report import snapshot_report
 
         yield from snapshot_tables([snapshot_report(path) for path in source.snapshots])
 
 
 def _write_snapshot(source: _Source, out: Path) -> None:
     """Write the last snapshot, or the allocations of the last trace."""
-    from lightning_memprof.analysis.snapshot.reader import load_snapshot
+    from lightning_memprof.read.snapshot.reader import load_snapshot
     from lightning_memprof.report.export.memory_viz import history_of_trace, viewable, write_snapshot
     from lightning_memprof.report.export.write import whole_file
 
@@ -160,7 +160,7 @@ def _write_snapshot(source: _Source, out: Path) -> None:
 
 
 def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
-    from lightning_memprof.analysis.trace.threads import read_lanes
+    from lightning_memprof.read.trace.threads import read_lanes
     from lightning_memprof.report.export.stacks import Speedscope, write_folded
     from lightning_memprof.report.export.write import whole_file
 
@@ -195,8 +195,8 @@ def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
 
 def _memory_stacks(source: _Source) -> Iterator[tuple[str, Counter[Stack]]]:
     """Yield the stacks of live bytes at the peak, by device of each snapshot, else of each trace."""
-    from lightning_memprof.analysis.memory.allocations import window_allocations
-    from lightning_memprof.analysis.snapshot.report import snapshot_report
+    from lightning_memprof.account.memory.allocations import window_allocations
+    from lightning_memprof.read.snapshot.report import snapshot_report
     from lightning_memprof.report.export.stacks import holder_stacks, site_stacks
 
     for path in source.snapshots:

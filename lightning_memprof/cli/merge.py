@@ -15,7 +15,7 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import format_count
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.timeline.merge import Merged
+    from lightning_memprof.timeline.merge import Merged
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -51,8 +51,8 @@ def _trace_files(names: Sequence[str]) -> list[Path] | None:
         ArtifactError: a target is missing, or the targets are of different kinds.
         ReportError: a target is a snapshot, which has no timeline.
     """
-    from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.artifacts.remote import is_url
+    from lightning_memprof.read.run.targets import find_targets
 
     paths = [Path(name) for name in names]
     # The trace reader judges files that are named one by one; a file named twice is refused.
@@ -69,9 +69,9 @@ def _trace_files(names: Sequence[str]) -> list[Path] | None:
 
 
 def _merge_files(files: Sequence[Path], out: Path) -> Merged:
-    from lightning_memprof.analysis.timeline.clocks import align_traces
-    from lightning_memprof.analysis.timeline.merge import merge_traces
-    from lightning_memprof.analysis.timeline.sources import file_sources
+    from lightning_memprof.timeline.clocks import align_traces
+    from lightning_memprof.timeline.merge import merge_traces
+    from lightning_memprof.timeline.sources import file_sources
 
     with sigterm_as_ctrl_c():
         clocks = align_traces(files)
@@ -84,9 +84,9 @@ def _merge_files(files: Sequence[Path], out: Path) -> Merged:
 
 
 def _merge_run(target: str, out: Path, window: int | None, ranks: Sequence[int] | None) -> Merged:
-    from lightning_memprof.analysis.timeline.clocks import align_clocks
-    from lightning_memprof.analysis.timeline.merge import merge_traces
-    from lightning_memprof.analysis.timeline.sources import run_sources
+    from lightning_memprof.timeline.clocks import align_clocks
+    from lightning_memprof.timeline.merge import merge_traces
+    from lightning_memprof.timeline.sources import run_sources
 
     with sigterm_as_ctrl_c(), opened_run(target) as run:
         check_output(out, (artifact.file for artifact in run.artifacts), run.directory)

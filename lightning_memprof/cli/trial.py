@@ -115,7 +115,7 @@ def _execute(options: Namespace) -> int:
 
 
 def _largest(options: Namespace, output: Path | None) -> int:
-    from lightning_memprof.analysis.estimate import parse_bytes
+    from lightning_memprof.account.estimate import parse_bytes
     from lightning_memprof.report.printers.html import render_document
     from lightning_memprof.report.printers.json import batches_to_json
     from lightning_memprof.report.sections.trial import batches_document

@@ -34,7 +34,7 @@ def _add_options(parser: ArgumentParser) -> None:
 
 def _execute(options: Namespace) -> int:
     """Request a window and wait until rank 0 has planned it."""
-    from lightning_memprof.analysis.run.locate import find_run
+    from lightning_memprof.read.run.locate import find_run
 
     for name, value, least in (("active", options.active, 1), ("warmup", options.warmup, 0)):
         if value is not None and not least <= value <= MOST_STEPS:

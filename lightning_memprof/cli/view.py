@@ -31,7 +31,7 @@ from lightning_memprof.errors import ConfigError, ReportError
 from lightning_memprof.units import quoted
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.run.targets import Targets
+    from lightning_memprof.read.run.targets import Targets
     from lightning_memprof.report.perfetto import Served
 
 # A browser holds a trace as one string; beyond this size the page fails without a message.
@@ -102,8 +102,8 @@ def _execute(options: Namespace) -> int:
 
 def _prepare(names: Sequence[str], steps: Sequence[int] | None, folder: Path) -> Path:
     """Return one trace file to open; a new one is written to ``folder``."""
-    from lightning_memprof.analysis.run.targets import find_targets
     from lightning_memprof.artifacts.remote import is_url
+    from lightning_memprof.read.run.targets import find_targets
 
     paths = [Path(name) for name in names]
     targets = None if len(names) == 1 and (is_url(names[0]) or paths[0].is_file()) else find_targets(paths)
@@ -117,8 +117,8 @@ def _prepare(names: Sequence[str], steps: Sequence[int] | None, folder: Path) ->
 
 
 def _trace_file(path: Path, steps: Sequence[int] | None, folder: Path) -> Path:
-    from lightning_memprof.analysis.run.targets import file_kind
-    from lightning_memprof.analysis.trace.events import read_trace
+    from lightning_memprof.read.run.targets import file_kind
+    from lightning_memprof.read.trace.events import read_trace
 
     if file_kind(path) == "snapshot":
         raise ReportError(f"{path}: is a snapshot, which has no timeline; open it with lightning-memprof report")
@@ -129,7 +129,7 @@ def _trace_file(path: Path, steps: Sequence[int] | None, folder: Path) -> Path:
 
 
 def _cut(trace: Path, steps: Sequence[int], folder: Path) -> Path:
-    from lightning_memprof.analysis.timeline.merge import cut
+    from lightning_memprof.timeline.merge import cut
 
     # Uncompressed: the page reads it over loopback.
     part = folder / f"{trace.name.removesuffix('.gz').removesuffix('.json')}.steps.json"
@@ -139,9 +139,9 @@ def _cut(trace: Path, steps: Sequence[int], folder: Path) -> Path:
 
 def _merged_files(targets: Targets, steps: Sequence[int] | None, folder: Path) -> Path:
     """Merge trace files into one file."""
-    from lightning_memprof.analysis.timeline.clocks import align_traces
-    from lightning_memprof.analysis.timeline.merge import merge_traces
-    from lightning_memprof.analysis.timeline.sources import file_sources
+    from lightning_memprof.timeline.clocks import align_traces
+    from lightning_memprof.timeline.merge import merge_traces
+    from lightning_memprof.timeline.sources import file_sources
 
     traces = list(targets.traces)
     if not traces:
@@ -163,9 +163,9 @@ def _merged_files(targets: Targets, steps: Sequence[int] | None, folder: Path) -
 
 
 def _merged_run(target: str, steps: Sequence[int] | None, folder: Path) -> Path:
-    from lightning_memprof.analysis.timeline.clocks import align_clocks
-    from lightning_memprof.analysis.timeline.merge import merge_traces
-    from lightning_memprof.analysis.timeline.sources import run_sources
+    from lightning_memprof.timeline.clocks import align_clocks
+    from lightning_memprof.timeline.merge import merge_traces
+    from lightning_memprof.timeline.sources import run_sources
 
     with opened_run(target) as run:
         clocks = align_clocks(run)
@@ -261,7 +261,7 @@ def _tensorboard(options: Namespace) -> int:
         ConfigError: TensorBoard is not installed.
         ReportError: TensorBoard cannot show any of the files.
     """
-    from lightning_memprof.analysis.run.locate import shown_path
+    from lightning_memprof.read.run.locate import shown_path
 
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard: TensorBoard is not installed; pip install tensorboard torch-tb-profiler")
@@ -301,9 +301,9 @@ def tensorboard_directory(paths: Sequence[Path]) -> Path:
         ArtifactError: there is neither a run nor a trace.
         ReportError: TensorBoard cannot show any of the files.
     """
-    from lightning_memprof.analysis.run.load import load_run
-    from lightning_memprof.analysis.run.locate import has_several_runs, log_directory, trace_directory
-    from lightning_memprof.analysis.run.targets import find_targets
+    from lightning_memprof.read.run.load import load_run
+    from lightning_memprof.read.run.locate import has_several_runs, log_directory, trace_directory
+    from lightning_memprof.read.run.targets import find_targets
 
     if len(paths) == 1 and paths[0].is_dir() and has_several_runs(paths[0]):
         return paths[0].absolute()
@@ -321,7 +321,7 @@ def tensorboard_directory(paths: Sequence[Path]) -> Path:
 
 @contextlib.contextmanager
 def _local(names: Sequence[str]) -> Iterator[list[Path]]:
-    from lightning_memprof.analysis.run.fetch import local_run
+    from lightning_memprof.read.run.fetch import local_run
 
     if len(names) > 1:
         yield [Path(name) for name in names]

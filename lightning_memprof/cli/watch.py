@@ -15,9 +15,9 @@ from lightning_memprof.cli.command import RUN_HELP, Command, say
 from lightning_memprof.errors import ArtifactError, ConfigError, MemprofError
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.findings import Finding
-    from lightning_memprof.analysis.ledger.model import TimeLedger
-    from lightning_memprof.analysis.run.following import Follower
+    from lightning_memprof.account.ledger.model import TimeLedger
+    from lightning_memprof.judge import Finding
+    from lightning_memprof.read.run.following import Follower
     from lightning_memprof.report.sections.live import Watched
 
 # A pulse is written every few seconds: a shorter interval shows nothing new.
@@ -42,8 +42,8 @@ def _execute(options: Namespace) -> int:
 
     Reads only the run's files, and of these only new rows: it works on another node of a shared file system.
     """
-    from lightning_memprof.analysis.run.locate import find_run
     from lightning_memprof.artifacts.remote import is_url
+    from lightning_memprof.read.run.locate import find_run
 
     if not options.interval > 0:
         raise ConfigError(f"--interval {options.interval:g}: must be above 0 seconds")
@@ -64,8 +64,8 @@ class _Watcher:
     """A run and its findings."""
 
     def __init__(self, directory: Path) -> None:
-        from lightning_memprof.analysis.run.following import Follower
-        from lightning_memprof.analysis.run.locate import shown_path
+        from lightning_memprof.read.run.following import Follower
+        from lightning_memprof.read.run.locate import shown_path
 
         self.follower = Follower(directory)
         self._name = shown_path(directory)
@@ -96,8 +96,8 @@ class _Watcher:
         )
 
     def _examine(self) -> None:
-        from lightning_memprof.analysis.findings import Facts, Severity, examine
-        from lightning_memprof.analysis.run.load import load_run
+        from lightning_memprof.judge import Facts, Severity, examine
+        from lightning_memprof.read.run.load import load_run
 
         with suppress(MemprofError):  # a file is being written; it is readable at the next update
             facts = Facts.of(load_run(self.follower.directory, max_pulse_bytes=MAX_PULSE_BYTES))

@@ -17,10 +17,10 @@ import msgspec
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from msgspec.structs import replace
 
-from lightning_memprof.analysis import estimate as model
-from lightning_memprof.analysis.batches import largest_fitting
-from lightning_memprof.analysis.estimate import Alternative
+from lightning_memprof.account import estimate as model
+from lightning_memprof.account.estimate import Alternative
 from lightning_memprof.capture.observe import Link, wrapped
+from lightning_memprof.compare.batches import largest_fitting
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.changes import Change, combined, parse_change
 from lightning_memprof.estimation.construction import LargeOnMeta

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from msgspec.structs import replace
 from torch import nn
 
-from lightning_memprof.analysis.estimate import Conclusion, Device, Estimate, Host, Reserved
+from lightning_memprof.account.estimate import Conclusion, Device, Estimate, Host, Reserved
 from lightning_memprof.capture.observe import wrapped
 from lightning_memprof.capture.sources.batches import batch_samples
 from lightning_memprof.capture.sources.compiled import is_compiled

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.estimate import Device, device_named, device_of, parse_bytes
+from lightning_memprof.account.estimate import Device, device_named, device_of, parse_bytes
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.estimation.allocator_settings import environment_settings
 from lightning_memprof.units import format_bytes

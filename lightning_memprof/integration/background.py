@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lightning_memprof.analysis.ranks.summary import RankSummary, StepTime, WindowFiles, encode_summary, summarise
+from lightning_memprof.account.ranks.summary import RankSummary, StepTime, WindowFiles, encode_summary, summarise
 from lightning_memprof.artifacts.naming import summary_path
 from lightning_memprof.artifacts.own_program import own_program
 from lightning_memprof.artifacts.sink import ArtifactSpec, RunPlace

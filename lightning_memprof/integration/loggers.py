@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import ArtifactSpec, Sink
 from lightning_memprof.logs import logger_of
 from lightning_memprof.packages import lightning_class
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.printers.terminal import print_document
 from lightning_memprof.report.sections import run_document

@@ -9,15 +9,15 @@ from typing import Final
 
 import msgspec
 
-from lightning_memprof.analysis.findings import Finding, examine_files
-from lightning_memprof.analysis.findings.bound import nothing_in_files
-from lightning_memprof.analysis.findings.model import Severity, severity_of
-from lightning_memprof.analysis.run.locate import shown_path
-from lightning_memprof.analysis.run.problems import Problem
-from lightning_memprof.analysis.run.targets import Targets
-from lightning_memprof.analysis.snapshot.report import SnapshotReport, snapshot_report
-from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.judge import Finding, examine_files
+from lightning_memprof.judge.bound import nothing_in_files
+from lightning_memprof.judge.model import Severity, severity_of
+from lightning_memprof.read.run.locate import shown_path
+from lightning_memprof.read.run.problems import Problem
+from lightning_memprof.read.run.targets import Targets
+from lightning_memprof.read.snapshot.report import SnapshotReport, snapshot_report
+from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.report.document import Command
 from lightning_memprof.units import quoted
 
@@ -74,7 +74,7 @@ def read_files(
     problems: list[Problem] = []
     for path in traces:
         # numpy, which a page without traces spares
-        from lightning_memprof.analysis.trace.report import of_rank, trace_report
+        from lightning_memprof.read.trace.report import of_rank, trace_report
 
         try:
             report = trace_report(path, None if progress is None else _of_file(path, progress))
@@ -87,7 +87,7 @@ def read_files(
         except ArtifactError as error:
             problems.append(Problem(os.fspath(path), _without(error, path)))
     if len(read) > 1:
-        from lightning_memprof.analysis.ledger.ranks import across_ranks
+        from lightning_memprof.account.ledger.ranks import across_ranks
 
         read = [*across_ranks(read)]
     return FileReports(tuple(read), tuple(taken), tuple(problems))

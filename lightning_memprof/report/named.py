@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from lightning_memprof.analysis.run.model import Run
 from lightning_memprof.artifacts.series import RegionRow
+from lightning_memprof.read.run.model import Run
 
 START, END = "start", "end"
 

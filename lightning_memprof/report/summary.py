@@ -13,9 +13,9 @@ from lightning_memprof.errors import MemprofError, ReportError
 from lightning_memprof.units import MIB, format_list
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.memory.model import WindowAllocations
-    from lightning_memprof.analysis.run.model import ArtifactFile, Run
-    from lightning_memprof.analysis.trace.model import TraceReport
+    from lightning_memprof.account.memory.model import WindowAllocations
+    from lightning_memprof.read.run.model import ArtifactFile, Run
+    from lightning_memprof.read.trace.model import TraceReport
     from lightning_memprof.report.view import View
 
 # Training waits for the page: about three seconds of reading at most, whatever the number of ranks.
@@ -44,8 +44,8 @@ def print_summary(run_dir: Path, file: TextIO | None = None, *, url: str | None 
         ReportError: it cannot be produced; no other exception reaches the training.
     """
     try:
-        from lightning_memprof.analysis.findings import Severity
-        from lightning_memprof.analysis.run.load import load_run
+        from lightning_memprof.judge import Severity
+        from lightning_memprof.read.run.load import load_run
         from lightning_memprof.report.printers.terminal import print_document
         from lightning_memprof.report.sections import run_document
         from lightning_memprof.report.view import run_view
@@ -73,7 +73,7 @@ def _print_line(view: View, file: TextIO) -> None:
 
 def _traces(run: Run) -> tuple[TraceReport, ...]:
     """Return the report of the lead rank's first trace, none where it is large or cannot be read."""
-    from lightning_memprof.analysis.trace.report import of_rank, trace_report
+    from lightning_memprof.read.trace.report import of_rank, trace_report
 
     with suppress(MemprofError):
         return tuple(
@@ -84,7 +84,7 @@ def _traces(run: Run) -> tuple[TraceReport, ...]:
 
 def _allocations(run: Run) -> tuple[WindowAllocations, ...]:
     """Return the allocations in the lead rank's first trace, where it is small: they name what stays live."""
-    from lightning_memprof.analysis.memory.allocations import run_allocations
+    from lightning_memprof.account.memory.allocations import run_allocations
 
     return run_allocations(replace(run, artifacts=tuple(_first_small_trace(run, MAX_ALLOCATIONS_BYTES))))
 
@@ -119,7 +119,7 @@ def without_unfinished(run: Run) -> Run:
 
     Partial data of such a rank is not comparable with the whole of the others. Where no rank has ended, all stay.
     """
-    from lightning_memprof.analysis.run.problems import Note
+    from lightning_memprof.read.run.problems import Note
 
     finished = tuple(rank for rank in run.ranks if rank.status != "running or killed")
     late = [rank.rank for rank in run.ranks if rank not in finished]

@@ -10,43 +10,43 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.findings import Facts, Finding, examine
-from lightning_memprof.analysis.ledger.growth import left_by_windows
-from lightning_memprof.analysis.ledger.memory import ByteLedger
-from lightning_memprof.analysis.ledger.model import TimeLedger
-from lightning_memprof.analysis.ledger.peaks import Peaks
-from lightning_memprof.analysis.memory.model import WindowAllocations
-from lightning_memprof.analysis.memory.report import MemoryReport, memory_report
-from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
-from lightning_memprof.analysis.ranks.hangs import first_exception
-from lightning_memprof.analysis.ranks.report import RankReport
-from lightning_memprof.analysis.run.locate import (
-    find_run,
-    is_run_directory,
-    log_directory,
-    shown_place,
-    trace_directory,
-)
-from lightning_memprof.analysis.run.model import Rank, RecordedWindow, Run
-from lightning_memprof.analysis.run.problems import Note, Problem
-from lightning_memprof.analysis.snapshot.report import SnapshotReport
-from lightning_memprof.analysis.steps.events import StepEvents, rank_events
-from lightning_memprof.analysis.steps.pauses import Pauses, pauses
-from lightning_memprof.analysis.steps.statistics import (
+from lightning_memprof.account.ledger.growth import left_by_windows
+from lightning_memprof.account.ledger.memory import ByteLedger
+from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.ledger.peaks import Peaks
+from lightning_memprof.account.memory.model import WindowAllocations
+from lightning_memprof.account.memory.report import MemoryReport, memory_report
+from lightning_memprof.account.oom.autopsy import Autopsy, autopsies
+from lightning_memprof.account.ranks.hangs import first_exception
+from lightning_memprof.account.ranks.report import RankReport
+from lightning_memprof.account.steps.events import StepEvents, rank_events
+from lightning_memprof.account.steps.pauses import Pauses, pauses
+from lightning_memprof.account.steps.statistics import (
     DeviceMemory,
     HostMemory,
     PulseStatistics,
     StepReport,
     window_steps,
 )
-from lightning_memprof.analysis.steps.system import RankSystem, systems
-from lightning_memprof.analysis.steps.throughput import RankThroughput, throughputs
-from lightning_memprof.analysis.trace.model import TraceReport
-from lightning_memprof.analysis.trial import Trial, tried_words
+from lightning_memprof.account.steps.system import RankSystem, systems
+from lightning_memprof.account.steps.throughput import RankThroughput, throughputs
 from lightning_memprof.artifacts.files import read_object
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, TRIED, parse_numbered
 from lightning_memprof.artifacts.series import HangRow
+from lightning_memprof.compare.trial import Trial, tried_words
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.judge import Facts, Finding, examine
+from lightning_memprof.read.run.locate import (
+    find_run,
+    is_run_directory,
+    log_directory,
+    shown_place,
+    trace_directory,
+)
+from lightning_memprof.read.run.model import Rank, RecordedWindow, Run
+from lightning_memprof.read.run.problems import Note, Problem
+from lightning_memprof.read.snapshot.report import SnapshotReport
+from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.report.document import Command
 from lightning_memprof.report.named import NamedMoment, named_moments
 from lightning_memprof.units import quoted
@@ -166,7 +166,7 @@ def run_view(
     Args:
         run: the run.
         allocations: its allocations over time; empty where they were not read, which takes as long as its traces are.
-        max_memory_bytes: as ``max_bytes`` of :func:`lightning_memprof.analysis.memory.report.memory_report`.
+        max_memory_bytes: as ``max_bytes`` of :func:`lightning_memprof.account.memory.report.memory_report`.
         traces: those of its traces that were analysed.
         snapshots: those of its snapshots that were analysed.
         measure: returns what this machine reaches; None in a training run, which a measurement would slow down.

@@ -198,9 +198,9 @@ def _render(request: Mapping[str, Any]) -> str:
 
     runs = [(Path(run["directory"]), Path(run["top"]), str(run["label"])) for run in request["runs"]]
     if len(runs) == 2:
-        from lightning_memprof.analysis.compare.comparison import compare
-        from lightning_memprof.analysis.compare.sides import run_side
-        from lightning_memprof.analysis.run.confined import load_confined
+        from lightning_memprof.compare.comparison import compare
+        from lightning_memprof.compare.sides import run_side
+        from lightning_memprof.read.run.confined import load_confined
         from lightning_memprof.report.sections.comparison import comparison_document
 
         a, b = (run_side(load_confined(directory, top), label) for directory, top, label in runs)

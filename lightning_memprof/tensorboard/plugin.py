@@ -14,9 +14,9 @@ from tensorboard.plugins import base_plugin
 from werkzeug.utils import send_file
 from werkzeug.wrappers import Request, Response
 
-from lightning_memprof.analysis.run.confined import run_files
-from lightning_memprof.analysis.run.model import ArtifactFile
 from lightning_memprof.errors import MemprofError
+from lightning_memprof.read.run.confined import run_files
+from lightning_memprof.read.run.model import ArtifactFile
 from lightning_memprof.tensorboard.pages import PageRequest, Pages
 from lightning_memprof.tensorboard.runs import FoundRun, LiveRuns, RunList, revision
 

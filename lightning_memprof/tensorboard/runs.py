@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from lightning_memprof.analysis.run.confined import refuse_links
-from lightning_memprof.analysis.run.following import Follower
-from lightning_memprof.analysis.run.locate import MAX_DEPTH, MAX_DIRECTORIES
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import EndRow, Manifest, WindowRow, read_manifest
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, manifest_name, parse_manifest_name, pulse_name
 from lightning_memprof.artifacts.pulse import parse_pulse_row
+from lightning_memprof.read.run.confined import refuse_links
+from lightning_memprof.read.run.following import Follower
+from lightning_memprof.read.run.locate import MAX_DEPTH, MAX_DIRECTORIES
 from lightning_memprof.report.document import Chart, Document, Lines, Part, Stack, Table
 from lightning_memprof.report.printers.layout import tops
 from lightning_memprof.report.printers.values import cell_text, words_text

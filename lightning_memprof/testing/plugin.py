@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import pytest
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.compare.significance import PairedChange
     from lightning_memprof.capture.observe import Link
+    from lightning_memprof.compare.significance import PairedChange
     from lightning_memprof.testing.budgets import Budget
     from lightning_memprof.testing.figures import Figures
 
@@ -167,7 +167,7 @@ class Memprof:
         Returns:
             The change of the time from ``b`` to ``a``.
         """
-        from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS, paired_change
+        from lightning_memprof.compare.significance import FEWEST_PAIRS, paired_change
         from lightning_memprof.errors import ConfigError
         from lightning_memprof.testing.budgets import parse_share
 
@@ -305,8 +305,8 @@ def _runs(directory: Path) -> list[Path]:
 
 
 def _trainings(recording: _MarkedTest) -> list[Figures]:
-    from lightning_memprof.analysis.run.load import load_run
     from lightning_memprof.capture.sources.compiled import graph_breaks
+    from lightning_memprof.read.run.load import load_run
     from lightning_memprof.testing.figures import figures_of
 
     runs = _runs(recording.directory)

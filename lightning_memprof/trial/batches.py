@@ -10,9 +10,9 @@ from typing import Final
 
 import psutil
 
-from lightning_memprof.analysis.batches import Batches, TriedBatch, largest_fitting
-from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.capture.sources.memory import cgroup_memory
+from lightning_memprof.compare.batches import Batches, TriedBatch, largest_fitting
+from lightning_memprof.compare.trial import Measured
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.trial.process import run_task
 from lightning_memprof.trial.remedies import parse_remedy

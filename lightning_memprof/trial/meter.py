@@ -18,10 +18,10 @@ from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
-from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.capture.loader_workers import worker_memory, worker_pids
 from lightning_memprof.capture.observe import Link, replaced, without_torch_function
 from lightning_memprof.capture.sources.memory import peak_rss_bytes
+from lightning_memprof.compare.trial import Measured
 from lightning_memprof.trial.remedies import batch_samples, parse_remedy, set_batch_samples
 from lightning_memprof.trial.remedy import RefusedError, Remedy
 from lightning_memprof.trial.seeds import make_repeatable

@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 import psutil
 
-from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.artifacts.own_program import uninterrupted
+from lightning_memprof.compare.trial import Measured
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation import aliases
 from lightning_memprof.trial.attach import VARIABLE

@@ -24,8 +24,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import setup
 
-from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.capture.observe import Link, original_of, replaced
+from lightning_memprof.compare.trial import Measured
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.estimation.program import run_program
 from lightning_memprof.integration.callback import AttachedCallback, MemProfilerCallback

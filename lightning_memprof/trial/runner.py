@@ -16,10 +16,10 @@ from typing import Final
 import psutil
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS
-from lightning_memprof.analysis.findings import Finding
-from lightning_memprof.analysis.trial import Measured, Outcome, Trial, equality, outcome
+from lightning_memprof.compare.significance import FEWEST_PAIRS
+from lightning_memprof.compare.trial import Measured, Outcome, Trial, equality, outcome
 from lightning_memprof.errors import ConfigError, MemprofError
+from lightning_memprof.judge import Finding
 from lightning_memprof.trial.process import CAN_STOP, LateError, run_in_turns, run_task, started
 from lightning_memprof.trial.remedies import advised, parse_remedy
 from lightning_memprof.trial.remedy import Remedy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import msgspec
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trial import Measured
+    from lightning_memprof.compare.trial import Measured
 
 
 SEED: Final = 20_251

@@ -58,12 +58,12 @@ class Analysis(NamedTuple):
 
 PROGRAMS: Final = {
     "decode": Analysis(
-        "from pathlib import Path\nfrom lightning_memprof.analysis.trace.columns import read_columns" + TELL,
+        "from pathlib import Path\nfrom lightning_memprof.read.trace.columns import read_columns" + TELL,
         "found = read_columns(Path(path), tell)",
         "found.events",
     ),
     "ours": Analysis(
-        "from pathlib import Path\nfrom lightning_memprof.analysis.trace.report import trace_report" + TELL,
+        "from pathlib import Path\nfrom lightning_memprof.read.trace.report import trace_report" + TELL,
         "found = trace_report(Path(path), tell)",
         "found.events",
     ),

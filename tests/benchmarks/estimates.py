@@ -32,7 +32,7 @@ from estimate_devices import publish_devices
 from part import Target, judged, progress, publish, targets
 from torch import nn
 
-from lightning_memprof.analysis.estimate import device_of
+from lightning_memprof.account.estimate import device_of
 from lightning_memprof.estimation.construction import LargeOnMeta
 from lightning_memprof.estimation.simulation import simulate
 from lightning_memprof.estimation.trainer import Fit
@@ -40,7 +40,7 @@ from lightning_memprof.units import MIB
 from measured import table
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.estimate import Estimate
+    from lightning_memprof.account.estimate import Estimate
 
 VARIABLE: Final = "MEMPROF_ESTIMATE_RUNS"
 IMAGE: Final = (3, 86, 86)

@@ -36,8 +36,8 @@ with open(sys.argv[1], "w", encoding="utf-8") as stream:
 OURS = """
 import sys
 from pathlib import Path
-from lightning_memprof.analysis.timeline.merge import merge_traces
-from lightning_memprof.analysis.timeline.events import Source
+from lightning_memprof.timeline.merge import merge_traces
+from lightning_memprof.timeline.events import Source
 sources = [Source(label=f"rank {at} · host", sort=at, trace=Path(path)) for at, path in enumerate(sys.argv[2:])]
 merge_traces(sources, Path(sys.argv[1]))
 """

@@ -34,7 +34,7 @@ from bare import SKIPPED
 from page_commands import ENVIRONMENT, command
 from part import Target, judged, progress, publish, targets
 
-from lightning_memprof.analysis.compare.significance import PairedChange, paired_change
+from lightning_memprof.compare.significance import PairedChange, paired_change
 from measured import table
 
 SLICE_S: Final = 0.5

@@ -25,8 +25,8 @@ from part import Target, judged, progress, publish, targets
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memprof.analysis.compare.significance import FEWEST_PAIRS, PairedChange, paired_change
-from lightning_memprof.analysis.trial import Equality, Measured, Outcome, outcome
+from lightning_memprof.compare.significance import FEWEST_PAIRS, PairedChange, paired_change
+from lightning_memprof.compare.trial import Equality, Measured, Outcome, outcome
 from lightning_memprof.trial.meter import Meter
 from lightning_memprof.trial.process import run_in_turns, started
 from lightning_memprof.trial.task import Task

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.analysis.memory.block_lives import BlockLives
+from lightning_memprof.account.memory.block_lives import BlockLives
 from lightning_memprof.report.charts.embed import Chart, chart_resources
 from lightning_memprof.report.charts.holders import holders_chart
 from lightning_memprof.report.charts.memory import memory_chart

@@ -12,10 +12,10 @@ import pytest
 from corpus_files import TRACES
 from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
-from lightning_memprof.analysis.timeline.events import Source
-from lightning_memprof.analysis.timeline.merge import merge_traces
-from lightning_memprof.analysis.timeline.sources import run_sources
 from lightning_memprof.report.perfetto import serve_trace
+from lightning_memprof.timeline.events import Source
+from lightning_memprof.timeline.merge import merge_traces
+from lightning_memprof.timeline.sources import run_sources
 from ranks import launch
 
 pytestmark = pytest.mark.browser

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from corpus_files import TRACES, recorded_file, reference_figures
-from lightning_memprof.analysis.ledger.model import DevicePart
-from lightning_memprof.analysis.trace.model import GpuTimes, KernelKind, TraceReport
-from lightning_memprof.analysis.trace.report import trace_report
+from lightning_memprof.account.ledger.model import DevicePart
 from lightning_memprof.artifacts.trace_rewriting import tensorboard_categories
+from lightning_memprof.read.trace.model import GpuTimes, KernelKind, TraceReport
+from lightning_memprof.read.trace.report import trace_report
 
 pytestmark = pytest.mark.corpus
 

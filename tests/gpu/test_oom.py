@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from lightning_memprof import MemProfilerCallback, OutputOptions
-from lightning_memprof.analysis.findings.model import Facts
-from lightning_memprof.analysis.oom.autopsy import Autopsy, autopsies
-from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.account.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.oom import OOMAutopsy, OomWatch
 from lightning_memprof.capture.session import Session
 from lightning_memprof.collectors import Pulse
+from lightning_memprof.judge.model import Facts
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.schedule import Action
 from lightning_memprof.units import MIB
 from recorded_rows import read_pulse

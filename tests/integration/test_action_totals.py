@@ -17,15 +17,15 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.collectors import HookTimings, Pulse
+from lightning_memprof.read.run.load import load_run
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_memprof.analysis.run.model import Rank
+    from lightning_memprof.read.run.model import Rank
 
 MS = 1_000_000
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memprof import MemProfilerCallback, Schedule
-from lightning_memprof.analysis.memory.allocations import window_allocations
-from lightning_memprof.analysis.snapshot.reader import read_snapshot
-from lightning_memprof.analysis.snapshot.replay import replay
+from lightning_memprof.account.memory.allocations import window_allocations
 from lightning_memprof.cli.main import main
+from lightning_memprof.read.snapshot.reader import read_snapshot
+from lightning_memprof.read.snapshot.replay import replay
 from training import trainer
 
 

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from lightning_memprof.analysis.memory.allocations import run_allocations
-from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.account.memory.allocations import run_allocations
 from lightning_memprof.artifacts.naming import manifest_name, pulse_name, series_path
 from lightning_memprof.demo.train import train_demo
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.read.run.load import load_run
 from recorded_rows import read_pulse, read_rows, read_series
 
 STEPS = 8

@@ -21,10 +21,10 @@ from torch import nn
 
 from faults import Samples, Steady, Training, findings_of, findings_of_run
 from lightning_memprof import ExtendedPyTorchProfiler, Schedule
-from lightning_memprof.analysis.findings import Finding, Severity
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import Holders, HookTimings, Pulse, SavedTensors
+from lightning_memprof.judge import Finding, Severity
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import MIB
 from ranks import launch

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.analysis.findings import Facts
-from lightning_memprof.analysis.findings.bound import nothing_found
 from lightning_memprof.cli.main import main
+from lightning_memprof.judge import Facts
+from lightning_memprof.judge.bound import nothing_found
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.view import View
 from training import only_run, trainer

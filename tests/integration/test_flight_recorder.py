@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.ranks.hangs import difference
-from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.account.ranks.hangs import difference
 from lightning_memprof.artifacts.naming import collectives_name
+from lightning_memprof.read.run.load import load_run
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

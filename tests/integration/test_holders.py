@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 import leaking
 from leaking import LEAKS, SIZE, Images, InCallback, InCpp, Leaking
 from lightning_memprof import MemProfilerCallback, OutputOptions, StageSchedules
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.trigger import Request, write_request
 from lightning_memprof.collectors import Holders, Pulse
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import run_view
 from training import Noise, loader, only_run, trainer

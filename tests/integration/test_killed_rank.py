@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_memprof import load_run
-from lightning_memprof.analysis.ranks.summary import read_summary
-from lightning_memprof.analysis.trace.communication import collectives
+from lightning_memprof.account.ranks.summary import read_summary
+from lightning_memprof.read.trace.communication import collectives
 from lightning_memprof.report.view import run_view
 from recorded_rows import read_events, read_series
 from training import only_run

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.analysis.memory.report import NO_OPTIMIZER_STEP
+from lightning_memprof.account.memory.report import NO_OPTIMIZER_STEP
 from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import ModuleMemory, Pulse, SavedTensors
 from training import Perceptron, loader, trainer

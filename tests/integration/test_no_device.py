@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_memprof import Collector, ConfigError, MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.capture.sources.memory import memory_stats, without_statistics
 from lightning_memprof.collectors import AllocatorHistory, AllocatorStats, FunctionMemory
+from lightning_memprof.read.run.load import load_run
 from training import Perceptron, loader, manifest, only_run, rows_of, trainer
 
 if TYPE_CHECKING:

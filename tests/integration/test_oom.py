@@ -20,13 +20,13 @@ from torch import nn
 from corpus_files import recorded_file, reference_figures
 from fake_devices import FakeCuda
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.analysis.snapshot.restricted_pickle import read_pickle
 from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
 from lightning_memprof.capture.collectors.oom import OOMAutopsy
 from lightning_memprof.collectors import Pulse
 from lightning_memprof.integration import context as run_context
+from lightning_memprof.read.run.load import load_run
+from lightning_memprof.read.snapshot.restricted_pickle import read_pickle
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import GIB, MIB

@@ -18,12 +18,12 @@ from lightning.pytorch import Callback
 
 from fake_runs import make_run
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
-from lightning_memprof.analysis.run.fetch import local_run
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts import remote, upload
 from lightning_memprof.cli.show import show
 from lightning_memprof.collectors import HostMemory
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.read.run.fetch import local_run
+from lightning_memprof.read.run.load import load_run
 from ranks import launch
 from s3 import BUCKET, S3Server, s3_server
 from training import Perceptron, loader, only_run, rows_of, trainer

@@ -18,8 +18,8 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader
 
 from lightning_memprof import MemProfilerCallback, Schedule, load_run
-from lightning_memprof.analysis.steps.events import StepEvents, rank_events
-from lightning_memprof.analysis.steps.pauses import pauses
+from lightning_memprof.account.steps.events import StepEvents, rank_events
+from lightning_memprof.account.steps.pauses import pauses
 from lightning_memprof.collectors import GarbageCollection, HookTimings, Pulse
 from training import Noise, Perceptron, trainer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memprof.analysis.ranks.summary import read_summary
+from lightning_memprof.account.ranks.summary import read_summary
 from lightning_memprof.artifacts.naming import summary_path
 from lightning_memprof.cli.main import main
 from ranks import launch

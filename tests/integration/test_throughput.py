@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.collectors import Pulse, SystemStats, Throughput
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 from recorded_rows import read_series

@@ -18,8 +18,8 @@ from textwrap import dedent
 import psutil
 import pytest
 
-from lightning_memprof.analysis.trial import Measured
 from lightning_memprof.cli.main import main
+from lightning_memprof.compare.trial import Measured
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.trial.process import run_in_turns, run_task, started
 from lightning_memprof.trial.runner import Wanted, try_program

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memprof.analysis.trial import Measured
+from lightning_memprof.compare.trial import Measured
 from lightning_memprof.trial.process import run_task
 from lightning_memprof.trial.task import Task
 

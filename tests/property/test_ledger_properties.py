@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from corpus_files import CORPUS, TRACES
 from fake_runs import HEALTHY, FakeRun, make_run
 from ledger_lines import out_of_bounds
-from lightning_memprof.analysis.findings import Facts, examine, examine_files
-from lightning_memprof.analysis.ledger.memory import ByteLedger, snapshot_bytes
-from lightning_memprof.analysis.ledger.model import TimeLedger
-from lightning_memprof.analysis.memory.report import memory_report
-from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.analysis.snapshot.report import snapshot_report
-from lightning_memprof.analysis.trace.model import TraceReport
-from lightning_memprof.analysis.trace.report import trace_report
+from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
+from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.memory.report import memory_report
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.judge import Facts, examine, examine_files
+from lightning_memprof.read.run.load import load_run
+from lightning_memprof.read.snapshot.report import snapshot_report
+from lightning_memprof.read.trace.model import TraceReport
+from lightning_memprof.read.trace.report import trace_report
 
 RECORDED: Final = Path(__file__).parents[1] / "golden" / "recorded"
 NEAR: Final = 1e-3

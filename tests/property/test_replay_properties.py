@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memprof.analysis.snapshot.reader import parse_snapshot
-from lightning_memprof.analysis.snapshot.replay import replay
-from lightning_memprof.analysis.snapshot.restricted_pickle import read_pickle
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.read.snapshot.reader import parse_snapshot
+from lightning_memprof.read.snapshot.replay import replay
+from lightning_memprof.read.snapshot.restricted_pickle import read_pickle
 
 PROFILE = settings(max_examples=60)
 STACKS = [[], *([{"filename": f"/home/a/{name}.py", "line": 1, "name": "f"}] for name in "abc")]

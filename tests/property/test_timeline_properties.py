@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kineto import write_trace
-from lightning_memprof.analysis.timeline.events import Source
-from lightning_memprof.analysis.timeline.merge import merge_traces
+from lightning_memprof.timeline.events import Source
+from lightning_memprof.timeline.merge import merge_traces
 
 BASE = 1_750_000_000_000_000_000
 PROFILE = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])

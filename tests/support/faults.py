@@ -12,17 +12,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.analysis.memory.allocations import run_allocations
-from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.account.memory.allocations import run_allocations
 from lightning_memprof.collectors import GarbageCollection, HookTimings, Pulse
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.view import run_view
 from training import only_run, trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning_memprof.analysis.findings import Finding
     from lightning_memprof.capture.base import Collector
+    from lightning_memprof.judge import Finding
 
 
 STEP_SECONDS = 0.015

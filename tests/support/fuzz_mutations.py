@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from fuzz_targets import BETWEEN
-from lightning_memprof.analysis.snapshot.restricted_pickle import Limits, read_pickle
+from lightning_memprof.read.snapshot.restricted_pickle import Limits, read_pickle
 from mutations import changed, damaged
 
 _MOST: Final = 1 << 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_memprof.analysis.ledger.model import TimeLedger
+from lightning_memprof.account.ledger.model import TimeLedger
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.findings import Finding
-    from lightning_memprof.analysis.ledger.memory import ByteLedger
+    from lightning_memprof.account.ledger.memory import ByteLedger
+    from lightning_memprof.judge import Finding
 
 
 PASSES: Final = ("forward", "backward")

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.ranks.summary import Arrivals, Figures, RankSummary, encode_summary
+from lightning_memprof.account.ranks.summary import Arrivals, Figures, RankSummary, encode_summary
 from lightning_memprof.artifacts.naming import manifest_name, pulse_name, summary_path
 from lightning_memprof.units import GIB, MIB
 

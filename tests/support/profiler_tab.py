@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from corpus_files import CORPUS, recorded_file
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.analysis.trace.events import read_trace
 from lightning_memprof.artifacts.trace_rewriting import tensorboard_categories
+from lightning_memprof.read.trace.events import read_trace
 from ranks import launch
 from tensorboard_server import tensorboard
 from training import Perceptron, loader, trainer
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from lightning_memprof.analysis.trace.model import TraceStep
+    from lightning_memprof.read.trace.model import TraceStep
 
 
 # Recorded on GPUs of three kinds, by torch of three years.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from file_operations import Recorder
 from lightning_memprof import Budget, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.collectors import (
     FunctionMemory,
     HookTimings,
@@ -19,6 +18,7 @@ from lightning_memprof.collectors import (
     SavedTensors,
     SystemStats,
 )
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.opened import OpenOptions, opened
 from lightning_memprof.report.written import PAGE_NAME, write_page
 from training import Perceptron, loader, only_run, trainer

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_memprof.analysis.trace.events import OperatorEvent, Trace
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.pulse import decode_pulse
 from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.artifacts.series import PulseRow
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.read.trace.events import OperatorEvent, Trace
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.cli.main import main
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.summary import print_autopsy
 from lightning_memprof.units import GIB
 from many_ranks import make_many_ranks

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from lightning_memprof.analysis.trace.model import (
+from lightning_memprof.read.trace.model import (
     Cause,
     CollectiveTotals,
     GpuTimes,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import fault
     import moments
 
-    from lightning_memprof.analysis.run.model import ArtifactFile, Rank, Run
+    from lightning_memprof.read.run.model import ArtifactFile, Rank, Run
 
 
 KILLED = -9

@@ -14,15 +14,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from lightning_memprof.analysis.findings.gpu.busy import busy
-from lightning_memprof.analysis.memory.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
-from lightning_memprof.analysis.run.model import Run
-from lightning_memprof.analysis.snapshot.reader import read_snapshot
-from lightning_memprof.analysis.snapshot.replay import replay
-from lightning_memprof.analysis.snapshot.report import SnapshotReport
-from lightning_memprof.analysis.trace.device import device_timeline
-from lightning_memprof.analysis.trace.model import TraceReport
+from lightning_memprof.account.memory.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.judge.gpu.busy import busy
+from lightning_memprof.read.run.model import Run
+from lightning_memprof.read.snapshot.reader import read_snapshot
+from lightning_memprof.read.snapshot.replay import replay
+from lightning_memprof.read.snapshot.report import SnapshotReport
+from lightning_memprof.read.trace.device import device_timeline
+from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.report.charts.embed import Chart
 from lightning_memprof.report.charts.holders import holder_path, holders_chart, site_path
 from lightning_memprof.report.charts.memory import memory_chart

@@ -11,9 +11,9 @@ import msgspec
 from bokeh.core.properties import value
 from bokeh.models import ColumnDataSource, HoverTool, Range1d
 
-from lightning_memprof.analysis.memory.model import Site
-from lightning_memprof.analysis.snapshot.replay import Holder
-from lightning_memprof.analysis.stacks import is_library, parse_frame
+from lightning_memprof.account.memory.model import Site
+from lightning_memprof.read.snapshot.replay import Holder
+from lightning_memprof.read.stacks import is_library, parse_frame
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import bytes_ticks, new_figure
 from lightning_memprof.report.printers.values import clean

@@ -15,7 +15,7 @@ from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-from lightning_memprof.analysis.memory.block_lives import KINDS, BlockLives, live_by_kind
+from lightning_memprof.account.memory.block_lives import KINDS, BlockLives, live_by_kind
 from lightning_memprof.report.charts.embed import Chart, Extra, made
 from lightning_memprof.report.charts.style import (
     MARK,

@@ -12,7 +12,7 @@ from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-from lightning_memprof.analysis.ranks.report import RankReport, RankTimes
+from lightning_memprof.account.ranks.report import RankReport, RankTimes
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (

@@ -10,9 +10,9 @@ from bokeh.models import ColumnDataSource
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
-from lightning_memprof.analysis.run.model import Rank
-from lightning_memprof.analysis.steps.statistics import Timing, device_timing, host_timing
+from lightning_memprof.account.steps.statistics import Timing, device_timing, host_timing
 from lightning_memprof.artifacts.series import PHASES, PulseRow
+from lightning_memprof.read.run.model import Rank
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
     MARK,

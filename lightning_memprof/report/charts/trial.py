@@ -7,7 +7,7 @@ from typing import Final
 from bokeh.models import ColumnDataSource, FactorRange, NumeralTickFormatter
 from bokeh.models.annotations import Span
 
-from lightning_memprof.analysis.trial import Trial
+from lightning_memprof.compare.trial import Trial
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import MARK, Renderer, colour, hover, legend, new_figure
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from lightning_memprof.analysis.memory.columns import (
+from lightning_memprof.account.memory.columns import (
     DeviceMemory,
     MemoryColumns,
     Origin,
@@ -23,8 +23,8 @@ from lightning_memprof.analysis.memory.columns import (
     counted_bytes,
     read_memory,
 )
-from lightning_memprof.analysis.snapshot.reader import parse_snapshot
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.read.snapshot.reader import parse_snapshot
 
 PROTOCOL: Final = 4
 _MOST_DEVICES: Final = 1024

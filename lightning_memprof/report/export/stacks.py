@@ -12,12 +12,12 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from lightning_memprof.analysis.memory.model import Site
-from lightning_memprof.analysis.snapshot.replay import Holder
-from lightning_memprof.analysis.stacks import parse_frame
+from lightning_memprof.account.memory.model import Site
+from lightning_memprof.read.snapshot.replay import Holder
+from lightning_memprof.read.stacks import parse_frame
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.trace.threads import Lane, Lanes
+    from lightning_memprof.read.trace.threads import Lane, Lanes
 
 _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
 _UNKNOWN: Final = "(unknown)"

@@ -14,8 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.estimate import Estimate
-from lightning_memprof.analysis.trial import Trial
+from lightning_memprof.account.estimate import Estimate
+from lightning_memprof.compare.trial import Trial
 from lightning_memprof.report.charts import charts, file_charts
 from lightning_memprof.report.charts.embed import Chart, chart_resources
 from lightning_memprof.report.charts.steps import live_chart

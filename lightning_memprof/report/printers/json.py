@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from lightning_memprof.analysis.ledger.growth import who_holds
-from lightning_memprof.analysis.ledger.memory import ByteLedger, snapshot_bytes
-from lightning_memprof.analysis.ledger.model import TimeLedger, total
-from lightning_memprof.analysis.memory.report import CATEGORIES, MemoryReport, RankMemory
-from lightning_memprof.analysis.run.locate import shown_place
-from lightning_memprof.analysis.steps.events import PARTS, StepEvents, event_totals
-from lightning_memprof.analysis.steps.statistics import mean
-from lightning_memprof.analysis.steps.workers import workers
+from lightning_memprof.account.ledger.growth import who_holds
+from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
+from lightning_memprof.account.ledger.model import TimeLedger, total
+from lightning_memprof.account.memory.report import CATEGORIES, MemoryReport, RankMemory
+from lightning_memprof.account.steps.events import PARTS, StepEvents, event_totals
+from lightning_memprof.account.steps.statistics import mean
+from lightning_memprof.account.steps.workers import workers
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.artifacts.series import PHASES, HangRow, HolderRow, columns_of
+from lightning_memprof.read.run.locate import shown_place
 from lightning_memprof.report.document import Cell, Document, Phrase, Words
 from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections.memory import peak_allocations
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.batches import Batches
-    from lightning_memprof.analysis.compare.comparison import Outcome
-    from lightning_memprof.analysis.compare.model import Comparison
-    from lightning_memprof.analysis.estimate import Estimate
-    from lightning_memprof.analysis.memory.functions import FunctionReport
-    from lightning_memprof.analysis.run.model import Rank
-    from lightning_memprof.analysis.snapshot.report import DeviceReport, SnapshotReport
-    from lightning_memprof.analysis.trace.model import TraceReport
-    from lightning_memprof.analysis.trial import Trial
+    from lightning_memprof.account.estimate import Estimate
+    from lightning_memprof.account.memory.functions import FunctionReport
+    from lightning_memprof.compare.batches import Batches
+    from lightning_memprof.compare.comparison import Outcome
+    from lightning_memprof.compare.model import Comparison
+    from lightning_memprof.compare.trial import Trial
+    from lightning_memprof.read.run.model import Rank
+    from lightning_memprof.read.snapshot.report import DeviceReport, SnapshotReport
+    from lightning_memprof.read.trace.model import TraceReport
     from lightning_memprof.report.view import RankView, View
 
 # A window has thousands of allocation sites, nearly all of a few bytes; a trace thousands of kernels, a snapshot

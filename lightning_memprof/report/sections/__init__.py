@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from lightning_memprof.analysis.findings.gpu.busy import busy
 from lightning_memprof.artifacts.manifest import TrainingFacts
 from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.judge.gpu.busy import busy
 from lightning_memprof.report.document import (
     Cell,
     Document,

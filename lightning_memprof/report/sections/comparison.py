@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from lightning_memprof.analysis.compare.comparison import Outcome
-from lightning_memprof.analysis.compare.model import GROUPS, Comparison, Difference, Measure, NamedChange
-from lightning_memprof.analysis.compare.significance import CONFIDENCE
+from lightning_memprof.compare.comparison import Outcome
+from lightning_memprof.compare.model import GROUPS, Comparison, Difference, Measure, NamedChange
+from lightning_memprof.compare.significance import CONFIDENCE
 from lightning_memprof.report.document import (
     Cell,
     Document,

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Final
 
-from lightning_memprof.analysis.estimate import KNOWN, Alternative, Estimate
+from lightning_memprof.account.estimate import KNOWN, Alternative, Estimate
 from lightning_memprof.report.document import (
     Badge,
     Cell,

@@ -8,11 +8,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from lightning_memprof.analysis.findings import Severity
-from lightning_memprof.analysis.run.locate import shown_place
-from lightning_memprof.analysis.run.model import Run
-from lightning_memprof.analysis.snapshot.report import DeviceReport
-from lightning_memprof.analysis.trace.model import GpuTimes
+from lightning_memprof.judge import Severity
+from lightning_memprof.read.run.locate import shown_place
+from lightning_memprof.read.run.model import Run
+from lightning_memprof.read.snapshot.report import DeviceReport
+from lightning_memprof.read.trace.model import GpuTimes
 from lightning_memprof.report.document import Badge, Bar, Cell, Style
 from lightning_memprof.units import quoted
 

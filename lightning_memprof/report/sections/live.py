@@ -8,10 +8,10 @@ from typing import Final
 
 import msgspec
 
-from lightning_memprof.analysis.findings import Finding
-from lightning_memprof.analysis.ledger.model import TimeLedger
-from lightning_memprof.analysis.run.following import Follower, RankProgress, total_steps
+from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.judge import Finding
+from lightning_memprof.read.run.following import Follower, RankProgress, total_steps
 from lightning_memprof.report.document import (
     Cell,
     Chart,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from lightning_memprof.analysis.ledger.memory import UNATTRIBUTED, grouped_bytes
-from lightning_memprof.analysis.memory.activations import Activations, CheckpointedGroup, ModuleBytes, patterns
-from lightning_memprof.analysis.memory.functions import FunctionReport
-from lightning_memprof.analysis.memory.model import DeviceAllocations, Site
-from lightning_memprof.analysis.memory.report import TRACKERS, RankMemory
-from lightning_memprof.analysis.steps.statistics import mean
+from lightning_memprof.account.ledger.memory import UNATTRIBUTED, grouped_bytes
+from lightning_memprof.account.memory.activations import Activations, CheckpointedGroup, ModuleBytes, patterns
+from lightning_memprof.account.memory.functions import FunctionReport
+from lightning_memprof.account.memory.model import DeviceAllocations, Site
+from lightning_memprof.account.memory.report import TRACKERS, RankMemory
+from lightning_memprof.account.steps.statistics import mean
 from lightning_memprof.report.document import (
     Cell,
     Chart,

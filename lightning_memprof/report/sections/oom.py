@@ -9,12 +9,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.ledger.growth import who_holds
-from lightning_memprof.analysis.oom.autopsy import Autopsy, Holder, autopsies
-from lightning_memprof.analysis.oom.causes import Memory
-from lightning_memprof.analysis.run.load import load_rank
+from lightning_memprof.account.ledger.growth import who_holds
+from lightning_memprof.account.oom.autopsy import Autopsy, Holder, autopsies
+from lightning_memprof.account.oom.causes import Memory
 from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.artifacts.series import HolderRow
+from lightning_memprof.read.run.load import load_rank
 from lightning_memprof.report.document import (
     Cell,
     Line,

@@ -10,8 +10,8 @@ from typing import Final, get_args
 
 import msgspec
 
-from lightning_memprof.analysis.findings import Finding, Severity
-from lightning_memprof.analysis.ledger.model import HostPart, TimeLedger
+from lightning_memprof.account.ledger.model import HostPart, TimeLedger
+from lightning_memprof.judge import Finding, Severity
 from lightning_memprof.report.document import (
     Bar,
     Card,

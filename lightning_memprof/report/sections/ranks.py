@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from lightning_memprof.analysis.ranks.report import RankReport, RankTimes, Waiting
+from lightning_memprof.account.ranks.report import RankReport, RankTimes, Waiting
 from lightning_memprof.report.document import Cell, Chart, Part, Section, Table, Words, duration, index, phrase, share
 from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES, called
 from lightning_memprof.report.sections.tables import Field, filled

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from lightning_memprof.analysis.run.locate import shown_place
-from lightning_memprof.analysis.run.model import ArtifactFile
+from lightning_memprof.read.run.locate import shown_place
+from lightning_memprof.read.run.model import ArtifactFile
 from lightning_memprof.report.document import (
     Cell,
     Chart,

@@ -7,10 +7,10 @@ from typing import Final
 
 import msgspec
 
-from lightning_memprof.analysis.ledger.model import TimeLedger, grouped
-from lightning_memprof.analysis.steps.events import OWN_WORK, PARTS, action_name, event_totals
-from lightning_memprof.analysis.steps.statistics import DeviceMemory, HostMemory, StepReport, mean
-from lightning_memprof.analysis.steps.throughput import RankThroughput, Rate
+from lightning_memprof.account.ledger.model import TimeLedger, grouped
+from lightning_memprof.account.steps.events import OWN_WORK, PARTS, action_name, event_totals
+from lightning_memprof.account.steps.statistics import DeviceMemory, HostMemory, StepReport, mean
+from lightning_memprof.account.steps.throughput import RankThroughput, Rate
 from lightning_memprof.artifacts.series import PHASES, HangRow
 from lightning_memprof.report.document import (
     Cell,

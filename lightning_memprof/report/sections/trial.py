@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.trial import (
+from lightning_memprof.compare.trial import (
     equality_words,
     promise_words,
     signed,
@@ -36,8 +36,8 @@ from lightning_memprof.report.document import (
 from lightning_memprof.units import format_bytes, format_count, percent
 
 if TYPE_CHECKING:
-    from lightning_memprof.analysis.batches import Batches, TriedBatch
-    from lightning_memprof.analysis.trial import Outcome, Trial
+    from lightning_memprof.compare.batches import Batches, TriedBatch
+    from lightning_memprof.compare.trial import Outcome, Trial
 
 
 _NOTHING: Final = "None of the remedies makes the steps shorter, or lowers the peak memory by more than it costs."

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import mean
 from typing import Final
 
-from lightning_memprof.analysis.steps.workers import (
+from lightning_memprof.account.steps.workers import (
     Call,
     Worker,
     calls,

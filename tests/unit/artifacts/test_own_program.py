@@ -11,7 +11,7 @@ from lightning_memprof.artifacts.own_program import own_program
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "arguments"),
-    [("lightning_memprof.analysis.timeline.worker", []), ("lightning_memprof.report.written", ["nowhere"])],
+    [("lightning_memprof.timeline.worker", []), ("lightning_memprof.report.written", ["nowhere"])],
 )
 def test_no_module_of_the_directory_it_is_started_in_is_run(tmp_path: Path, module: str, arguments: list[str]) -> None:
     for name in ("pickle", "dataclasses", "json", "copy"):

@@ -18,12 +18,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_memprof import MemProfilerCallback, OutputOptions
-from lightning_memprof.analysis.run.load import load_run
-from lightning_memprof.analysis.run.model import Rank
-from lightning_memprof.analysis.steps.workers import calls, pinning_ns, ready_batches
+from lightning_memprof.account.steps.workers import calls, pinning_ns, ready_batches
 from lightning_memprof.capture.collectors.host import HostMemory
 from lightning_memprof.capture.loader_calls import Calls, name_of, timed_calls
 from lightning_memprof.capture.torch_internals import _utils
+from lightning_memprof.read.run.load import load_run
+from lightning_memprof.read.run.model import Rank
 from loading import DECODE, FLIP, MS, OWN, READ, SCALE, Chain, Decode, Flip, Images, Stream, batched, scaled
 from training import only_run, trainer
 

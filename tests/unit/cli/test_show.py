@@ -8,13 +8,13 @@ from typing import cast
 import pytest
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.findings import Evidence, Finding, Severity
-from lightning_memprof.analysis.trace import operators
-from lightning_memprof.analysis.trace.model import TraceReport
 from lightning_memprof.cli.main import main
 from lightning_memprof.cli.progress import reading
 from lightning_memprof.cli.show import show
 from lightning_memprof.errors import ArtifactError, ConfigError
+from lightning_memprof.judge import Evidence, Finding, Severity
+from lightning_memprof.read.trace import operators
+from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.report.opened import OpenOptions
 from lightning_memprof.units import quoted
 
@@ -255,8 +255,8 @@ def test_a_rank_leads_the_page_and_a_window_leaves_out_the_others(
 def test_a_rank_of_thousands_is_read_in_full_where_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_memprof.analysis.run.load.FULL_RANKS", 2)
-    monkeypatch.setattr("lightning_memprof.analysis.run.load.FIRST_RANKS", 1)
+    monkeypatch.setattr("lightning_memprof.read.run.load.FULL_RANKS", 2)
+    monkeypatch.setattr("lightning_memprof.read.run.load.FIRST_RANKS", 1)
     make_run(tmp_path, FakeRun(world_size=4, trace=False))
     assert show(str(tmp_path), "json", OpenOptions(rank=3)) == 0
     document = json.loads(capsys.readouterr().out)
@@ -288,7 +288,7 @@ def test_evidence_names_a_runs_files_as_its_manifest_does(
             )
         ]
 
-    monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (rule,))
+    monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", (rule,))
     make_run(tmp_path)
     document = shown(capsys, tmp_path)
     (trace,) = tmp_path.glob("*.pt.trace.json.gz")

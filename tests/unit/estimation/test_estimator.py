@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_memprof import estimate
-from lightning_memprof.analysis.estimate import DEVICES, Alternative, Estimate, device_named, parse_bytes
+from lightning_memprof.account.estimate import DEVICES, Alternative, Estimate, device_named, parse_bytes
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.estimation import simulation
 from lightning_memprof.estimation.changes import parse_change, repeated_blocks

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.profiler import profile
 from torch.utils._pytree import tree_leaves
 
-from lightning_memprof.analysis.estimate import DEVICES
+from lightning_memprof.account.estimate import DEVICES
 from lightning_memprof.estimation.kernels import kernel_buffers, likely_result
 from lightning_memprof.estimation.simulated_device import _FLOAT, _FLOAT_RESULT, _LOWER, _WIDEST, Target
 from lightning_memprof.estimation.storages import StorageTracer

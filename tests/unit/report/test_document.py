@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import make_run
-from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.document import (
     Badge,
     Card,

@@ -10,9 +10,9 @@ import pytest
 from rich.cells import cell_len
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.findings import Evidence, Finding, Severity
-from lightning_memprof.analysis.run.targets import find_targets
 from lightning_memprof.errors import ArtifactError
+from lightning_memprof.judge import Evidence, Finding, Severity
+from lightning_memprof.read.run.targets import find_targets
 from lightning_memprof.report.document import Stack
 from lightning_memprof.report.files_view import FilesView, files_view
 from lightning_memprof.report.opened import OpenOptions, opened
@@ -89,7 +89,7 @@ def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(
     def gpu_idle(_trace: object) -> list[Finding]:
         raise ValueError("negative time")
 
-    monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (gpu_idle,))
+    monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", (gpu_idle,))
     view = viewed(trace(tmp_path / "rank0.json"))
     assert "The rule gpu_idle failed (ValueError: negative time)" in view.verdict.sentence
     assert table_of(view, "kernels-0")
@@ -185,14 +185,14 @@ def test_what_is_worth_less_than_a_verdict_comes_after_what_the_device_computes(
         small = Finding(
             rule="small", severity=Severity.INFO, sentence="It takes 4%.", why="", next_steps=("x",), weight=share
         )
-        monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (lambda _trace, found=small: found,))
+        monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", (lambda _trace, found=small: found,))
         view = viewed(trace(tmp_path / "a.json"))
         assert view.verdict.rule == first
         assert small in view.findings
 
 
 def test_a_healthy_trace_says_what_the_device_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", ())
+    monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", ())
     view = viewed(trace(tmp_path / "a.json"))
     assert view.verdict.rule == "nothing_found"
     assert view.verdict.sentence == "Compute-bound: gemm takes 90% of each step (898 µs of 1.00 ms)."
@@ -200,7 +200,7 @@ def test_a_healthy_trace_says_what_the_device_computes(tmp_path: Path, monkeypat
 
 
 def test_a_short_trace_of_an_idle_device_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", ())
+    monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", ())
     view = viewed(trace(tmp_path / "a.json", busy_us=10))
     assert view.verdict.sentence == "The device is idle 99% of each step (990 µs of 1.00 ms)."
 
@@ -214,7 +214,7 @@ def test_what_the_rules_find_makes_the_verdict(tmp_path: Path, monkeypatch: pyte
         next_steps=("Do this.",),
         evidence=(Evidence(artifact="a"),),
     )
-    monkeypatch.setattr("lightning_memprof.analysis.findings.TRACE_RULES", (lambda _: [found],))
+    monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", (lambda _: [found],))
     view = viewed(trace(tmp_path / "a.json"))
     assert (view.verdict.sentence, view.findings) == ("It is odd.", (found,))
 

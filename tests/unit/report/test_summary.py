@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.findings import Facts
-from lightning_memprof.analysis.ledger.peaks import machine_peaks
+from lightning_memprof.account.ledger.peaks import machine_peaks
 from lightning_memprof.errors import ReportError
+from lightning_memprof.judge import Facts
 from lightning_memprof.report import summary
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.summary import print_summary

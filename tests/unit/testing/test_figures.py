@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from device_traces import Recording
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule, load_run
-from lightning_memprof.analysis.trace.columns import read_columns
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.collectors import ModuleMemory, OperatorTrace, SavedTensors
+from lightning_memprof.read.trace.columns import read_columns
 from lightning_memprof.testing.collectors import Lines
 from lightning_memprof.testing.figures import Figures, _counts, figures_of
 from training import Perceptron, loader, trainer

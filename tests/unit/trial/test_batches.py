@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_memprof.analysis.trial import Measured
+from lightning_memprof.compare.trial import Measured
 from lightning_memprof.report.sections.trial import batches_document
 from lightning_memprof.trial import batches
 from lightning_memprof.trial.batches import find_largest

@@ -18,7 +18,7 @@ from lightning_memprof.trial.remedies import REMEDIES, advised, parse_remedy
 from lightning_memprof.trial.remedy import RefusedError
 from training import Noise, Perceptron, trainer
 
-FINDINGS = Path(__file__).parents[3] / "lightning_memprof" / "analysis" / "findings"
+FINDINGS = Path(__file__).parents[3] / "lightning_memprof" / "judge"
 
 
 @pytest.mark.parametrize("kind", REMEDIES, ids=lambda kind: kind.name)

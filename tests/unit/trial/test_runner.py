@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_memprof.analysis.compare.significance import PairedChange
-from lightning_memprof.analysis.trial import Equality, Measured, Outcome
+from lightning_memprof.compare.significance import PairedChange
+from lightning_memprof.compare.trial import Equality, Measured, Outcome
 from lightning_memprof.report.sections.trial import trial_document
 from lightning_memprof.trial import runner
 from lightning_memprof.trial.process import LateError

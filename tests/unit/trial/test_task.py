@@ -9,7 +9,7 @@ import time
 import msgspec
 import pytest
 
-from lightning_memprof.analysis.trial import Measured
+from lightning_memprof.compare.trial import Measured
 from lightning_memprof.trial.task import problem_of, result_path
 
 
@@ -32,7 +32,7 @@ def test_an_exception_is_one_line(message, problem):
 def test_the_measured_process_waits_to_be_ended_and_a_program_that_continues_keeps_its_result(tmp_path):
     def started(result: str) -> subprocess.Popen[bytes]:
         program = (
-            "from lightning_memprof.analysis.trial import Measured;"
+            "from lightning_memprof.compare.trial import Measured;"
             "from lightning_memprof.trial.task import Task, end;"
             f"end(Task(directory={str(tmp_path)!r}, steps=1), {result})"
         )

@@ -309,7 +309,7 @@ def test_forwards_near_the_recursion_limit_run_as_without_and_are_reported_in_pa
                 return False
             return True
 
-    outcomes = set()
+    outcomes: set[bool] = set()
     for spare in range(25):
         # Other tests' modules undo the specialization, and the number of calls until the next one grows: five rounds.
         pairs = [(runs(nullcontext, spare), runs(listening, spare)) for _ in range(5)]

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.findings import Evidence, Finding, Severity
 from lightning_memprof.errors import ReportError
+from lightning_memprof.judge import Evidence, Finding, Severity
 from lightning_memprof.report.charts import charts
 from lightning_memprof.report.document import Findings
 from lightning_memprof.report.opened import opened

@@ -8,10 +8,10 @@ import pytest
 
 from fake_memory import FakeMemory
 from fake_runs import HEALTHY, FakeRun, make_run
-from lightning_memprof.analysis.memory.allocations import run_allocations
-from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.account.memory.allocations import run_allocations
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 from lightning_memprof.units import MIB

@@ -18,8 +18,8 @@ from rich.cells import cell_len
 
 from fake_memory import FakeMemory
 from fake_runs import HEALTHY, FakeRun, make_run
-from lightning_memprof.analysis.run.load import load_run
 from lightning_memprof.artifacts.manifest import ManifestWriter
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.printers.terminal import Display, page_width, print_document, print_lines
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import run_view
@@ -322,7 +322,7 @@ def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(monkeypatch: pyt
     def straggler(_facts: object) -> list[object]:
         raise KeyError("lost")
 
-    monkeypatch.setattr("lightning_memprof.analysis.findings.RULES", (straggler,))
+    monkeypatch.setattr("lightning_memprof.judge.RULES", (straggler,))
     text = page(make_run(Path("logs").absolute()))
     assert "The rule straggler failed (KeyError: 'lost')" in words(text)
     assert "Step time: median" in text

@@ -6,8 +6,8 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.compare.comparison import check, compare, parse_limit
-from lightning_memprof.analysis.compare.model import Comparison, Measure, Side, Unit
+from lightning_memprof.compare.comparison import check, compare, parse_limit
+from lightning_memprof.compare.model import Comparison, Measure, Side, Unit
 from lightning_memprof.report.printers.json import comparison_to_json
 from lightning_memprof.report.printers.markdown import to_markdown
 from lightning_memprof.report.printers.text import full_page, plain

@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis import findings
-from lightning_memprof.analysis.findings import Evidence, Finding, Severity
-from lightning_memprof.analysis.run.targets import find_targets
-from lightning_memprof.analysis.trace.model import Cause
+from lightning_memprof import judge
+from lightning_memprof.judge import Evidence, Finding, Severity
+from lightning_memprof.read.run.targets import find_targets
+from lightning_memprof.read.trace.model import Cause
 from lightning_memprof.report.document import Lines
 from lightning_memprof.report.files_view import FilesView, files_view
 from lightning_memprof.report.opened import OpenOptions, opened
@@ -129,7 +129,7 @@ def test_what_the_page_says_of_the_rules_is_what_their_documentation_says() -> N
 
 
 def test_every_rule_is_documented() -> None:
-    modules = Path(findings.__file__).parent.rglob("*.py")
+    modules = Path(judge.__file__).parent.rglob("*.py")
     rules = {rule for module in modules for rule in re.findall(r'\brule="(\w+)"', module.read_text(encoding="utf-8"))}
     held = Path(html_module.__file__).with_name("templates") / "findings.json"
     missing = rules - json.loads(held.read_text(encoding="utf-8")).keys()

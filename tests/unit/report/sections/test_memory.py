@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.memory.allocations import run_allocations
-from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.account.memory.allocations import run_allocations
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.document import Chart, Paragraph, Table
 from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections import run_document

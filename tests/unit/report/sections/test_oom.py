@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.run.load import load_rank, load_run
 from lightning_memprof.artifacts.sink import RunPlace, Sink
+from lightning_memprof.read.run.load import load_rank, load_run
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.summary import print_autopsy, print_summary
 from lightning_memprof.report.view import run_view

@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.analysis.ledger.model import TimeLine
-from lightning_memprof.analysis.run.load import load_run
+from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.sink import RunPlace, Sink
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.document import Facts, Stack, text
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.printers.text import plain, sections_page

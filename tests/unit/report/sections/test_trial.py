@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lightning_memprof.analysis.compare.significance import PairedChange
-from lightning_memprof.analysis.trial import Equality, Outcome, Trial
+from lightning_memprof.compare.significance import PairedChange
+from lightning_memprof.compare.trial import Equality, Outcome, Trial
 from lightning_memprof.report.printers.text import full_page, plain
 from lightning_memprof.report.sections.trial import trial_document
 

@@ -1,0 +1,497 @@
+"""The host ledger of a trace: what the training thread does in each ns of its steps, by part, module and operator.
+
+An instant belongs to the innermost event of the training thread. Where that thread waits for autograd's threads in
+backward, it belongs to what these run. Operators of backward belong to the module whose forward made their node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, get_args
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from lightning_memprof.account.ledger.model import HostPart, TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.table import Table, joined, summed
+from lightning_memprof.account.ledger.work import operator_work, shaped
+from lightning_memprof.account.steps.events import MODULES, action_name, is_profiler, meeting, part_of
+from lightning_memprof.read.trace.columns import STEP_NAME, Kind, Step, TraceColumns
+from lightning_memprof.read.trace.communication import common_name
+from lightning_memprof.read.trace.idle import COLLECTS
+from lightning_memprof.read.trace.intervals import (
+    Column,
+    Intervals,
+    difference,
+    intersection,
+    length,
+    length_before,
+    length_within,
+    nearest,
+    stretches,
+    union,
+)
+from lightning_memprof.read.trace.modules import HostThreads, Modules, Places, Tree
+
+_PARTS: Final[tuple[HostPart, ...]] = get_args(HostPart)
+_NODE: Final = "autograd::engine::evaluate_function: "
+_ACTION: Final = "[pl][profile]"
+# Ranges of torch itself, in every program.
+_RANGES: Final[Mapping[str, HostPart]] = {
+    "Optimizer.step#": "optimizer",
+    "Optimizer.zero_grad#": "optimizer",
+    "enumerate(DataLoader)": "data_wait",
+    _NODE: "backward",
+    "<built-in method run_backward": "backward",
+    "_compile.compile_inner (dynamo_timed)": "compile",
+    "[pl][forward_hook]": "forward_hook",
+    "[pl][backward_hook]": "backward_hook",
+}
+# Python functions of a program without Lightning, whose actions would say it.
+_CALLS_OF: Final[tuple[tuple[re.Pattern[str], HostPart], ...]] = (
+    (COLLECTS, "gc_pauses"),
+    (re.compile(r"torch/serialization\.py\(\d+\): save\Z|torch/distributed/checkpoint/.*: save\Z"), "checkpoint"),
+)
+_STEP: Final = "Optimizer.step#"
+# A hook of Python that begins or ends a range takes less.
+RANGE_NS: Final = 50_000
+_HOOKS: Final = ("[pl][forward_hook]", "[pl][backward_hook]")
+_OF_PART: Final[Mapping[str, HostPart]] = {"callbacks": "callback", "other": "untracked"}
+_NONE: Final = -1
+# Pairs and triplets of inputs; more forwards are a loop over time, or over samples.
+MAX_FORWARDS: Final = 3
+# Collectives of the host run on threads of their backend; the training thread waits in the call, or in no operator.
+_COLLECTIVES: Final = ("gloo:", "mpi:", "ucc:")
+_CALLS: Final = "c10d::"
+# A validation inside a fit is one part, as in the hook timings, less these.
+_VALIDATION: Final = _PARTS.index("validation")
+_BESIDE_VALIDATION: Final = tuple(
+    _PARTS.index(part) for part in ("callback", "logging", "checkpoint", "profiler", "gc_pauses")
+)
+# The other parts say it all.
+_LABELLED: Final = tuple(
+    _PARTS.index(part)
+    for part in (
+        *("data_wait", "transfer", "callback", "module_hook", "logging", "validation", "checkpoint"),
+        *("forward_hook", "backward_hook", "self_log", "metric"),
+    )
+)
+
+# Parts whose time outside operators has the place in the program.
+_PLACED: Final = tuple(map(_PARTS.index, ("forward", "gc_pauses", "checkpoint")))
+
+
+def host_ledger(
+    columns: TraceColumns, steps: Sequence[Step], threads: HostThreads | None = None, stage: str = "fit"
+) -> TimeLedger | None:
+    """Return the owners of the training thread's time in the steps; None where the trace has no operator.
+
+    Args:
+        columns: the trace.
+        steps: by start; without any, the time from the first operator to the last one is the step.
+        threads: of the trace, where they are known already.
+        stage: of the Trainer, which tells the part of Lightning's actions.
+    """
+    operators = columns.rows(Kind.OPERATOR)
+    if not len(operators):
+        return None
+    lane = _training_lane(columns, operators)
+    mine = operators[columns.lanes[operators] == lane]
+    if steps:
+        spans = union(*(np.array([getattr(step, end) for step in steps], np.int64) for end in ("start", "end")))
+        basis = "1 recorded step" if len(steps) == 1 else f"{len(steps)} recorded steps"
+    else:
+        spans = union(np.min(columns.starts[mine], keepdims=True), np.max(columns.ends[mine], keepdims=True))
+        basis = "the time from the first operator to the last one: the trace has no steps"
+    whole = int(np.sum(spans.ends - spans.starts))
+    count = max(len(steps), 1)
+    if not whole:
+        return None
+    found = _Threads(columns, lane, threads or HostThreads(columns), stage)
+    exposed = _exposed(found, spans)
+    tables, computed = _tables(found, spans, exposed)
+    durations = [step.end - step.start for step in steps] or [whole]
+    return TimeLedger(
+        step_ns=whole / count,
+        median_ns=float(np.median(durations)),
+        steps=count,
+        basis=basis,
+        lines=_summed(found, joined(tables), count),
+        work=operator_work(columns, computed, _PARTS, found.modules.path, count),
+        double_backward_ns=_double_backward(found, steps),
+        recomputed_ns=_recomputed(found, spans) / count,
+        forwards=_forwards(found, steps),
+        communication=tuple(_communication(columns, exposed, count)),
+        exposed=stretches(exposed, columns.origin_ns),
+    )
+
+
+def corrected(lines: Sequence[TimeLine], true_ns: float) -> tuple[TimeLine, ...]:
+    """Return the lines of a phase as they are without the cost of recording; none where they hold no time.
+
+    The cost of an operator's event is in the event around it: of ``t`` ns with ``n`` events inside, ``n * o`` are
+    recording, so that ``o`` is at most the least ``t / n`` of all operators. The cost ``r`` of a range, which Python
+    begins and ends, is in the range itself, at most the least that a range has left, and at most ``RANGE_NS``. Neither
+    is more than the phase took longer than its true time; a wait for a core makes it longer, too. The lines are scaled
+    to the true time.
+
+    Args:
+        lines: of recorded steps.
+        true_ns: the time of the phase per step, measured in steps that were not recorded.
+    """
+    operators, ranges = (
+        [line for line in lines if bool(line.operator) == is_operator] for is_operator in (True, False)
+    )
+    excess = max(total(lines) - true_ns, 0.0)
+    each = _least(excess, [(line.ns, line.inside) for line in operators], sum(line.inside for line in lines))
+    excess -= each * sum(line.inside for line in lines)
+    spent = [(max(line.ns - each * line.inside, 0.0), line.count) for line in ranges]
+    in_python = min(_least(excess, spent, sum(line.count for line in ranges)), RANGE_NS)
+    left = [
+        max(line.ns - each * line.inside - (0.0 if line.operator else in_python * line.count), 0.0) for line in lines
+    ]
+    scale = true_ns / sum(left) if sum(left) else 0.0
+    if not scale and true_ns:
+        return ()
+    return tuple(replace(line, ns=ns * scale) for line, ns in zip(lines, left, strict=True))
+
+
+def _least(excess: float, spent: Sequence[tuple[float, float]], events: float) -> float:
+    """Return the cost of an event: at most the excess of all ``events``, and what any line of ns and events has."""
+    return min([excess / events if events else 0.0, *(ns / count for ns, count in spent if count)])
+
+
+def _training_lane(columns: TraceColumns, operators: Column) -> int:
+    """Return the lane of the steps, else of most operators that make autograd nodes, else of most operators."""
+    steps = columns.rows(Kind.ANNOTATION)
+    steps = steps[columns.named(STEP_NAME.match)[columns.names[steps]]]
+    makers = operators[(columns.sequences[operators] >= 0) & ~columns.runs_node[operators]]
+    chosen = next(rows for rows in (steps, makers, operators) if len(rows))
+    return int(np.argmax(np.bincount(columns.lanes[chosen])))
+
+
+class _Thread(msgspec.Struct, frozen=True, kw_only=True):
+    """Events of a thread that have an owner: rows of the trace, and by position the innermost named event around each.
+
+    Attributes:
+        rows: ``(m,)`` rows of the trace.
+        parents: ``(m,)`` position of the event around each, -1 for none.
+        ends: ``(m,)`` ends at which each moment has one innermost event.
+        called: ``(m,)`` whether it is an operator that no operator called.
+        part: ``(m,)`` place in ``_PARTS``, -1 where no event says it; ``label``, ``module`` and ``operator`` likewise
+            are numbers of names, and ``place`` of a text of ``Places``.
+    """
+
+    rows: Column
+    parents: Column
+    ends: Column
+    called: NDArray[np.bool_]
+    part: Column
+    label: Column
+    module: Column
+    operator: Column
+    place: Column
+
+
+class _Threads:
+    """The training thread and those of autograd."""
+
+    def __init__(self, columns: TraceColumns, lane: int, threads: HostThreads, stage: str) -> None:
+        self.columns = columns
+        names = columns.name_of
+        self.modules = Modules(columns)
+        self._parts = np.array([_part(name, stage) for name in names] or [_NONE], np.int64)
+        self._operators = _operators(names)
+        self.is_lightning = any(name.startswith(_ACTION) for name in names)
+        self.places = Places(columns)
+        # With a device, its ledger has the places.
+        self._is_placed = not self.is_lightning and not len(columns.rows(Kind.RUNTIME))
+        for pattern, part in () if self.is_lightning else _CALLS_OF:
+            self._parts[columns.named(pattern.search)] = _PARTS.index(part)
+        self.training = self._thread(threads.tree(lane), None)
+        runs_node = columns.runs_node | columns.named(lambda name: name.startswith(_NODE))[columns.names]
+        nodes = threads.on_host & runs_node & (columns.lanes != lane)
+        self.autograd = [
+            self._thread(threads.tree(other), self.training) for other in np.unique(columns.lanes[nodes]).tolist()
+        ]
+
+    def _thread(self, tree: Tree, forward: _Thread | None) -> _Thread:
+        columns, (rows, parents, ends) = self.columns, tree
+        starts, names, kinds = columns.starts[rows], columns.names[rows], columns.kinds[rows]
+        is_operator = kinds == Kind.OPERATOR
+        parts = self._parts[names]
+        at = nearest(parents, parts >= 0)
+        part = np.where(at >= 0, parts[at], _NONE)
+        in_forward = nearest(parents, part == _PARTS.index("forward")) >= 0
+        part[(part == _PARTS.index("self_log")) & ~in_forward] = _PARTS.index("logging")
+        part[(nearest(parents, part == _VALIDATION) >= 0) & ~np.isin(part, _BESIDE_VALIDATION)] = _VALIDATION
+        makers = None if forward is None else self.modules.makers(forward.rows, forward.module)
+        module = self.modules.around(rows, parents, makers)
+        operator = nearest(parents, is_operator)
+        # An operator inside a range that is not an operator, as a module called by an operator, is not that operator's.
+        inner = nearest(parents, ~is_operator & (self.modules.named[names] | (parts != _NONE)))
+        operator[(operator >= 0) & (inner >= 0) & (starts[inner] > starts[operator])] = _NONE
+        called = is_operator & ((parents < 0) | (operator[parents] < 0))
+        return _Thread(
+            rows=rows,
+            parents=parents,
+            ends=ends,
+            called=called,
+            part=part.astype(np.int32),
+            label=np.where(at >= 0, names[at], _NONE).astype(np.int32),
+            module=module.astype(np.int32),
+            operator=np.where(operator >= 0, self._operators[names[operator]], _NONE).astype(np.int32),
+            place=self.places.around(rows, parents) if self._is_placed else np.full(len(rows), _NONE),
+        )
+
+
+def _operators(names: Sequence[str]) -> Column:
+    """Return for each name of an operator its number; autograd's call of a backward function has that function's."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return np.array([numbers.get(name.removeprefix(_NODE), number) for name, number in numbers.items()] or [_NONE])
+
+
+def _part(name: str, stage: str) -> int:
+    """Return the place in ``_PARTS`` of the part that the name of an event says, negative where it says none."""
+    for prefix, part in _RANGES.items():
+        if name.startswith(prefix):
+            return _PARTS.index(part)
+    if not name.startswith(_ACTION):
+        return _NONE
+    action = name.removeprefix(_ACTION)
+    if is_profiler(action):
+        return _PARTS.index("profiler")
+    if (own := meeting(action)) is not None:
+        return _PARTS.index(own)
+    found = part_of(action, "", stage)
+    if not found:
+        return _PARTS.index("module_hook") if action.startswith(MODULES) else _NONE
+    return [*_PARTS].index(_OF_PART.get(found, found))  # type: ignore[arg-type]
+
+
+def _exposed(threads: _Threads, spans: Intervals) -> Intervals:
+    """Return the time in which a collective of the host runs, and no operator but the call of a collective."""
+    columns = threads.columns
+    rows = np.concatenate([thread.rows for thread in (threads.training, *threads.autograd)])
+    rows = rows[columns.kinds[rows] == Kind.OPERATOR]
+    calls = columns.named(lambda name: name.startswith(_CALLS))[columns.names[rows]]
+    works = difference(columns.when(rows[~calls]), columns.when(rows[calls]))
+    return difference(intersection(spans, columns.when(_collectives(columns))), works)
+
+
+def _collectives(columns: TraceColumns) -> Column:
+    return columns.rows_named(lambda name: name.startswith(_COLLECTIVES), Kind.ANNOTATION)
+
+
+def _communication(columns: TraceColumns, exposed: Intervals, steps: int) -> Iterator[TimeLine]:
+    """Yield the time of collectives of the host; where several run at once, it belongs to the first of their names."""
+    rows = _collectives(columns)
+    for name in np.unique(columns.names[rows]).tolist():
+        mine = rows[columns.names[rows] == name]
+        taken = intersection(exposed, columns.when(mine))
+        exposed = difference(exposed, taken)
+        inside = mine[length_within(taken, columns.starts[mine], columns.ends[mine]) > 0]
+        if len(inside):
+            yield TimeLine(
+                part="collective",
+                name=common_name(columns.name_of[name].partition(":")[2]),
+                ns=length(taken) / steps,
+                count=len(inside) / steps,
+                longest_ns=int(np.max(columns.ends[inside] - columns.starts[inside])),
+            )
+
+
+def _tables(threads: _Threads, spans: Intervals, exposed: Intervals) -> tuple[list[Table], list[Table]]:
+    """Return the owners of the time in ``spans``, and the time of operators by their recorded inputs.
+
+    ``exposed`` is the time in collectives: from then on ``self.log`` waits for other ranks, for it sends a few bytes.
+    """
+    columns, training = threads.columns, threads.training
+    waiting, left = _waiting(threads, spans), spans
+    default = _PARTS.index("untracked" if threads.is_lightning else "forward")
+    taken_by: list[tuple[_Thread, Intervals, int]] = []
+    for thread in threads.autograd:
+        roots = thread.parents < 0
+        taken = intersection(waiting, union(columns.starts[thread.rows[roots]], thread.ends[roots]))
+        taken_by.append((thread, taken, _PARTS.index("backward")))
+        waiting, left = difference(waiting, taken), difference(left, taken)
+    taken_by.append((training, left, default))
+    tables, computed = [], []
+    for thread, taken, part in taken_by:
+        own = _own(columns, thread, taken)
+        in_log = thread.part == _PARTS.index("self_log")
+        waits = _own(columns, thread, intersection(taken, _since_met(columns, thread, in_log, exposed))) * in_log
+        tables += [_table(columns, thread, own - waits, spans, part), _waits(thread, waits, in_log)]
+        if len(columns.shapes.rows):
+            computed.append(_computed(columns, thread, own, part))
+    rest = int(np.sum(spans.ends - spans.starts)) - sum(int(np.sum(table[4])) for table in tables)
+    tables.append(np.array([[default], [_NONE], [_NONE], [_NONE], [rest], [0], [0], [0], [0]], np.int64))
+    return tables, computed
+
+
+def _computed(columns: TraceColumns, thread: _Thread, own: Column, default: int) -> Table:
+    """Return the time of the operators in a thread by their inputs, with that of the operators that they call."""
+    inputs = columns.shapes.of(thread.rows)
+    at = nearest(thread.parents, inputs >= 0)
+    part = np.where(thread.part >= 0, thread.part, np.int32(default))[at]
+    names, calls = columns.names[thread.rows][at], (inputs >= 0) & (own > 0)
+    return shaped(part, np.where(at >= 0, inputs[at], _NONE), thread.module[at], names, own, calls)
+
+
+def _own(columns: TraceColumns, thread: _Thread, when: Intervals) -> Column:
+    """Return the time of each event of a thread, as the innermost one, within a set."""
+    inside: Column = length_before(when, thread.ends) - length_before(when, columns.starts[thread.rows])
+    own = inside.copy()
+    children = np.flatnonzero(thread.parents >= 0)
+    np.subtract.at(own, thread.parents[children], inside[children])
+    return own
+
+
+def _waiting(threads: _Threads, spans: Intervals) -> Intervals:
+    """Return the time in which the training thread is in backward and runs nothing itself.
+
+    Without Lightning's range around backward, it is all time without an operator.
+    """
+    columns, thread = threads.columns, threads.training
+    starts, kinds = columns.starts[thread.rows], columns.kinds[thread.rows]
+    in_backward = thread.part == _PARTS.index("backward")
+    works = np.isin(kinds, (Kind.OPERATOR, Kind.RUNTIME))
+    if not threads.is_lightning:
+        return difference(spans, union(starts[works], thread.ends[works]))
+    works |= ~in_backward & (nearest(thread.parents, in_backward) >= 0)
+    waits = in_backward & ~works
+    waiting = difference(union(starts[waits], thread.ends[waits]), union(starts[works], thread.ends[works]))
+    return intersection(waiting, spans)
+
+
+def _table(columns: TraceColumns, thread: _Thread, own: Column, spans: Intervals, default: int) -> Table:
+    """Return the owners in a thread: ns, count, calls, events directly inside and the longest call."""
+    starts = columns.starts[thread.rows]
+    at = np.searchsorted(spans.starts, starts, side="right") - 1
+    counted = (at >= 0) & (starts < spans.ends[at])
+    part = np.where(thread.part >= 0, thread.part, np.int32(default))
+    of_optimizer = columns.named(lambda name: name.startswith(_STEP))[thread.label] & (thread.label >= 0)
+    label = np.where(np.isin(part, _LABELLED) | of_optimizer, thread.label, np.int32(_NONE))
+    placed = np.isin(part, _PLACED) & (thread.operator < 0) & (thread.place >= 0)
+    label = np.where(placed, len(columns.name_of) + thread.place, label)
+    longest = columns.ends[thread.rows] - starts
+    inside = np.bincount(thread.parents[counted & (thread.parents >= 0)], minlength=len(starts))
+    calls = counted & thread.called
+    return summed(part, label, thread.module, thread.operator, own, counted, calls, inside, longest)
+
+
+def _since_met(columns: TraceColumns, thread: _Thread, in_log: NDArray[np.bool_], exposed: Intervals) -> Intervals:
+    """Return the time in each call of ``self.log`` since its first collective began."""
+    calls = np.flatnonzero(in_log & ((thread.parents < 0) | ~in_log[thread.parents]))
+    starts, ends = columns.starts[thread.rows[calls]], thread.ends[calls]
+    first = np.searchsorted(exposed.ends, starts, side="right")
+    met = first < len(exposed.starts)
+    begins = np.maximum(starts[met], exposed.starts[first[met]])
+    meets = begins < ends[met]
+    return union(begins[meets], ends[met][meets])
+
+
+def _waits(thread: _Thread, waits: Column, in_log: NDArray[np.bool_]) -> Table:
+    """Return the waits for other ranks in a thread's calls of ``self.log``, and how many of these calls meet them."""
+    rows = np.flatnonzero(waits)
+    part, label, parents = _PARTS.index("rank_wait"), thread.label[rows], thread.parents[rows]
+    calls = (parents < 0) | ~in_log[parents]
+    return summed(*np.broadcast_arrays(part, label, _NONE, _NONE, waits[rows], calls, 0, 0, 0))
+
+
+def _double_backward(threads: _Threads, steps: Sequence[Step]) -> float:
+    """Return the time per step of the training thread's nodes that build a graph of gradients, and of that graph's.
+
+    With ``create_graph=True`` the operators of a node make nodes, which a later backward runs; those of a recomputed
+    forward run inside their node, or never. 0 unless each step has such nodes: a penalty in few steps may have missed
+    the recorded ones, or hit them.
+    """
+    columns, thread = threads.columns, threads.training
+    starts, sequences = columns.starts[thread.rows], columns.sequences[thread.rows]
+    runs = (sequences >= 0) & columns.runs_node[thread.rows]
+    node = nearest(thread.parents, runs)
+    outer = runs & ((thread.parents < 0) | (node[thread.parents] < 0))
+    makes = np.flatnonzero((sequences >= 0) & ~runs)
+    # Operators read the next sequence number without taking it; the last operator that reads a number takes it.
+    makes = makes[np.lexsort((starts[makes], sequences[makes]))]
+    makes = makes[np.append(sequences[makes][1:] != sequences[makes][:-1], True)[: len(makes)]]
+    makes = makes[(node[makes] >= 0) & np.isin(sequences[makes], sequences[outer])]
+    built = nearest(thread.parents, outer)[makes]
+    found = np.union1d(built, np.flatnonzero(outer & np.isin(sequences, sequences[makes])))
+    in_steps = [np.any((starts[found] >= step.start) & (starts[found] < step.end)) for step in steps]
+    return float(np.sum(thread.ends[found] - starts[found])) / max(len(steps), 1) if all(in_steps) else 0.0
+
+
+def _recomputed(threads: _Threads, spans: Intervals) -> int:
+    """Return the time of modules that are called in backward, as activation checkpointing does."""
+    whole = 0
+    for thread in (threads.training, *threads.autograd):
+        is_module = threads.modules.named[threads.columns.names[thread.rows]]
+        calls = is_module & (thread.part == _PARTS.index("backward"))
+        called = union(threads.columns.starts[thread.rows[calls]], thread.ends[calls])
+        whole += length(intersection(spans, called))
+    return whole
+
+
+def _forwards(threads: _Threads, steps: Sequence[Step]) -> tuple[str, int] | None:
+    """Return the module that each step calls first, and how often, if it calls different other modules after each call.
+
+    A block that is repeated on its own output is called in a row, or before the same modules.
+    """
+    columns, thread = threads.columns, threads.training
+    starts, names = columns.starts[thread.rows], columns.names[thread.rows]
+    is_module = threads.modules.named[names]
+    around = np.where(thread.parents >= 0, nearest(thread.parents, is_module)[thread.parents], _NONE)
+    outer = is_module & (around < 0) & np.isin(thread.part, (_PARTS.index("forward"), _NONE))
+    found = set()
+    for step in steps:
+        inside = np.flatnonzero(outer & (starts >= step.start) & (starts < step.end))
+        calls = names[inside[np.argsort(starts[inside], kind="stable")]].tolist()
+        found.add((calls[0], _rounds(calls)) if calls else (_NONE, 1))
+    ((first, count),) = found if len(found) == 1 else {(_NONE, 1)}
+    return (threads.modules.path(first) or "", count) if 1 < count <= MAX_FORWARDS else None
+
+
+def _rounds(calls: Sequence[int]) -> int:
+    """Return how often the first one is called, each time for others; 1 where the others are the same, or none."""
+    rounds: list[set[int]] = []
+    for call in calls:
+        if call == calls[0]:
+            rounds.append(set())
+        else:
+            rounds[-1].add(call)
+    return len(rounds) if all(rounds) and sum(map(len, rounds)) == len(set[int]().union(*rounds)) else 1
+
+
+def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:
+    keys, sums, longest = table[:4].T.tolist(), table[4:8].tolist(), table[8].tolist()
+    names = [*threads.columns.name_of, *threads.places.texts]
+    lines = [
+        TimeLine(
+            part=_PARTS[part],
+            name="" if label < 0 else _label(names[label]),
+            module=threads.modules.path(module),
+            operator="" if operator < 0 else names[operator].removeprefix(_NODE),
+            ns=ns / steps,
+            count=count / steps,
+            called=called / steps,
+            inside=inside / steps,
+            longest_ns=most,
+        )
+        for (part, label, module, operator), ns, count, called, inside, most in zip(keys, *sums, longest, strict=True)
+        if ns or count
+    ]
+    return tuple(
+        sorted(lines, key=lambda line: (-line.ns, line.part, line.name, line.module or "", line.operator or ""))
+    )
+
+
+def _label(name: str) -> str:
+    if name.startswith(_STEP):
+        return name.removeprefix(_STEP).partition(".")[0]
+    if name.startswith(_HOOKS):
+        return name.rpartition("]")[2]
+    return action_name(name.removeprefix(_ACTION))

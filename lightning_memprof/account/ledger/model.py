@@ -1,0 +1,236 @@
+"""Lines of a ledger. The lines of a ledger sum to its whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from lightning_memprof.account.memory.activations import patterns
+from lightning_memprof.units import format_ns, percent
+
+# Below this share of the step the wait for a core changes no figure that people read.
+NOTABLE_WAIT: Final = 0.05
+# What the training thread does. A module hook is a method of the LightningModule; forward and backward hooks are those
+# that the program registered on modules and parameters. `rank_wait` is for the late rank, in collectives;
+# in `core_wait` that thread is ready to run, but another one has the core.
+HostPart = Literal[
+    "data_wait",
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "callback",
+    "module_hook",
+    "forward_hook",
+    "backward_hook",
+    "logging",
+    "self_log",
+    "metric",
+    "validation",
+    "checkpoint",
+    "gc_pauses",
+    "compile",
+    "profiler",
+    "stall",
+    "rank_wait",
+    "core_wait",
+    "untracked",
+]
+# The device at work, then the device idle by what the host did meanwhile; unknown where the trace has no host.
+DevicePart = Literal[
+    "compute",
+    "collective",
+    "copy",
+    "idle_data",
+    "idle_synchronization",
+    "idle_allocator",
+    "idle_gc_pauses",
+    "idle_python",
+    "idle_operators",
+    "idle_launch",
+    "idle_graph",
+    "idle_loading",
+    "idle_queue",
+    "idle_unknown",
+    "cold_start",
+]
+TimePart = HostPart | DevicePart
+
+
+class TimeLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One owner of time in the mean step.
+
+    Attributes:
+        part: the kind of work.
+        name: callback and hook, DataLoader part, optimizer, runtime call, collective; empty where the part says it all.
+        module: path of the LightningModule's submodule (``blocks.2.attention``), empty outside submodules, None where
+            the recording does not tell.
+        operator: the innermost operator (``aten::mul``) or kernel, None where the recording does not tell.
+        ns: time per step; overlapping work counts once, for its first owner.
+        count: events per step.
+        called: calls per step by the program itself, of an operator; the others are by operators.
+        inside: recorded events per step that lie directly inside its own.
+        longest_ns: the longest call, None where unknown.
+    """
+
+    part: TimePart
+    name: str = ""
+    module: str | None = None
+    operator: str | None = None
+    ns: float
+    count: float = 0.0
+    called: float = 0.0
+    inside: float = 0.0
+    longest_ns: int | None = None
+
+
+class OperatorWork(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of one operator in one module with inputs of the same dimensions and types, per step.
+
+    Attributes:
+        part: as of a line.
+        module: as of a line.
+        operator: its name.
+        shapes: dimensions of its operands (``64x64``), for people.
+        dtype: their type.
+        ns: time.
+        count: calls.
+        flops: floating-point operations of products of matrices, convolutions and attention, else 0.
+        bytes: of its operands and its result, each once.
+    """
+
+    part: TimePart
+    module: str | None
+    operator: str
+    shapes: str
+    dtype: str
+    ns: float
+    count: float
+    flops: float
+    bytes: float
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of a multiple of the median duration.
+
+    ``owner`` is the part or action that took the excess, if known. ``core_wait_ns`` of the duration the training thread
+    waited for a core; the excess is without it.
+    """
+
+    step: int
+    duration_ns: int
+    excess_ns: int
+    owner: str | None
+    core_wait_ns: int = 0
+
+
+class TimeLedger(msgspec.Struct, frozen=True, kw_only=True):
+    """The owners of a step's wall time; ``lines`` are sorted, longest first, and sum to ``step_ns``.
+
+    Attributes:
+        step_ns: the mean duration of the steps.
+        median_ns: their median.
+        steps: number of steps.
+        basis: which steps these are, for people.
+        lines: the owners.
+        stalls: the steps whose excess is the line ``stall``, longest first.
+        work: of the operators whose inputs were recorded, most time first; beside the lines, not one of them.
+        double_backward_ns: of nodes that build or run a graph of gradients; beside the lines.
+        recomputed_ns: of forwards of modules that run again in backward; beside the lines.
+        forwards: a module that each step of a trace calls first, two or three times, each time for other modules, and
+            how often; None where there is none.
+        window_factor: duration of a recorded step divided by ``median_ns``, None without a recorded step.
+        communication: time in collectives that nothing hides: ``rank_wait`` until the last rank has come, where that is
+            known, and ``collective``, the transfer. The lines have this time too; the rest is the rank's own work.
+        exposed: of a trace, start and end (Unix ns) of the stretches of that time.
+        passes: of a device, the time in kernels that forward and backward of the training step launched.
+    """
+
+    step_ns: float
+    median_ns: float
+    steps: int
+    basis: str
+    lines: tuple[TimeLine, ...]
+    stalls: tuple[Stall, ...] = ()
+    window_factor: float | None = None
+    work: tuple[OperatorWork, ...] = ()
+    double_backward_ns: float = 0.0
+    recomputed_ns: float = 0.0
+    forwards: tuple[str, int] | None = None
+    communication: tuple[TimeLine, ...] = ()
+    exposed: tuple[tuple[int, int], ...] = ()
+    passes: tuple[TimeLine, ...] = ()
+
+    def communicates(self, part: TimePart) -> float:
+        """Return the time per step in which a rank waits for others (``rank_wait``), or transfers (``collective``)."""
+        return total(line for line in self.communication if line.part == part)
+
+    @property
+    def running_ns(self) -> float:
+        """The step without its wait for a core: the same whether other processes use the cores or not."""
+        return self.step_ns - self.ns("core_wait")
+
+    @property
+    def waits_for_cores(self) -> bool:
+        """Whether the wait for a core is notable: then shares are of the step's own time, without it."""
+        return self.share("core_wait") >= NOTABLE_WAIT
+
+    @property
+    def whole_text(self) -> str:
+        """What shares are of, for people."""
+        return "each step's own time" if self.waits_for_cores else "each step"
+
+    @property
+    def length_text(self) -> str:
+        """How long that is, for people."""
+        if self.waits_for_cores:
+            return f"the step's own {format_ns(self.running_ns)}"
+        return f"a {format_ns(self.step_ns)} step"
+
+    def share_text(self, ns: float) -> str:
+        """Return time as a share of the step, for people."""
+        return f"{percent(ns / (self.running_ns or self.step_ns))} of {self.whole_text}"
+
+    def of(self, *parts: TimePart) -> tuple[TimeLine, ...]:
+        """Return the lines of some parts."""
+        return tuple(line for line in self.lines if line.part in parts)
+
+    def ns(self, *parts: TimePart) -> float:
+        """Return the time per step of some parts."""
+        return total(self.of(*parts))
+
+    def share(self, *parts: TimePart) -> float:
+        """Return the share of the step, 0 to 1, of some parts."""
+        return self.ns(*parts) / self.step_ns if self.step_ns else 0.0
+
+
+def total(lines: Iterable[TimeLine]) -> float:
+    """Return the time per step of lines."""
+    return sum(line.ns for line in lines)
+
+
+def grouped(lines: Iterable[TimeLine]) -> list[TimeLine]:
+    """Return lines with those of repeated blocks joined (``blocks.0-5.norm``), longest first; the sum stays."""
+    found = list(lines)
+    paths = [line.module.split(".") for line in found if line.module]
+    shared = patterns({".".join(parts[:depth]) for parts in paths for depth in range(1, len(parts) + 1)}, {})
+    groups: dict[tuple[str, ...], list[TimeLine]] = {}
+    for line in found:
+        module = line.module and shared[line.module]
+        named = replace(line, module=module)
+        groups.setdefault((line.part, line.name, str(module), str(line.operator)), []).append(named)
+    sums = [
+        replace(
+            alike[0],
+            ns=total(alike),
+            count=sum(line.count for line in alike),
+            called=sum(line.called for line in alike),
+            inside=sum(line.inside for line in alike),
+            longest_ns=max((line.longest_ns for line in alike if line.longest_ns is not None), default=None),
+        )
+        for alike in groups.values()
+    ]
+    return sorted(sums, key=lambda line: -line.ns)

@@ -1,0 +1,475 @@
+"""The cause of a failed allocation, from the counters of that moment, and remedies that fit it.
+
+Each remedy names the Lightning or torch setting that applies it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal
+
+import msgspec
+
+from lightning_memprof.artifacts.manifest import DataLoaderFacts, OomRow, OptimizerFacts, TrainingFacts
+from lightning_memprof.read.snapshot.reader import DeviceSnapshot
+from lightning_memprof.units import GIB, KIB, MIB, format_bytes, format_list
+
+Cause = Literal["too large", "fragmented", "other process", "limited", "full"]
+# The causes as the end of "cuda:0 ran out of memory: ...".
+CAUSES: Final[Mapping[Cause, str]] = {
+    "too large": "one allocation is too large",
+    "fragmented": "its free memory is fragmented",
+    "other process": "other processes use its memory",
+    "limited": "a limit of this process was reached",
+    "full": "live memory fills it",
+}
+
+# A CUDA context, its kernels and the libraries' workspaces take this much of a device without torch's allocator; so
+# does a desktop: a display server, a browser.
+CONTEXT_BYTES: Final = GIB
+# Gaps, or other processes, of a smaller share of what this process uses only bring the failure forward: one more tensor
+# of this size would fail without them as well.
+NOTABLE: Final = 0.1
+# An allocation that needs more of the device must be split: checkpointing other modules does not help.
+LARGE: Final = 0.25
+NEARLY: Final = 0.1
+# torch adds these to its message where the driver shows the processes of the device: often only this one, without
+# display servers and other containers. If this one is missing, as in a container, it may be one of the numbers.
+_SIZE: Final = r"has (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB) memory in use"
+THIS_PROCESS: Final = re.compile(f"this process {_SIZE}")
+PROCESS: Final = re.compile(rf"Process (\d+) {_SIZE}")
+# torch rounds the size of this process to 0.01 GiB, and the driver keeps a few MiB.
+ROUNDING_BYTES: Final = 64 * MIB
+UNITS: Final = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+
+STEPS: Final = 3
+# Processes that a sentence names.
+SHOWN: Final = 3
+_HELD_BY_PYTHON: Final = (
+    "Find the objects that hold the tensors listed above: many of the same size that outlive their step are usually in "
+    "a list or an attribute (store loss.item() or .detach().cpu() instead)."
+)
+SETUP: Final = "setup"
+MOST_SAVED: Final = "the modules with the most saved activations"
+CHECKPOINT: Final = "wrap their forward in torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+HALF_MODEL: Final = 'Halve the model itself with Trainer(precision="bf16-true").'
+HALF_ACTIVATIONS: Final = 'Halve the activations with Trainer(precision="bf16-mixed").'
+RAISE_FRACTION: Final = "Raise the fraction in torch.cuda.set_per_process_memory_fraction, or remove the call."
+WITHOUT_GRADIENTS: Final = ("validation_step", "test_step", "predict_step")
+OTHER_TENSORS: Final = "other tensors held by Python"
+# Allocated bytes that neither the model, its optimizers nor a Python object hold.
+REST: Final = "the rest: "
+UNHELD: Final = f"{REST}saved activations and temporaries"
+HOST_REST: Final = f"{REST}Python objects, libraries and saved activations"
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Memory at the failed allocation, in bytes; None where unknown.
+
+    Attributes:
+        total_bytes: size of the device or machine memory.
+        limit_bytes: limit of this process.
+        free_bytes: free according to the driver or system.
+        allocated_bytes: live tensors; on the host RSS.
+        reserved_bytes: reserved by the allocator; on the host the virtual size.
+        unused_bytes: reserved and not allocated.
+        largest_free_bytes: largest contiguous block of ``unused_bytes``; needs a snapshot.
+        other_bytes: neither free nor reserved by this process: other processes, and libraries in this one.
+        process_bytes: used by other processes, where the driver shows what this one uses.
+    """
+
+    total_bytes: int | None
+    limit_bytes: int | None
+    free_bytes: int | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    unused_bytes: int | None
+    largest_free_bytes: int | None
+    other_bytes: int | None
+    process_bytes: int | None = None
+
+
+def device_memory(facts: OomRow, snapshot: DeviceSnapshot | None) -> Memory:
+    """Return the memory of a device, from its counters, or from a snapshot where there are none."""
+    statistics = facts.statistics or {}
+    allocated = statistics.get("allocated_bytes.all.current")
+    reserved = statistics.get("reserved_bytes.all.current")
+    if snapshot is not None:
+        allocated = snapshot.allocated_bytes if allocated is None else allocated
+        reserved = snapshot.reserved_bytes if reserved is None else reserved
+    total = facts.total_bytes or facts.limit_bytes
+    free = facts.free_bytes
+    other = None if None in (total, free, reserved) else max(0, (total or 0) - (free or 0) - (reserved or 0))
+    return Memory(
+        total_bytes=total,
+        limit_bytes=facts.limit_bytes or total,
+        free_bytes=free,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        unused_bytes=None if allocated is None or reserved is None else reserved - allocated,
+        largest_free_bytes=None if snapshot is None else snapshot.largest_free_block,
+        other_bytes=other,
+        process_bytes=None if total is None or free is None else _process_bytes(facts, total, free),
+    )
+
+
+def _named_bytes(facts: OomRow) -> int:
+    return sum(_size(*found) for _, *found in PROCESS.findall(facts.exception or ""))
+
+
+def _process_bytes(facts: OomRow, total: int, free: int) -> int | None:
+    """Return the bytes that are neither free nor this process's; if those of the named processes come near, these."""
+    found = THIS_PROCESS.search(facts.exception or "")
+    own = _size(*found.groups()) if found is not None else total + 1
+    if own > total:  # a driver that does not know the size shows one that no device has
+        return None
+    named, others = _named_bytes(facts), max(0, total - free - own)
+    return named if abs(others - named) <= ROUNDING_BYTES else others
+
+
+def _size(number: str, unit: str) -> int:
+    return round(float(number) * UNITS[unit])
+
+
+def host_memory(facts: OomRow) -> Memory:
+    """Return the memory of the host; the limit is the smallest one that applies to the process."""
+    host = facts.host
+    total, available, rss = host.total_bytes, host.available_bytes, host.rss_bytes
+    known = (host.rlimit_as_bytes, host.rlimit_data_bytes, host.cgroup_limit_bytes)
+    limits = [limit for limit in known if limit is not None]
+    other = None if None in (total, available, rss) else max(0, (total or 0) - (available or 0) - (rss or 0))
+    return Memory(
+        total_bytes=total,
+        limit_bytes=min([*limits, total or limits[0]]) if limits else total,
+        free_bytes=available,
+        allocated_bytes=rss,
+        reserved_bytes=host.vms_bytes,
+        unused_bytes=None,
+        largest_free_bytes=None,
+        other_bytes=other,
+    )
+
+
+def device_cause(facts: OomRow, memory: Memory, snapshot: DeviceSnapshot | None, mostly: str = "") -> tuple[Cause, str]:
+    """Return the cause of a failed device allocation, and a sentence with its evidence.
+
+    An allocation larger than the limit can never succeed. Otherwise unused reserved memory, at least 10% of it, is the
+    cause if the allocation would have succeeded with it; so is the memory of other processes, if it is at least 10% of
+    what this one needs, and more than a desktop's: 1 GiB, or a quarter of a small device. Of the rest, an allocation is
+    too large if it exceeds all live tensors together and a quarter of the limit.
+
+    Args:
+        facts: the recorded event.
+        memory: its memory.
+        snapshot: the allocator snapshot of that moment, or None.
+        mostly: the largest part of the live tensors, in parentheses.
+    """
+    limit, free, reserved, unused = memory.limit_bytes, memory.free_bytes, memory.reserved_bytes, memory.unused_bytes
+    asked = facts.asked_bytes
+    named = _bytes(asked)
+    if asked is None or limit is None:
+        return (
+            "full",
+            f"{_bytes(memory.allocated_bytes)} were allocated; the size of the failed allocation is unknown.",
+        )
+    if asked > limit:
+        return "too large", f"A single allocation of {named} is larger than the limit of {_bytes(limit)}."
+    allowed = max(0, limit - (reserved or 0))
+    room = min(free or 0, allowed)
+    is_notable = unused is not None and unused >= NOTABLE * (reserved or 0)
+    fits_unused = unused is not None and is_notable and room < asked <= room + unused
+    if limit < (memory.total_bytes or 0) and allowed < asked <= (free or 0) and not fits_unused:
+        return "limited", (
+            f"torch.cuda.set_per_process_memory_fraction limits this process to {_bytes(limit)} of "
+            f"{_bytes(memory.total_bytes)}; {_bytes(reserved)} were reserved, and {named} more did not fit."
+        )
+    others = _used_by_others(memory)
+    fits_others = asked <= min((free or 0) + others, allowed)
+    if (
+        fits_others
+        and _is_notable(others, (reserved or 0) + asked, memory.total_bytes or limit)
+        and not (fits_unused and (unused or 0) >= others)
+    ):
+        return "other process", f"{_others(facts, memory)}; without that, the allocation of {named} would succeed."
+    if fits_unused:
+        largest = None if snapshot is None else snapshot.largest_free_block
+        piece = "" if largest is None else f", in blocks of at most {_bytes(largest)}"
+        none = "no block is large enough" if (largest or 0) < asked else "large blocks belong to another stream or pool"
+        return "fragmented", (
+            f"{_bytes(unused)} are reserved but unused{piece}, and {_bytes(room)} are free: together enough for "
+            f"{named}, but {none}."
+        )
+    cause, why = _without_room(asked, memory, limit, room, mostly)
+    return cause, f"{why} {_others(facts, memory)}." if memory.process_bytes and fits_others else why
+
+
+def _used_by_others(memory: Memory) -> int:
+    """Return the bytes of other processes; an estimate, rather too low, where the driver does not show them."""
+    return max(0, (memory.other_bytes or 0) - CONTEXT_BYTES) if memory.process_bytes is None else memory.process_bytes
+
+
+def _is_notable(others: int, needed: int, total: int) -> bool:
+    """Return whether other processes use a notable part of what this one needs, and more than a desktop."""
+    return others >= max(NOTABLE * needed, min(CONTEXT_BYTES, LARGE * total))
+
+
+def _others(facts: OomRow, memory: Memory) -> str:
+    """Return a clause with the memory that other processes use."""
+    of = f"of {_bytes(memory.total_bytes)}"
+    if memory.process_bytes is None:
+        return (
+            f"{_bytes(memory.other_bytes)} {of} are in use outside of torch, by other processes or by libraries in "
+            "this one that bypass its allocator"
+        )
+    used = f"{_bytes(memory.process_bytes)} {of}"
+    if memory.process_bytes != _named_bytes(facts):
+        return f"Other processes, which the driver does not show here, use {used}"
+    found = PROCESS.findall(facts.exception or "")
+    if len(found) == 1:
+        return f"Process {found[0][0]} uses {used}"
+    return f"Processes {format_list([f'{pid} ({size} {unit})' for pid, size, unit in found], SHOWN)} use {used}"
+
+
+def _without_room(asked: int, memory: Memory, limit: int, room: int, mostly: str) -> tuple[Cause, str]:
+    named = _bytes(asked)
+    if asked > max(memory.allocated_bytes or 0, LARGE * limit):
+        return "too large", (
+            f"A single allocation of {named} exceeds all live tensors together ({_bytes(memory.allocated_bytes)} of "
+            f"{_bytes(limit)}), and {_bytes(room)} were free."
+        )
+    return "full", (
+        f"Live tensors use {_bytes(memory.allocated_bytes)} of {_bytes(limit)}{mostly}; with {_bytes(room)} free and "
+        f"{_bytes(memory.unused_bytes)} reserved but unused, {named} more did not fit."
+    )
+
+
+def host_cause(facts: OomRow, memory: Memory) -> tuple[Cause, str]:
+    """Return the cause of a failed host allocation, and a sentence with its evidence.
+
+    A limit is the cause only where the machine had more memory than the limit left, and less than the allocation or a
+    tenth of the limit was left: the C allocator reserves more than it returns.
+    """
+    host, asked = facts.host, facts.asked_bytes
+    named = "the allocation" if asked is None else f"an allocation of {_bytes(asked)}"
+    if asked is not None and memory.total_bytes is not None and asked > memory.total_bytes:
+        return (
+            "too large",
+            f"A single allocation of {_bytes(asked)} is larger than the machine's {_bytes(memory.total_bytes)}.",
+        )
+    used, room = memory.reserved_bytes or 0, host.available_bytes
+    for limit, name, taken in (
+        (host.rlimit_as_bytes, "RLIMIT_AS (ulimit -v)", used),
+        (host.rlimit_data_bytes, "RLIMIT_DATA (ulimit -d)", used),
+        (host.cgroup_limit_bytes, "memory.max of the control group", host.cgroup_used_bytes or 0),
+    ):
+        if limit is None or (room is not None and limit - taken > room):
+            continue
+        # Python's MemoryError does not state the size.
+        if asked is None or limit - taken < max(asked, NEARLY * limit):
+            return "limited", (
+                f"{name} limits this process to {_bytes(limit)}; with {_bytes(taken)} in use there was no room for "
+                f"{named}, although the machine had {_bytes(room)} available."
+            )
+    return "full", (
+        f"The process used {_bytes(memory.allocated_bytes)} of the machine's {_bytes(memory.total_bytes)}; "
+        f"{_bytes(room)} were available when {named} failed."
+    )
+
+
+def _bytes(value: int | None) -> str:
+    return "an unknown number of bytes" if value is None else format_bytes(value)
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts that select the remedies.
+
+    Attributes:
+        cause: as :data:`Cause`.
+        is_host: whether host memory ran out, rather than device memory.
+        phase: phase of the step; :data:`SETUP` before the first step.
+        function: the module's step method, such as ``validation_step``.
+        modules: paths of the modules that allocated most, largest first.
+        largest: label of the largest holder; None where unknown.
+        is_expandable: whether the allocator already uses expandable segments.
+        training: the manifest's ``training`` row.
+        world_size: number of ranks; None where unknown.
+    """
+
+    cause: Cause
+    is_host: bool
+    phase: str | None
+    function: str | None
+    modules: tuple[str, ...]
+    largest: str | None
+    is_expandable: bool
+    training: TrainingFacts
+    world_size: int | None
+
+
+def next_steps(situation: Situation) -> tuple[str, ...]:
+    """Return up to three remedies, the most promising first."""
+    if situation.is_host and situation.cause != "too large":
+        steps = _host(situation)
+    elif situation.cause == "fragmented":
+        steps = _fragmented(situation)
+    elif situation.cause == "other process":
+        steps = _other_process(situation)
+    elif situation.phase == SETUP:
+        steps = _setup(situation)
+    elif situation.cause == "too large":
+        steps = _too_large(situation)
+    else:
+        steps = _full(situation)
+    return tuple(dict.fromkeys(steps))[:STEPS]
+
+
+def _fragmented(situation: Situation) -> Iterator[str]:
+    if situation.is_expandable:
+        yield (
+            "Segments are already expandable: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,"
+            "garbage_collection_threshold:0.8 to release unused blocks earlier."
+        )
+    else:
+        yield (
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts: segments then grow in "
+            "place, which avoids free gaps between them."
+        )
+    yield (
+        "Use the same shapes in every step: pad or bucket the batches and set DataLoader(drop_last=True), so that the "
+        "allocator can reuse blocks."
+    )
+    yield "Call torch.cuda.empty_cache() between stages with different shapes, for example in on_validation_end."
+    yield _smaller_batch(situation)
+
+
+def _other_process(situation: Situation) -> Iterator[str]:
+    yield "Run nvidia-smi to see which processes use the device, and stop leftovers of earlier runs."
+    if (situation.world_size or 1) > 1:
+        yield "Give each rank its own device: Trainer(devices=...) with as many devices as ranks."
+    else:
+        yield (
+            "Use a free device: Trainer(devices=lightning.pytorch.accelerators.find_usable_cuda_devices(1)), "
+            "or CUDA_VISIBLE_DEVICES."
+        )
+    yield ("If processes must share the device, limit each with torch.cuda.set_per_process_memory_fraction(0.5).")
+    yield _smaller_batch(situation)
+
+
+def _setup(situation: Situation) -> Iterator[str]:
+    """Yield remedies for a failure before the first step, where only the model and loaded weights use memory."""
+    if situation.cause == "limited":
+        yield RAISE_FRACTION
+    yield (
+        "Shard the model over devices: Trainer(strategy=ModelParallelStrategy()) and fully_shard in configure_model, "
+        "or Trainer(strategy='fsdp')."
+    )
+    if _has_full_precision(situation):
+        yield HALF_MODEL
+    yield (
+        "Load weights with torch.load(..., map_location='cpu', mmap=True): on the device they would exist twice until "
+        "load_state_dict returns."
+    )
+    yield "Keep large tables, buffers and evaluation-only models on the host."
+
+
+def _too_large(situation: Situation) -> Iterator[str]:
+    yield _smaller_batch(situation)
+    if _has_full_precision(situation):
+        yield HALF_ACTIVATIONS
+    yield (
+        "Split the operation on the line above into chunks; for attention, use "
+        "torch.nn.functional.scaled_dot_product_attention, which never builds the full attention matrix."
+    )
+    yield "Shard the model over devices: Trainer(strategy='fsdp')."
+
+
+def _full(situation: Situation) -> Iterator[str]:
+    if situation.cause == "limited":
+        yield RAISE_FRACTION
+    if situation.function in WITHOUT_GRADIENTS:
+        yield (
+            "This step needs no gradients: keep Trainer(inference_mode=True), store no outputs on the device between "
+            "batches, and use a smaller batch_size in its DataLoader."
+        )
+    if situation.phase == "optimizer":
+        yield _optimizer(situation)
+    if situation.largest == OTHER_TENSORS:
+        yield _HELD_BY_PYTHON
+    is_saved = situation.largest in (None, UNHELD)
+    if is_saved and situation.modules:
+        yield f"Checkpoint {' and '.join(situation.modules)}: {CHECKPOINT}"
+    yield _smaller_batch(situation)
+    if is_saved and not situation.modules:
+        yield f"Checkpoint {MOST_SAVED}: {CHECKPOINT}"
+    if _has_full_precision(situation):
+        yield HALF_ACTIVATIONS
+    yield _optimizer(situation)
+    yield "Shard parameters, gradients and optimizer state over devices: Trainer(strategy='fsdp')."
+
+
+def _host(situation: Situation) -> Iterator[str]:
+    if situation.cause == "limited":
+        yield (
+            "Raise the limit: ulimit -v unlimited in the shell that starts the program, or more memory for its "
+            "container or job (docker run --memory, sbatch --mem)."
+        )
+    workers, waits = _loader(situation).num_workers or 0, situation.phase in ("data_wait", SETUP)
+    if workers > 1 or (workers and waits):
+        fewer = f"num_workers={workers // 2}" + (", prefetch_factor=1" if workers > 1 else "")
+        yield (
+            f"Use fewer data loading processes: DataLoader({fewer}), and memory-map large arrays with "
+            "numpy.load(mmap_mode='r')."
+        )
+    elif waits:
+        yield "Memory-map large files instead of reading them: numpy.load(mmap_mode='r'), torch.load(mmap=True)."
+    if situation.phase == SETUP:
+        yield (
+            "Create large modules in configure_model with fully_shard, so that each process holds its shard only, or "
+            "on torch.device('meta') until their weights are loaded."
+        )
+        if _has_full_precision(situation):
+            yield HALF_MODEL
+    if situation.phase == "optimizer":
+        yield _optimizer(situation)
+    if situation.largest == HOST_REST:
+        yield (
+            "Look for growing containers: lists of step outputs (store loss.item() or .detach().cpu()), caches in a "
+            "Dataset; lightning-memprof show has the RSS of every step."
+        )
+    if situation.largest == OTHER_TENSORS:
+        yield _HELD_BY_PYTHON
+    yield _smaller_batch(situation)
+    if _has_full_precision(situation):
+        yield HALF_ACTIVATIONS
+    if situation.function not in WITHOUT_GRADIENTS:
+        yield f"Checkpoint {MOST_SAVED}: {CHECKPOINT}"
+    yield _optimizer(situation)
+
+
+def _smaller_batch(situation: Situation) -> str:
+    times = 2 * (situation.training.accumulate_grad_batches or 1)
+    size = _loader(situation).batch_size
+    half = f"DataLoader(batch_size={size // 2})" if size and size > 1 else "half the batch size"
+    if situation.function in WITHOUT_GRADIENTS:
+        return f"Use {half}: outside of training this does not change the results."
+    return f"Use {half} and Trainer(accumulate_grad_batches={times}): same gradients from smaller batches."
+
+
+def _has_full_precision(situation: Situation) -> bool:
+    return (situation.training.precision or "32-true").startswith(("32", "64"))
+
+
+def _optimizer(situation: Situation) -> str:
+    optimizer = next(iter(situation.training.optimizers), OptimizerFacts())
+    name = optimizer.name or "AdamW"
+    if situation.is_host or optimizer.fused:
+        return f"Use an optimizer with less state: an 8-bit {name} (bitsandbytes), or torch.optim.Adafactor."
+    return (
+        f"Reduce the memory of the optimizer step: {name}(..., fused=True) avoids the parameter-sized temporaries of "
+        "foreach=True; an 8-bit optimizer (bitsandbytes) needs a quarter of the state."
+    )
+
+
+def _loader(situation: Situation) -> DataLoaderFacts:
+    return next(iter(situation.training.dataloaders), DataLoaderFacts())

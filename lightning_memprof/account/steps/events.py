@@ -1,0 +1,350 @@
+"""Lightning's profiler actions: their phase and part, and the events of each recorded step with their self time."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from lightning_memprof.artifacts.series import PHASES, HookRow
+
+if TYPE_CHECKING:
+    from lightning_memprof.read.run.model import Rank, RecordedWindow
+
+PARTS: Final = (
+    "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "validation", "checkpoint", "logging",
+    "other",
+)  # fmt: skip
+FORWARD: Final = {
+    "fit": "training_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+FETCH: Final = {
+    "fit": ("train_dataloader_next",),
+    "validate": ("val_next",),
+    "test": ("test_next",),
+    "predict": ("predict_next",),
+}
+OPTIMIZER: Final = frozenset(
+    {"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients", "toggle_optimizer"}
+)
+EVALUATION_STEPS: Final = frozenset({"validation_step", "test_step", "predict_step"})
+CALLBACK: Final = "[Callback]"
+# Of a fit: the model and the data module.
+MODULES: Final = ("[LightningModule]", "[LightningDataModule]")
+# The profiler's own actions at the marks of a step.
+OWN_WORK: Final = "[MemProfiler]"
+# The profiler's own callbacks: their hooks open and close windows.
+_PROFILERS: Final = frozenset({"AttachedCallback", "MemProfilerCallback"})
+LOGGER: Final = "[Logger]"
+_LOG: Final = re.compile(r"\[LightningModule\].*\.log\Z")
+_METRIC: Final = "[Metric]"
+_WAIT: Final = re.compile(r"\[Strategy\].*\.(barrier|broadcast_sigterm)\Z")
+VALIDATION: Final = "run_validation"
+TRANSFER: Final = frozenset(
+    {
+        "batch_to_device",
+        "on_before_batch_transfer",
+        "transfer_batch_to_device",
+        "on_after_batch_transfer",
+        "convert_input",
+    }
+)
+BACKWARD: Final = frozenset({"pre_backward", "backward", "post_backward"})
+# A file that a strategy or a plug-in writes or removes.
+CHECKPOINT: Final = frozenset({"save_checkpoint", "remove_checkpoint"})
+# Parts of a step that the pulse has in another phase.
+_PARTS_ONLY: Final = TRANSFER | {"pre_backward", "post_backward", "lr_scheduler_step"}
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One event of a step. ``offset_ns`` counts from the step's start; events come in order of start.
+
+    ``self_ns`` is its self time; over the step's events, with the time outside all events, it sums to the step.
+    """
+
+    action: str
+    part: str
+    offset_ns: int
+    duration_ns: int
+    self_ns: int
+    depth: int
+
+
+class StepEvents(msgspec.Struct, frozen=True):
+    """One recorded step of one rank.
+
+    ``parts_ns`` has all of :data:`PARTS` and sums to ``duration_ns``; ``callbacks_ns`` has the self time of each
+    callback by its key and sums to the part of that name.
+    """
+
+    rank: int
+    window: int
+    step: int
+    global_step: int | None
+    start_ns: int
+    duration_ns: int
+    parts_ns: Mapping[str, int]
+    callbacks_ns: Mapping[str, int]
+    events: tuple[Event, ...]
+
+
+class EventTotals(msgspec.Struct, frozen=True):
+    """One action over several steps: count, and nanoseconds of total and self time, summed and at most."""
+
+    action: str
+    part: str
+    count: int
+    total_ns: int
+    self_ns: int
+    max_ns: int
+    max_self_ns: int
+
+
+def action_name(action: str) -> str:
+    """Return the usual name of an action: ``ModelCheckpoint.on_train_batch_end``.
+
+    A callback's key may contain its parameters and the function that defines its class.
+    """
+    owner, _, hook = action.rpartition(".")
+    if not owner:
+        return action
+    if owner.startswith(CALLBACK):
+        return f"{class_name(owner)}.{hook}"
+    return f"{owner.rpartition(']')[2] or owner.strip('[]')}.{hook}"
+
+
+def class_name(owner: str) -> str:
+    """Return the class of ``[Callback]main.<locals>.Slow`` or ``[Callback]ModelCheckpoint{'monitor': 'a.b'}``."""
+    return owner.removeprefix(CALLBACK).partition("{")[0].rpartition(".")[2]
+
+
+def is_profiler(action: str) -> bool:
+    """Return whether an action is work of this package."""
+    return action.startswith(OWN_WORK) or (
+        action.startswith(CALLBACK) and class_name(action.rpartition(".")[0]) in _PROFILERS
+    )
+
+
+def meeting(action: str) -> Literal["self_log", "metric", "rank_wait"] | None:
+    """Return the part of the ledger of an action in which ranks may meet, None for others.
+
+    A barrier, and the flag that Lightning's loop sends in each step, are nothing but a wait for other ranks.
+    """
+    if _LOG.match(action):
+        return "self_log"
+    if _WAIT.match(action):
+        return "rank_wait"
+    return "metric" if action.startswith(_METRIC) else None
+
+
+def classify(action: str, stage: str) -> str | None:
+    """Return the phase of an action, or None where it belongs to the action around it.
+
+    A validation inside ``fit`` is ``other``: its steps and its callbacks' batch hooks belong to no training step.
+    """
+    hook = action.rpartition(".")[2]
+    if action.startswith(CALLBACK):
+        return "other" if stage == "fit" and hook.startswith("on_validation_batch") else "callbacks"
+    phase = None if hook in _PARTS_ONLY else _phase(action, hook, stage)
+    return phase or ("other" if hook in EVALUATION_STEPS or action.startswith(OWN_WORK) else None)
+
+
+def part_of(action: str, around: str, stage: str) -> str:
+    """Return the part that an action belongs to.
+
+    Args:
+        action: its name by Lightning, or by ``HookTimings`` after Lightning's pattern.
+        around: the part of the action around it.
+        stage: of the run. In ``fit`` a validation is one part, less the callbacks' hooks that are not its batches',
+            and less checkpoints and logging.
+    """
+    hook = action.rpartition(".")[2]
+    if action.startswith(OWN_WORK):
+        return "other"
+    if action.startswith(CALLBACK):
+        in_validation = stage == "fit" and hook.startswith("on_validation_batch")
+        return "validation" if in_validation else "callbacks"
+    if action.startswith(LOGGER) or action == "logging":
+        return "logging"
+    if hook in CHECKPOINT:
+        return "checkpoint"
+    if around == "validation" or action == VALIDATION or (stage == "fit" and hook in EVALUATION_STEPS):
+        return "validation"
+    return _phase(action, hook, stage) or around
+
+
+def _phase(action: str, hook: str, stage: str) -> str | None:
+    if hook in FETCH.get(stage, ()):
+        return "data_wait"
+    if hook in TRANSFER:
+        return "transfer"
+    if hook == FORWARD.get(stage):
+        return "forward"
+    if hook in BACKWARD and action.startswith(("[Strategy]", "[Precision]")):
+        return "backward"
+    return "optimizer" if hook in OPTIMIZER or action.startswith("[Optimizer]") or hook == "lr_scheduler_step" else None
+
+
+class Span(msgspec.Struct):
+    """An action inside a step, or the step itself, whose ``around`` is None. ``label`` is its phase or part."""
+
+    action: str
+    label: str
+    begin_ns: int
+    end_ns: int
+    depth: int
+    around: Span | None
+    self_ns: int = 0
+
+
+def step_span(rows: Iterable[HookRow]) -> tuple[int, int] | None:
+    """Return start and end of the step that rows are of, None where nothing timed it."""
+    row = next((row for row in rows if _is_step(row)), None)
+    if row is None or row.start_ns is None or row.duration_ns is None or row.duration_ns < 0:
+        return None
+    return row.start_ns, row.start_ns + row.duration_ns
+
+
+def nested_spans(
+    rows: Iterable[HookRow], start_ns: int, end_ns: int, label_of: Callable[[str, str], str]
+) -> list[Span]:
+    """Share the time from ``start_ns`` to ``end_ns`` among the step, which comes first, and its actions by start.
+
+    Every instant counts for the innermost action that covers it, so the self times sum to ``end_ns - start_ns``
+    exactly, whatever the rows are: an action that outlives the one around it, or the step, is cut at that one's end.
+    ``label_of`` gets an action and the label of the one around it; the step's is ``other``.
+    """
+    root = Span(action="step", label="other", begin_ns=start_ns, end_ns=end_ns, depth=-1, around=None)
+    found, stack = [root], [root]
+    cursor = start_ns
+
+    def spend(until: int) -> None:
+        nonlocal cursor
+        if until > cursor:
+            stack[-1].self_ns += until - cursor
+            cursor = until
+
+    def leave() -> None:
+        spend(stack[-1].end_ns)
+        stack.pop()
+
+    timed = (
+        (row.start_ns, -max(row.duration_ns, 0), row.depth or 0, row.action)
+        for row in rows
+        if row.start_ns is not None and row.duration_ns is not None and row.action is not None and not _is_step(row)
+    )
+    # Of two that start together the longer one is around the other.
+    for start, negative_duration, _, action in sorted(timed):
+        begin = min(max(start, start_ns), end_ns)
+        while len(stack) > 1 and stack[-1].end_ns <= begin:
+            leave()
+        spend(begin)
+        around = stack[-1]
+        span = Span(
+            action=action,
+            label=label_of(action, around.label),
+            begin_ns=begin,
+            end_ns=max(begin, min(start - negative_duration, around.end_ns)),
+            depth=len(stack) - 1,
+            around=around,
+        )
+        found.append(span)
+        stack.append(span)
+    while stack:
+        leave()
+    return found
+
+
+def exclusive_times(rows: Iterable[HookRow], start_ns: int, end_ns: int, stage: str) -> dict[str, int]:
+    """Return the self times of actions by phase, in nanoseconds; they sum to ``end_ns - start_ns``."""
+    totals = dict.fromkeys(PHASES, 0)
+    for span in nested_spans(rows, start_ns, end_ns, lambda action, around: classify(action, stage) or around):
+        totals[span.label] += span.self_ns
+    return totals
+
+
+def _is_step(row: HookRow) -> bool:
+    return row.action == "step" and row.depth == -1
+
+
+def rank_events(rank: Rank) -> list[StepEvents]:
+    """Return the recorded steps of a rank that have hook timings, in order.
+
+    Source: the series ``hooks`` of its windows; each instant of a step counts for the innermost event.
+    """
+    return [step for window in rank.windows for step in window_events(window, rank.facts.stage)]
+
+
+def window_events(window: RecordedWindow, stage: str) -> list[StepEvents]:
+    """Return the recorded steps of one window as :func:`rank_events`."""
+    found = (_step(window, step, rows, stage) for step, rows in sorted(window.read(HookRow).by_step.items()))
+    return [step for step in found if step is not None]
+
+
+def event_totals(steps: Iterable[StepEvents]) -> list[EventTotals]:
+    """Return the actions of steps, the longest in total first, each once for every part that it belongs to."""
+    groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    for step in steps:
+        for event in step.events:
+            groups[event.action, event.part].append(event)
+    totals = [
+        EventTotals(
+            action=action,
+            part=part,
+            count=len(events),
+            total_ns=sum(event.duration_ns for event in events),
+            self_ns=sum(event.self_ns for event in events),
+            max_ns=max(event.duration_ns for event in events),
+            max_self_ns=max(event.self_ns for event in events),
+        )
+        for (action, part), events in groups.items()
+    ]
+    return sorted(totals, key=lambda total: (-total.total_ns, total.action, total.part))
+
+
+def _step(window: RecordedWindow, step: int, rows: Sequence[HookRow], stage: str) -> StepEvents | None:
+    place = step_span(rows)
+    if place is None:
+        return None
+    root, *spans = nested_spans(rows, *place, lambda action, around: part_of(action, around, stage))
+    parts = dict.fromkeys(PARTS, 0)
+    callbacks: dict[str, int] = defaultdict(int)
+    for span in (root, *spans):
+        parts[span.label] += span.self_ns
+        if span.label == "callbacks":
+            callbacks[_owner(span)] += span.self_ns
+    return StepEvents(
+        rank=window.rank,
+        window=window.index,
+        step=step,
+        global_step=next((row.global_step for row in rows if row.depth == -1), None),
+        start_ns=root.begin_ns,
+        duration_ns=root.end_ns - root.begin_ns,
+        parts_ns=parts,
+        callbacks_ns=dict(sorted(callbacks.items(), key=lambda entry: (-entry[1], entry[0]))),
+        events=tuple(
+            Event(
+                action=span.action,
+                part=span.label,
+                offset_ns=span.begin_ns - root.begin_ns,
+                duration_ns=span.end_ns - span.begin_ns,
+                self_ns=span.self_ns,
+                depth=span.depth,
+            )
+            for span in spans
+        ),
+    )
+
+
+def _owner(span: Span) -> str:
+    """Return the key of the callback that a span runs in: an action's name without its hook."""
+    around: Span | None = span
+    while around is not None and not around.action.startswith(CALLBACK):
+        around = around.around
+    return "" if around is None else around.action.removeprefix(CALLBACK).rpartition(".")[0]

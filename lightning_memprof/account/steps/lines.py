@@ -1,0 +1,105 @@
+"""The lines of the program that the training thread runs in recorded windows, by function."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lightning_memprof.read.run.model import Rank
+
+# A function with less of the time does not explain it.
+EXPLAINS: Final = 0.25
+# Of a function's time: then a line stands for the function.
+MOSTLY: Final = 0.5
+# Fewer looks show no usual place.
+MIN_LOOKS: Final = 6
+
+
+class Spot(msgspec.Struct, frozen=True, kw_only=True):
+    """A function of the program with much of some time, and its line with the most.
+
+    ``depth`` is the number of functions around it, ``share`` its share of the time, 0 to 1. The line, its source, the
+    function of a library that it calls and the innermost one inside are None where no line has most of the time.
+    """
+
+    function: str
+    share: float
+    depth: int
+    place: str | None = None
+    source: str | None = None
+    called: str | None = None
+    inside: str | None = None
+
+    @property
+    def is_helper(self) -> bool:
+        """Whether it is neither called by the Trainer nor the forward of a module."""
+        return self.depth > 0 and self.function.rpartition(".")[2] != "forward"
+
+    @property
+    def text(self) -> str:
+        """The function and its line, for a sentence: ``Critic.stretch (critic.py:164)``."""
+        return f"{self.function} ({self.place})" if self.place else self.function
+
+    @property
+    def at(self) -> str:
+        """The source of the line, to end a sentence."""
+        return f": `{self.source}`" if self.source else ""
+
+
+def lines(rank: Rank, hook: str) -> list[LineRow]:
+    """Return the lines inside a method that the Trainer calls, ``training_step`` or a hook of a callback."""
+    rows = (row for window in rank.windows for row in window.read(LineRow).rows)
+    return [row for row in rows if row.functions and row.functions[0].rpartition(".")[2] == hook]
+
+
+def spots(rows: Sequence[LineRow], least: float = EXPLAINS) -> list[Spot]:
+    """Return the functions with at least a share of the time of some lines, the innermost first.
+
+    The time of a line that calls a module is the module's.
+    """
+    whole = _ns(rows)
+    within: dict[tuple[int, str], list[LineRow]] = {}
+    for row in rows:
+        if row.functions[-1] != MODULE_CALL:
+            for depth, function in enumerate(row.functions):
+                if function != MODULE_CALL:
+                    within.setdefault((depth, function), []).append(row)
+    large = [key for key, inside in within.items() if _ns(inside) >= least * whole and _looks(inside) >= MIN_LOOKS]
+    large.sort(key=lambda key: (-key[0], -_ns(within[key])))
+    found = [_spot(key, within[key], whole) for key in large]
+    # The name alone of what the Trainer calls, or of a module's forward, explains nothing.
+    return [each for each in found if each.place or each.is_helper]
+
+
+def _spot(key: tuple[int, str], inside: Sequence[LineRow], whole: int) -> Spot:
+    depth, function = key
+    places = Counter[str | None]()
+    for row in inside:
+        places[row.place if len(row.functions) == depth + 1 else None] += row.ns or 0
+    place, ns = places.most_common(1)[0]
+    found = Spot(function=function, share=_ns(inside) / whole, depth=depth)
+    if place is None or ns < MOSTLY * _ns(inside):
+        return found
+    line = max((row for row in inside if row.place == place), key=lambda row: row.ns or 0)
+    return replace(found, place=place, source=source_of(line) or None, called=line.called, inside=line.inside)
+
+
+def source_of(row: LineRow) -> str:
+    """Return the source of a line without a comment behind it."""
+    return (row.source or "").partition("  #")[0].strip()
+
+
+def _ns(rows: Iterable[LineRow]) -> int:
+    return sum(row.ns or 0 for row in rows)
+
+
+def _looks(rows: Iterable[LineRow]) -> int:
+    return sum(row.looks or 0 for row in rows)

@@ -1,0 +1,451 @@
+"""Measures of steps that several rules share: steps that stand out, and profiler overhead."""
+
+from __future__ import annotations
+
+import itertools
+import statistics as stats
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from lightning_memprof.account.ledger.model import TimeLedger, total
+from lightning_memprof.account.ledger.run import typical_in_windows
+from lightning_memprof.account.steps.events import OWN_WORK
+from lightning_memprof.account.steps.lines import Spot
+from lightning_memprof.account.steps.statistics import PulseStatistics
+from lightning_memprof.account.steps.system import systems
+from lightning_memprof.account.steps.workers import Call, Loading, calls, loading, workers
+from lightning_memprof.artifacts.manifest import DataLoaderFacts
+from lightning_memprof.artifacts.series import HookRow
+from lightning_memprof.judge.model import Facts
+from lightning_memprof.judge.program.lines import of_action, of_collate
+from lightning_memprof.read.run.model import Rank
+from lightning_memprof.units import format_count, format_ns, percent
+
+# A step stands out if a phase takes this many times its median.
+STANDS_OUT: Final = 4
+# A larger share of the steps is not few: the phase is slow in general.
+FEW: Final = 1 / 3
+# A phase is slow in few steps only if they hold this share of its time.
+MOST: Final = 0.5
+# This share of the distances must be equal: a validation at the end of an epoch breaks the count.
+REGULAR: Final = 0.6
+# This share of the places of a period must be slow: chance does not hit so many.
+EACH: Final = 0.8
+# The first slow steps show a period; comparing all pairs takes long.
+COMPARED: Final = 12
+# Half of the excess is in steps above some excess; steps below this share of that excess have another cause.
+OF_THE_USUAL: Final = 0.5
+# A run of a few seconds loses this much in total to the first epoch, checkpoint or validation.
+HICCUPS_NS: Final = 500_000_000
+# Other work on the machine delays single steps by this much, one or two of them by more.
+HICCUP_NS: Final = 100_000_000
+LONG_HICCUP_NS: Final = 1_000_000_000
+MIN_PERIODIC: Final = 3
+# From this many workers per core on, more of them do not help.
+MANY_PER_CORE: Final = 4
+# Of a wait for data: then it does not sleep.
+COMPUTING: Final = 0.5
+# Workers that wait for a lock for this share of their fetches take turns: more of them wait longer.
+TAKE_TURNS: Final = 0.25
+# Of the time inside fetches, its own: then one function is the cause.
+MOST_OF_FETCH: Final = 0.5
+ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
+
+
+class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
+    """The few of ``seen`` steps that hold most of a phase's time, and the phase's mean in them.
+
+    ``period`` is the regular distance between them in steps, None if there is none. ``ends_epochs``: each of them is
+    the last step of its epoch; ``starts_epochs``: each is the first.
+    """
+
+    steps: tuple[int, ...]
+    seen: int
+    mean_ns: int
+    period: int | None
+    ends_epochs: bool
+    starts_epochs: bool = False
+
+    @property
+    def is_hiccup(self) -> bool:
+        """Whether a busy machine explains these steps."""
+        if self.mean_ns * len(self.steps) < HICCUPS_NS:
+            return True
+        if self.period is not None or ((self.ends_epochs or self.starts_epochs) and len(self.steps) > 1):
+            return False
+        return self.mean_ns < (LONG_HICCUP_NS if len(self.steps) < MIN_PERIODIC else HICCUP_NS)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the steps have a period, or a place in each epoch."""
+        return self.period is not None or (len(self.steps) > 1 and (self.ends_epochs or self.starts_epochs))
+
+    @property
+    def subject(self) -> str:
+        """The steps as the subject of a sentence: ``Every 10th step``, ``2 of 56 steps``."""
+        count = len(self.steps)
+        if self.ends_epochs:
+            return "The last step of each epoch" if count > 1 else "The last step of the epoch"
+        if self.starts_epochs and count > 1:
+            return "The first step of each epoch"
+        if self.period is not None:
+            return f"Every {_ordinal(self.period)} step"
+        return f"{count} of {self.seen} steps" if count > 1 else f"1 of {self.seen} steps (step {self.steps[0]})"
+
+    @property
+    def verb(self) -> str:
+        """``takes`` or ``take``, to agree with the subject."""
+        named = self.period is not None or self.ends_epochs or self.starts_epochs
+        return "take" if len(self.steps) > 1 and not named else "takes"
+
+
+def rhythm(rank: Rank, phase: str) -> Rhythm | None:
+    """Return the few steps that hold most of a phase's time, or None if it is spread over all steps."""
+    typical = rank.typical_steps
+    if typical is None:
+        return None
+    spent = [(step, breakdown[phase] or 0) for step, _, breakdown in typical.steps]
+    found = few_steps(rank, spent, stands_out=STANDS_OUT)
+    held = found.mean_ns * len(found.steps) if found is not None else 0
+    return found if held >= MOST * sum(ns for _, ns in spent) else None
+
+
+def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float) -> Rhythm | None:
+    """Return the steps that take ``stands_out`` times the median, or None if they are not few.
+
+    A busy machine delays some step in every run: steps that stand out by little beside the others are ignored.
+
+    Args:
+        rank: the rank of the steps.
+        spent: ``(step, nanoseconds)``.
+        stands_out: multiple of the median.
+    """
+    if not spent:
+        return None
+    median = stats.median(ns for _, ns in spent)
+    standing_out = [(step, ns) for step, ns in spent if ns > stands_out * median]
+    least = OF_THE_USUAL * _weighted_median([ns - median for _, ns in standing_out])
+    large = [(step, ns) for step, ns in standing_out if ns - median >= least]
+    if not large or len(large) > FEW * len(spent):
+        return None
+    steps = tuple(step for step, _ in large)
+    last = {row["epoch"]: row["step"] for row in rank.pulse}
+    first = {row["epoch"]: row["step"] for row in reversed(rank.pulse)}
+    return Rhythm(
+        steps=steps,
+        seen=len(spent),
+        mean_ns=round(sum(ns for _, ns in large) / len(large)),
+        period=_period(steps) or _period_of_places(steps, [step for step, _ in spent]),
+        ends_epochs=set(steps) <= set(last.values()),
+        starts_epochs=set(steps) <= set(first.values()),
+    )
+
+
+def _weighted_median(values: Sequence[float]) -> float:
+    """Return the value up to which the sorted values hold half of the sum."""
+    half, total = sum(values) / 2, 0.0
+    for value in sorted(values):
+        total += value
+        if total >= half:
+            return value
+    return 0.0
+
+
+def _period(steps: Sequence[int]) -> int | None:
+    gaps = Counter(after - before for before, after in itertools.pairwise(steps))
+    if sum(gaps.values()) < 2:  # two steps have one distance: it cannot repeat
+        return None
+    gap, count = gaps.most_common(1)[0]
+    return gap if gap > 1 and count >= REGULAR * sum(gaps.values()) else None
+
+
+def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
+    """Return the distance at which nearly each step is slow, for periods with other slow steps in between."""
+    slow, known, found = set(steps), set(seen), Counter[int]()
+    first, last = min(known), max(known)
+    for before, after in itertools.combinations(steps[:COMPARED], 2):
+        period = after - before
+        places = [step for step in range(first + (before - first) % period, last + 1, period) if step in known]
+        hits = sum(step in slow for step in places)
+        if period > 1 and len(places) > MIN_PERIODIC and hits >= max(EACH * len(places), REGULAR * len(slow)):
+            found[period] = max(found[period], hits)
+    # Of 7 and 14 the shorter one has more of the slow steps.
+    return found.most_common(1)[0][0] if found else None
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{'th' if 10 <= number % 100 <= 20 else ENDINGS.get(number % 10, 'th')}"
+
+
+def sample_method(loaders: Sequence[DataLoaderFacts]) -> str:
+    """Return the method of the data set that makes a sample."""
+    return "__iter__" if loaders and loaders[0].is_iterable else "__getitem__"
+
+
+def own_marks(rank: Rank) -> dict[int, int]:
+    """Return the nanoseconds of all collectors at the marks of each step in a window, warmup included."""
+    spent: dict[int, int] = defaultdict(int)
+    for window in rank.windows:
+        for row in window.read(HookRow).rows:
+            if row.step is not None and row.duration_ns is not None and (row.action or "").startswith(OWN_WORK):
+                spent[row.step] += max(row.duration_ns, 0)
+    return dict(spent)
+
+
+def own_ns(rank: Rank, statistics: PulseStatistics) -> int:
+    """Return the profiler overhead in the mean step, in nanoseconds; it is part of the untracked time.
+
+    Without hook timings it is the cost of all windows, divided by their steps: an upper bound.
+    """
+    steps = typical_in_windows(rank)
+    if not steps or not statistics.used:
+        return 0
+    marks = own_marks(rank)
+    if not marks:
+        in_windows = sum(row["window"] is not None for row in rank.pulse)
+        windows_ns = (rank.overhead.windows_ns if rank.overhead else None) or 0
+        marks = dict.fromkeys(steps, windows_ns // max(in_windows, 1))
+    return sum(marks.get(step, 0) for step in steps) // statistics.used
+
+
+def steps_until_full(facts: Facts, rank: Rank, bytes_per_step: float, *, on_host: bool) -> int | None:
+    """Return how many more steps growing memory lasts; None if longer than the training, or if either is unknown."""
+    ledger, training = facts.byte_ledgers.get(rank.rank), rank.training
+    if ledger is None or training is None or (ledger.place == "host") != on_host or not ledger.limit_bytes:
+        return None
+    steps = (training.max_steps or 0) * (training.accumulate_grad_batches or 1)
+    ends = min((end for end in (steps, (training.num_batches or 0) * (training.max_epochs or 0)) if end > 0), default=0)
+    free = (ledger.limit_bytes - ledger.outside_bytes) / ledger.sharing - ledger.peak_bytes
+    left = max(free, 0) / bytes_per_step
+    return round(left) if left < ends - len(rank.pulse) else None
+
+
+# Fewer calls of one operator in a forward are its layers.
+LOOP: Final = 8
+# Operators that read a value of a tensor, and those that iterate over one.
+READS: Final = frozenset({"aten::item", "aten::is_nonzero"})
+OF_VALUES: Final = READS | {"", "aten::_local_scalar_dense", "aten::unbind", "aten::select"}
+# They compute nothing.
+VIEWS: Final = OF_VALUES | {
+    f"aten::{name}"
+    for name in ("slice", "view", "reshape", "transpose", "permute", "expand", "chunk", "split", "unsqueeze", "t")
+}
+
+
+# Python takes 10 to 20 µs to fetch a row of a tensor and to stack it with others; a busy machine takes longer.
+OF_A_ROW_NS: Final = 50_000
+# Smaller batches do not take long.
+MANY_SAMPLES: Final = 256
+ONE_BY_ONE: Final = (
+    "Fetch all samples of a batch at once: DataLoader(dataset, sampler=BatchSampler(RandomSampler(dataset), "
+    "{samples}, drop_last=True), batch_size=None); the data set is indexed with a list then."
+)
+
+
+def one_by_one(rank: Rank, ledger: TimeLedger) -> tuple[str, tuple[str, ...]]:
+    """Return that the training process fetches many samples, one by one in little time for each, and the next step."""
+    loaders = rank.training.dataloaders if rank.training else []
+    lines = [line for line in ledger.of("data_wait") if line.name.endswith((".fetch", ".collate"))]
+    samples = (loaders[0].batch_size or 0) if loaders and not loaders[0].is_iterable else 0
+    if samples < MANY_SAMPLES or loaders[0].num_workers or not 0 < total(lines) < OF_A_ROW_NS * samples:
+        return "", ()
+    return f", one by one for {samples:,} samples", (ONE_BY_ONE.format(samples=samples),)
+
+
+def torch_threads(rank: Rank) -> int | None:
+    """Return how many threads an operator of a rank uses; None where the run does not say."""
+    count = rank.training.threads if rank.training else None
+    started = rank.facts.environment.get("torch_threads")
+    return count or (started if type(started) is int else None)
+
+
+def cores_of_loading(facts: Facts, rank: Rank, ledger: TimeLedger) -> float | None:
+    """Return how many cores the training process keeps busy in recorded steps, if its wait for data mostly computes.
+
+    Operators keep no more than their threads busy; further processor time belongs to the wait. None where the wait
+    sleeps, or the run does not say.
+    """
+    figures = next((system.figures for system in systems(facts.run) if system.rank == rank.rank), {})
+    process, threads = figures.get("process_cpu_percent"), torch_threads(rank)
+    if process is None or threads is None:
+        return None
+    wait, busy = ledger.ns("data_wait"), process.mean / 100
+    operators = (ledger.step_ns - wait) * min(threads, rank.facts.cpu_count or threads)
+    return busy if busy * ledger.step_ns - operators >= COMPUTING * wait else None
+
+
+def takes_turns(rank: Rank) -> Loading | None:
+    """Return the cost of a batch where workers wait for one another at a lock, else None."""
+    cost, loaders = loading(rank), rank.training.dataloaders if rank.training else ()
+    most = max((loader.num_workers or 0 for loader in loaders), default=0)
+    return cost if cost is not None and most > 1 and cost.lock_share >= TAKE_TURNS else None
+
+
+def worker_method(cost: Loading, loaders: Sequence[DataLoaderFacts]) -> str:
+    """Return the method in which workers spend most of a batch."""
+    return "collate_fn" if cost.collate_ns > cost.fetch_ns / 2 else sample_method(loaders)
+
+
+def in_workers(rank: Rank) -> str:
+    """Return the slow part of the workers, to end a sentence, and whether it computes; empty where it is not known."""
+    cost, loaders = loading(rank), rank.training.dataloaders if rank.training else ()
+    if cost is None or not loaders:
+        return ""
+    method = worker_method(cost, loaders)
+    datasets = {worker.dataset for worker in workers(rank)} if method != "collate_fn" else set()
+    named = f"{datasets.pop()}.{method}" if len(datasets) == 1 and None not in datasets else method
+    return f", mostly {'computing' if cost.is_cpu_bound else 'waiting'} in {named}"
+
+
+def slow_function(rank: Rank) -> Call | None:
+    """Return the function that takes half of the fetches in workers or more, in recorded windows."""
+    return next((call for call in calls(rank) if call.share >= MOST_OF_FETCH), None)
+
+
+def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
+    """Return the number of workers that removes the wait, from their times; None where they do not show one.
+
+    A worker takes ``fetch`` ns for a batch, the loop one batch every ``step`` ns without its wait: ``fetch / step``
+    workers keep up, rounded up. Of ``fetch``, the processor time needs cores, which the ranks of the machine use too.
+    """
+    cost, loaders = loading(rank), rank.training.dataloaders if rank.training else ()
+    step_ns = ledger.step_ns - ledger.ns("data_wait")
+    if cost is None or not loaders or not loaders[0].num_workers or step_ns <= 0:
+        return None
+    number, cores = loaders[0].num_workers, rank.facts.cpu_count
+    slow = slow_function(rank)
+    method = slow.function if slow is not None else worker_method(cost, loaders)
+    here = sum(other.facts.host == rank.facts.host for other in facts.run.ranks)
+    wanted = cost.workers_for(step_ns)
+    if (turns := takes_turns(rank)) is not None:
+        return (
+            f"Let each worker load without the lock in {turns.lock or method}, through a file or connection of its own "
+            f"that worker_init_fn opens: it waits there for {percent(turns.lock_share)} of a batch, with more workers "
+            "longer."
+        )
+    times = f"a worker needs {format_ns(cost.fetch_ns)} per batch, a step {format_ns(step_ns)} without the wait"
+    if cores is not None and cost.is_cpu_bound:
+        free = max((cores - here) / here, 1.0)
+        if cost.step_on(free) > step_ns:
+            return (
+                f"Make {method} faster: {times}, {format_ns(cost.cpu_ns)} of it computing. More workers "
+                f"do not help on {format_count(cores, 'core')}."
+            )
+    if wanted <= number:
+        return None
+    if cores is not None and wanted > MANY_PER_CORE * max(cores, number):
+        return f"Make {method} faster: {times}; {wanted} workers would keep up, too many for {cores} cores."
+    blocked = "" if cost.is_cpu_bound else f", mostly waiting for disk, network, a lock or sleep in {method}"
+    return f"Use DataLoader(num_workers={wanted}): {times}{blocked}; {cost.fetch_ns / step_ns:.1f} workers keep up."
+
+
+def line_of_samples(rank: Rank, part: tuple[str, str] | None) -> Spot | None:
+    """Return where the program makes samples, or batches of them, in the training process."""
+    if part is not None and part[1] == "collate":
+        return of_collate(rank)
+    if part is not None and part[1] == "sampler":
+        return of_action(rank, "__iter__")
+    loaders = rank.training.dataloaders if rank.training else ()
+    return of_action(rank, sample_method(loaders)) if part is not None and part[1] == "fetch" else None
+
+
+def more_workers(workers: int, cores: int | None, method: str) -> str:
+    """Return what to do with workers that cannot keep up, where their times are not known."""
+    slow = f"{workers} worker{'s' * (workers > 1)} cannot keep up: "
+    if cores is not None and workers >= MANY_PER_CORE * cores:
+        return f"{slow}make {method} faster, or preprocess the samples before training."
+    if cores is not None and workers >= cores:
+        return (
+            f"{slow}make {method} faster; if it waits for disk or network, use more workers than the {cores} cores: "
+            f"DataLoader(num_workers={2 * workers})."
+        )
+    wanted = min(2 * workers, cores) if cores else 2 * workers
+    return f"{slow}use DataLoader(num_workers={wanted}), or make {method} faster."
+
+
+def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
+    """Return the ranks on the machine of a rank, with it."""
+    return [other for other in facts.run.ranks if other.facts.host == rank.facts.host]
+
+
+# With less of the machine in use there are free cores.
+IS_FULL: Final = 0.8
+OTHERS: Final = (
+    "Find the processes that use the cores (top): end them, lower their priority (renice 19 -p PID), or move them to "
+    "other cores (taskset)."
+)
+LIMIT: Final = (
+    "Give the container or job more than its {quota:g} of {cores} cores (cpu.max, --cpus), or use fewer threads and "
+    "DataLoader workers."
+)
+FEWER_WORKERS: Final = "Use fewer worker processes: DataLoader(num_workers={count}) for {cores} cores."
+FEWER_THREADS: Final = (
+    "Leave a core for the other processes: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
+)
+
+
+CHEAPER_FETCH: Final = (
+    "Make {name} cheaper, which takes {share} of the fetches: do its work once, before training, or on the part of a "
+    "sample that is used (crop first). Workers compute on {cores:.1f} cores."
+)
+# Cores; less does not delay the training thread much.
+BUSY_WORKERS: Final = 0.5
+
+
+class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Who uses the cores in the recorded steps: ``own`` cores by the training, ``others``; None where unknown.
+
+    ``by_others``: the training itself cannot change the wait.
+    """
+
+    next_steps: tuple[str, ...]
+    owner: str = ""
+    by_others: bool = False
+    text: str = ""
+    own: float | None = None
+    others: float | None = None
+
+
+def core_use(facts: Facts, rank: Rank) -> CoreUse:
+    """Return who uses the cores of a rank's machine, and what to do."""
+    here = {other.rank for other in ranks_on_host(facts, rank)}
+    figures = next((system.figures for system in systems(facts.run) if system.rank in here), {})
+    process, machine = figures.get("process_cpu_percent"), figures.get("machine_cpu_percent")
+    cores, all_cores = rank.facts.cpu_count or 1, rank.facts.environment.get("cpu_count")
+    if process is None or machine is None or not isinstance(all_cores, int):
+        return CoreUse(next_steps=(OTHERS,))
+    workers = figures.get("workers_cpu_percent")
+    # The ranks of a training run do the same work.
+    own = min(len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100, all_cores)
+    busy = machine.mean * all_cores / 100
+    others = max(busy - own, 0.0)
+    text = f" In recorded steps the training used {own:.1f} of {all_cores} cores, other processes {others:.1f}."
+    if busy < IS_FULL * all_cores:
+        quota = rank.facts.environment.get("cpu_quota")
+        if quota is not None and quota < all_cores and own >= quota / 2:
+            owner = f"The CPU limit is {quota:g} of {all_cores} cores"
+            limit = LIMIT.format(quota=quota, cores=all_cores)
+            return CoreUse(next_steps=(limit, OTHERS), owner=owner, text=text, own=own, others=others)
+        if cores == all_cores:
+            # They had the cores in other steps than the recorded ones.
+            return CoreUse(next_steps=(OTHERS,), by_others=True, text=text, own=own, others=others)
+    each = max(cores // len(here), 1)
+    count = max((loader.num_workers or 0 for loader in rank.training.dataloaders), default=0) if rank.training else 0
+    of_workers = own - len(here) * process.mean / 100
+    compute = of_workers >= len(here) * process.mean / 100
+    # Many workers that compute share the cores among themselves, whatever else runs.
+    if others >= of_workers and not (count >= MANY_PER_CORE * each and compute):
+        owner = "Other processes take the cores"
+        return CoreUse(next_steps=(OTHERS,), owner=owner, by_others=True, text=text, own=own, others=others)
+    owner, fewer = "The training's own processes share the cores", FEWER_THREADS.format(count=max(each - count, 1))
+    slow = slow_function(rank)
+    if slow is not None and of_workers >= BUSY_WORKERS * len(here):
+        owner = f"DataLoader workers, mostly in {slow.function}, take the cores"
+        fewer = CHEAPER_FETCH.format(name=slow.function, share=percent(slow.share), cores=of_workers)
+    elif count >= each > 1 and compute:
+        owner = f"{count} DataLoader workers take the cores"
+        fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
+    return CoreUse(next_steps=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)

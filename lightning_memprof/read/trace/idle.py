@@ -1,0 +1,424 @@
+"""Idle time of the device and its causes: runtime calls, waits of the host, and the gaps in the device's work.
+
+Each gap in the device's work ends with an event, and a call on some thread launched that event. The call, and the
+latency of a launch after it, is ``launch``; where the event starts later still, the device waits (``queue``): for
+another stream, a copy, or another rank. Before the call, the cause is whatever the thread did then. Where a thread of
+autograd had not begun yet, it is whatever the training thread did.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_memprof.account.steps.events import is_profiler
+from lightning_memprof.read.trace.columns import (
+    STEP_NAME,
+    Kind,
+    TraceColumns,
+    is_loading,
+    launches,
+    loading_intervals,
+)
+from lightning_memprof.read.trace.device import DeviceEvents, totals_by
+from lightning_memprof.read.trace.intervals import (
+    Column,
+    Intervals,
+    difference,
+    intersection,
+    length_within,
+    outermost,
+)
+from lightning_memprof.read.trace.model import Cause, IdleCause, RuntimeCall, Synchronization
+
+CallKind = Literal["synchronization", "allocator", "graph", "loading", "launch"]
+
+# Calls that return when the device is done, and calls that get or return memory.
+_WAITS: Final = re.compile(r"(?:cuda|hip|cu)\w*Synchronize\w*\Z|(?:cuda|hip)Memcpy(?:WithStream|2D|3D)?\Z")
+_ALLOCATES: Final = re.compile(
+    r"(?:cuda|hip|cu)(?:Ext)?(?:Host|Mem)?"
+    r"(?:Malloc|Free|Alloc|Create|Release|Map|Unmap|AddressReserve|AddressFree)(?!\w*Event)\w*\Z"
+)
+_GRAPHS: Final = re.compile(r"(?:cuda|hip|cu)GraphLaunch\w*\Z")
+_LOADS: Final = re.compile(r"(?:cu|hip)(?:Module|Library)(?:Load|Unload|Get(?!LoadingMode)|Enumerate)\w*\Z")
+LOADING: Final = frozenset({"Lazy Function Loading", "Runtime Triggered Module Loading", "Driver Compiler"})
+"""Events of the category ``overhead`` in which the driver loads code for the program."""
+# An operator that reads a number back to the host: its wait may be inside a copy without a runtime call.
+READS_BACK: Final = frozenset({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"})
+_OF_HOST_MEMORY: Final = re.compile("Host|Managed")
+_MOST_SPANS: Final = 10_000
+# A wait where the device is done: a copy of one value to the host and its end.
+_READ_NS: Final = 20_000
+COLLECTS: Final = re.compile(r"Python GC|<built-in (?:function|method) collect>|gc\.collect", re.IGNORECASE)
+
+# Work of torch's compiler: tracing, code generation, tuning, recording of CUDA graphs.
+COMPILES: Final = "(dynamo_timed)"
+# A first call this long, and this many times as long as the later ones, initialises something.
+_COLD_NS: Final = 1_000_000
+_COLD_FACTOR: Final = 10
+# The first two steps may each compile a program of their own: sizes of tensors become variables in the second.
+_FEW_STEPS: Final = 4
+
+_CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
+# Where several of them run at once, the first one is the cause.
+_FIRST_OF: Final[tuple[Cause, ...]] = (
+    "gc_pauses", "data_loading", "synchronization", "allocator", "launch", "operators",
+)  # fmt: skip
+# A kernel starts 3 to 8 µs after its launch has returned, if nothing keeps it.
+_LATENCY_NS: Final = 20_000
+# The clocks of host and device agree to some microseconds: a gap may seem to begin this much after the wait's end.
+_SLACK_NS: Final = 5_000
+
+
+def calls(columns: TraceColumns, rows: Column) -> tuple[RuntimeCall, ...]:
+    """Return events by name, longest first."""
+    found = totals_by(columns.names[rows], columns.ends[rows] - columns.starts[rows])
+    result = []
+    for key, count, total, longest in zip(found.keys, found.counts, found.sums, rows[found.longest], strict=True):
+        result.append(
+            RuntimeCall(
+                name=columns.name_of[key],
+                count=int(count),
+                total_ns=int(total),
+                max_ns=int(columns.ends[longest] - columns.starts[longest]),
+                longest_start_ns=columns.origin_ns + int(columns.starts[longest]),
+            )
+        )
+    return tuple(sorted(result, key=lambda call: (-call.total_ns, call.name)))
+
+
+def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tuple[int, int]]) -> Column:
+    """Return the rows of the calls and operators that initialise something.
+
+    They begin in the first step or before it, and take much longer than later ones of their name; or they get memory,
+    and later steps hardly do. A wait for the device is none. The compiler's work is one in any step, if not in most.
+    """
+    end = ranges[0][1]
+    waits = columns.named(lambda name: name in READS_BACK or call_kind(name) == "synchronization")
+    called = np.isin(columns.kinds, (Kind.RUNTIME, Kind.OPERATOR)) & ~waits[columns.names]
+    durations = columns.ends - columns.starts
+    candidates = np.flatnonzero(called & (columns.starts < end) & (durations >= _COLD_NS))
+    found = [_first_allocations(columns, ranges), _compilations(columns, ranges)]
+    for name in np.unique(columns.names[candidates]).tolist():
+        mine = np.flatnonzero(called & (columns.names == name))
+        later = mine[columns.starts[mine] >= end]
+        rows = candidates[columns.names[candidates] == name]
+        if len(mine) > 1:
+            usual = np.median(durations[later if len(later) else mine])
+            cold = rows[durations[rows] >= _COLD_FACTOR * usual]
+        else:
+            cold = rows[(columns.kinds[rows] == Kind.RUNTIME) & (columns.starts[rows] < columns.starts[device.rows[0]])]
+        # A kernel's first launch loads it; an operator starts its library once.
+        of_call = columns.kinds[cold] == Kind.RUNTIME
+        found += [cold[of_call], cold[~of_call & (columns.starts[cold] == np.min(columns.starts[mine]))]]
+    return np.unique(np.concatenate(found))
+
+
+def _compilations(columns: TraceColumns, ranges: Sequence[tuple[int, int]]) -> Column:
+    rows = np.flatnonzero(columns.named(_compiles)[columns.names])
+    steps = np.unique(np.searchsorted([start for start, _ in ranges], columns.starts[rows], side="right"))
+    return rows[:0] if len(ranges) >= _FEW_STEPS and 2 * len(steps) > len(ranges) else rows
+
+
+def _compiles(name: str) -> bool:
+    return name.endswith(COMPILES)
+
+
+def _first_allocations(columns: TraceColumns, ranges: Sequence[tuple[int, int]]) -> Column:
+    rows = _device_allocations(columns)
+    first = rows[columns.starts[rows] < ranges[0][1]]
+    later = np.count_nonzero(columns.starts[rows] < ranges[-1][1]) - len(first)
+    return first if len(ranges) > 1 and later * _COLD_FACTOR <= len(first) * (len(ranges) - 1) else first[:0]
+
+
+def _device_allocations(columns: TraceColumns) -> Column:
+    return columns.rows_named(_allocates_on_device, Kind.RUNTIME)
+
+
+def steady_allocations(
+    columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tuple[int, int]]
+) -> tuple[RuntimeCall, ...]:
+    """Return the calls that get or return device memory within the steps, without those of a cold start."""
+    rows = _device_allocations(columns)
+    rows = rows[(columns.starts[rows] >= ranges[0][0]) & (columns.starts[rows] < ranges[-1][1])]
+    return calls(columns, rows[~np.isin(rows, cold_calls(columns, device, ranges))])
+
+
+def allocator_spans(columns: TraceColumns) -> tuple[tuple[int, int], ...]:
+    """Return start and end (Unix ns) of the calls that get or return device memory; the longest 10,000, by start."""
+    rows = _device_allocations(columns)
+    rows = rows[np.argsort(columns.starts[rows] - columns.ends[rows], kind="stable")[:_MOST_SPANS]]
+    rows = rows[np.argsort(columns.starts[rows], kind="stable")]
+    starts, ends = columns.origin_ns + columns.starts[rows], columns.origin_ns + columns.ends[rows]
+    return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def _allocates_on_device(call: str) -> bool:
+    return _ALLOCATES.match(call) is not None and not _OF_HOST_MEMORY.search(call)
+
+
+def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synchronization, ...]:
+    """Return the waits by the operator that made them, those that cost the device most first.
+
+    A wait is a call that returns when the device is done, or a copy from the device to pageable memory.
+    """
+    rows = _waits(columns, device)
+    gaps = Intervals(device.busy.ends[:-1], device.busy.starts[1:])
+    places = np.searchsorted(columns.starts[rows], gaps.starts + _SLACK_NS, side="right") - 1
+    caused = places >= 0
+    if len(rows):
+        behind = launches(columns, device.rows[np.searchsorted(columns.starts[device.rows], gaps.ends)])
+        # Work launched before the wait began was queued: its gap is not the wait's.
+        caused &= (behind >= 0) & (columns.starts[behind] >= columns.starts[rows[places]])
+        caused &= columns.ends[rows[places]] + _SLACK_NS >= gaps.starts
+    # The host would wait for a batch that is loaded after a wait in any case.
+    loading = loading_intervals(columns)
+    lengths = gaps.ends - gaps.starts - length_within(loading, gaps.starts, gaps.ends)
+    cost, worst = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    np.add.at(cost, places[caused], lengths[caused])
+    np.maximum.at(worst, places[caused], lengths[caused])
+    durations = columns.ends[rows] - columns.starts[rows]
+    busy = length_within(device.busy, columns.starts[rows], columns.ends[rows])
+    own = _hidden(np.maximum(busy, np.minimum(durations, _READ_NS)), cost)
+    around = _operators_around(columns, rows)
+    members: dict[str, list[int]] = defaultdict(list)
+    for i, (row, operator) in enumerate(zip(rows.tolist(), around.tolist(), strict=True)):
+        members[columns.name_of[columns.names[operator if operator >= 0 else row]]].append(i)
+    result = []
+    for name, mine in members.items():
+        longest = rows[mine[int(np.argmax(worst[mine] if np.any(worst[mine]) else durations[mine]))]]
+        result.append(
+            Synchronization(
+                name=name,
+                count=len(np.unique(np.where(around[mine] >= 0, around[mine], rows[mine]))),
+                total_ns=int(durations[mine].sum()),
+                gap_ns=int(cost[mine].sum()),
+                longest_gap_ns=int(worst[mine].max()),
+                longest_start_ns=columns.origin_ns + int(columns.starts[longest]),
+                busy_ns=int(busy[mine].sum()),
+                own_ns=int(own[mine].sum()),
+            )
+        )
+    return tuple(sorted(result, key=lambda wait: (-wait.gap_ns, -wait.total_ns, wait.name)))
+
+
+def _hidden(saved: Column, gaps: Column) -> Column:
+    """Return the part of the gap after each wait that work queued ahead would hide if no wait held the host.
+
+    Without a wait the host is ahead by the time that it saves there, and by the rest of its lead from before.
+
+    Args:
+        saved: ``(n,)`` ns that the host would save at each wait, by start.
+        gaps: ``(n,)`` ns that the device is idle after each.
+    """
+    change = np.cumsum(saved - gaps)
+    lead = change - np.minimum(np.minimum.accumulate(change), 0)
+    hidden: Column = np.append(0, lead)[:-1] + saved - lead
+    return hidden
+
+
+def _waits(columns: TraceColumns, device: DeviceEvents) -> NDArray[np.int64]:
+    to_host = columns.named(lambda name: name.startswith("Memcpy DtoH") and "Pageable" in name)
+    copied = launches(columns, device.rows[to_host[columns.names[device.rows]]])
+    rows = np.unique(np.append(columns.rows_named(_WAITS.match, Kind.RUNTIME), copied[copied >= 0]))
+    return rows[np.argsort(columns.starts[rows], kind="stable")]
+
+
+def _operators_around(columns: TraceColumns, rows: NDArray[np.int64]) -> Column:
+    """Return the row of the outermost operator around each event on its thread, -1 for none."""
+    found = np.full(len(rows), -1, np.int64)
+    operators = columns.rows(Kind.OPERATOR)
+    for lane in np.unique(columns.lanes[rows]).tolist():
+        mine = operators[columns.lanes[operators] == lane]
+        mine = mine[outermost(columns.starts[mine], columns.ends[mine])]
+        if not len(mine):
+            continue
+        places = np.flatnonzero(columns.lanes[rows] == lane)
+        at = np.searchsorted(columns.starts[mine], columns.starts[rows[places]], side="right") - 1
+        inside = (at >= 0) & (columns.ends[mine[at]] >= columns.ends[rows[places]])
+        found[places[inside]] = mine[at[inside]]
+    return found
+
+
+def idle_causes(columns: TraceColumns, device: DeviceEvents) -> tuple[IdleCause, ...]:
+    """Return the causes, longest first; they add up to the idle time of the GPU window."""
+    if len(device.busy.starts) < 2:
+        return ()
+    gaps = Intervals(device.busy.ends[:-1], device.busy.starts[1:])
+    ends = gap_ends(columns, device, gaps)
+    tally = _Tally(columns, gaps)
+    known = np.flatnonzero(ends.calls >= 0)
+    of_call = np.array([_FIRST_OF.index(_runtime_cause(name)) for name in columns.name_of])
+    causes = of_call[columns.names[ends.calls[known]]]
+    for number in np.unique(causes).tolist():
+        mine = known[causes == number]
+        tally.add(_FIRST_OF[number], Intervals(ends.called[mine], ends.ready[mine]), ends.calls[mine])
+    tally.add("queue", Intervals(ends.ready[known], gaps.ends[known]), ends.events[known])
+    threads = _Threads(columns)
+    lanes = np.where(ends.calls >= 0, columns.lanes[ends.calls], threads.training)
+    for lane in np.unique(lanes).tolist():
+        mine = lanes == lane
+        left = Intervals(gaps.starts[mine], ends.called[mine])
+        left = Intervals(*(column[left.ends > left.starts] for column in left))
+        for thread in dict.fromkeys((lane, threads.training)):
+            for cause, when, rows in threads.causes(thread):
+                tally.add(cause, intersection(left, when), rows)
+                left = difference(left, when)
+        tally.add("python", left, threads.ranges(threads.training))
+    return tally.causes()
+
+
+class GapEnds(NamedTuple):
+    """How the gaps in a device's work end: each with an event, and a call launched that event.
+
+    Attributes:
+        events: ``(n,)`` rows of the first device events behind the gaps, -1 for none.
+        calls: ``(n,)`` rows of the calls that launched them, -1 where the trace does not have it.
+        called: ``(n,)`` start of the call, within the gap; the gap's end where the call is unknown.
+        ready: ``(n,)`` when the event could have started; from then to the gap's end it was queued.
+    """
+
+    events: Column
+    calls: Column
+    called: Column
+    ready: Column
+
+
+def gap_ends(columns: TraceColumns, device: DeviceEvents, gaps: Intervals) -> GapEnds:
+    """Return the end of each gap."""
+    at = np.searchsorted(columns.starts[device.rows], gaps.ends)
+    events = np.append(device.rows, -1)[at]
+    launched = np.where(events >= 0, launches(columns, events), -1)
+    known = launched >= 0
+    called = np.clip(np.where(known, columns.starts[launched], gaps.ends), gaps.starts, gaps.ends)
+    ready = np.clip(np.where(known, columns.ends[launched] + _LATENCY_NS, gaps.ends), called, gaps.ends)
+    return GapEnds(events, launched, called, ready)
+
+
+def is_own_work(name: str) -> bool:
+    """Return whether a range is work of this package, which explains no program's idle time."""
+    return is_profiler(name.removeprefix("[pl][profile]"))
+
+
+def training_lane(columns: TraceColumns) -> int:
+    """Return the lane of the steps, else of most calls of the runtime; -1 without either."""
+    steps = columns.rows_named(STEP_NAME.match, Kind.ANNOTATION)
+    chosen = columns.lanes[steps if len(steps) else columns.rows(Kind.RUNTIME)]
+    return int(np.argmax(np.bincount(chosen))) if len(chosen) else -1
+
+
+class _Threads:
+    """The activity of each thread, by the rows of its events."""
+
+    def __init__(self, columns: TraceColumns) -> None:
+        self._columns = columns
+        self._codes = _codes(columns)
+        self.training = training_lane(columns)
+        self._plain = ~columns.named(lambda name: STEP_NAME.match(name) or is_own_work(name))
+
+    def causes(self, lane: int) -> list[tuple[Cause, Intervals, Column]]:
+        """Return the causes that a thread shows, with their times and rows, in the order of `_FIRST_OF`."""
+        found = []
+        columns = self._columns
+        rows = np.flatnonzero(columns.lanes == lane)
+        for number, cause in enumerate(_FIRST_OF):
+            chosen = rows[self._codes[rows] == number]
+            if len(chosen):
+                found.append((cause, columns.when(chosen), chosen))
+        return found
+
+    def ranges(self, lane: int) -> Column:
+        """Return the rows of the thread's annotations, except steps and this package's work."""
+        columns = self._columns
+        rows = np.flatnonzero((columns.lanes == lane) & (columns.kinds == Kind.ANNOTATION))
+        plain: Column = rows[self._plain[columns.names[rows]]]
+        return plain
+
+
+class _Tally:
+    """Idle time by cause, for each gap and for each name."""
+
+    def __init__(self, columns: TraceColumns, gaps: Intervals) -> None:
+        self._columns, self._gaps = columns, gaps
+        self._by_gap: dict[Cause, Column] = {cause: np.zeros(len(gaps.starts), np.int64) for cause in _CAUSES}
+        self._by_name: dict[Cause, Counter[int]] = {cause: Counter() for cause in _CAUSES}
+
+    def add(self, cause: Cause, when: Intervals, rows: Column) -> None:
+        """Add times within the gaps; the events at `rows` ran then."""
+        kept = when.ends > when.starts
+        when = Intervals(when.starts[kept], when.ends[kept])
+        if not len(when.starts):
+            return
+        gap = np.searchsorted(self._gaps.starts, when.starts, side="right") - 1
+        np.add.at(self._by_gap[cause], gap, when.ends - when.starts)
+        columns = self._columns
+        shares = length_within(when, columns.starts[rows], columns.ends[rows])
+        names, places = np.unique(columns.names[rows], return_inverse=True)
+        sums = np.zeros(len(names), np.int64)
+        np.add.at(sums, places, shares)
+        for name, share in zip(names.tolist(), sums.tolist(), strict=True):
+            if share > 0:
+                self._by_name[cause][name] += share
+
+    def causes(self) -> tuple[IdleCause, ...]:
+        """Return the sums, longest first."""
+        found = []
+        for cause, by_gap in self._by_gap.items():
+            total = int(by_gap.sum())
+            if not total:
+                continue
+            names = self._by_name[cause].most_common(1)
+            gaps = -np.sort(-by_gap)
+            long_count = int(np.searchsorted(np.cumsum(gaps), total / 2)) + 1
+            found.append(
+                IdleCause(
+                    cause=cause,
+                    total_ns=total,
+                    count=int(np.count_nonzero(by_gap)),
+                    longest_ns=int(by_gap.max()),
+                    example=self._columns.name_of[names[0][0]] if names else "",
+                    longest_start_ns=self._columns.origin_ns + int(self._gaps.starts[np.argmax(by_gap)]),
+                    example_share=min(names[0][1] / total, 1.0) if names else 0.0,
+                    long_count=long_count,
+                    long_ns=int(gaps[long_count - 1]),
+                )
+            )
+        return tuple(sorted(found, key=lambda row: (-row.total_ns, row.cause)))
+
+
+def _codes(columns: TraceColumns) -> NDArray[np.int8]:
+    """Return the cause that each event on the host shows, by its place in `_FIRST_OF`; -1 for none."""
+    number = {cause: place for place, cause in enumerate(_FIRST_OF)}
+    names = columns.name_of or ("",)
+    by_kind = {
+        Kind.RUNTIME: [number[_runtime_cause(name)] for name in names],
+        Kind.OPERATOR: [number["synchronization" if name in READS_BACK else "operators"] for name in names],
+        Kind.ANNOTATION: [number["data_loading"] if is_loading(name) else -1 for name in names],
+    }
+    codes = np.full(len(columns.names), -1, np.int8)
+    for kind, of_name in by_kind.items():
+        rows = columns.rows(kind)
+        codes[rows] = np.array(of_name, np.int8)[columns.names[rows]]
+    codes[columns.named(COLLECTS.search)[columns.names] & (columns.kinds >= Kind.OPERATOR)] = number["gc_pauses"]
+    return codes
+
+
+def _runtime_cause(call: str) -> Cause:
+    kind = call_kind(call)
+    return "launch" if kind == "graph" or kind == "loading" else kind  # noqa: PLR1714 mypy narrows only so
+
+
+def call_kind(call: str) -> CallKind:
+    """Return what a call of the driver or its runtime does to the host."""
+    if _WAITS.match(call):
+        return "synchronization"
+    if _ALLOCATES.match(call):
+        return "allocator"
+    if _GRAPHS.match(call):
+        return "graph"
+    return "loading" if _LOADS.match(call) else "launch"

@@ -1,0 +1,327 @@
+"""Results of the analysis of one operator trace; times are nanoseconds, absolute ones Unix epoch time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_memprof.account.ledger.model import TimeLedger
+    from lightning_memprof.read.trace.communication import Collective
+
+KernelKind = Literal["compute", "communication", "memory_copy"]
+_MOSTLY = 0.5
+Cause = Literal["data_loading", "synchronization", "allocator", "gc_pauses", "python", "operators", "launch", "queue"]
+
+
+class GpuTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Device time in a window: unions over all streams, so that overlapping events count once.
+
+    ``busy_ns`` and ``idle_ns`` add up to ``window_ns``; communication is exposed where no device computes meanwhile.
+    """
+
+    window_ns: int
+    busy_ns: int
+    idle_ns: int
+    compute_ns: int
+    communication_ns: int
+    memory_copy_ns: int
+    communication_overlapped_ns: int
+    communication_exposed_ns: int
+
+
+class StepTimes(GpuTimes, frozen=True, kw_only=True):
+    """The same within the steps (``ProfilerStep#N`` on the host), with the time in which batches were loaded.
+
+    ``data_loading_exposed_ns`` is the part of it in which no device was busy, None if not computed.
+    """
+
+    data_loading_ns: int
+    mean_step_ns: int
+    data_loading_exposed_ns: int | None = None
+
+
+class Steady(msgspec.Struct, frozen=True, kw_only=True):
+    """A step outside windows.
+
+    Of ``step_ns`` the device works for ``busy_ns``; for ``others_ns`` it waits for what the host does beside the passes
+    and the optimizer: data, transfers, hooks, callbacks, logging.
+    """
+
+    step_ns: int
+    busy_ns: int
+    others_ns: int
+
+
+class TraceStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step; ``busy_ns`` is the device time of the work that it launched, None where the trace has no device.
+
+    That work may end after the step, and overlap the work of other steps. Work without a known launch belongs to the
+    step in which it began, and after the last step to the last one; work from before the recording to none.
+    """
+
+    number: int
+    start_ns: int
+    duration_ns: int
+    busy_ns: int | None
+    data_loading_ns: int
+
+
+class Kernel(msgspec.Struct, frozen=True, kw_only=True):
+    """All launches of one kernel, or all copies of one kind, by name; ``total_ns`` is the sum over all streams."""
+
+    name: str
+    kind: KernelKind
+    count: int
+    total_ns: int
+    max_ns: int
+
+
+class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
+    """Idle time of the device within the GPU window with one cause: the activity of the launching thread meanwhile.
+
+    The cause ``launch`` is a call that launches the next work, or another call of the runtime. ``example`` is the
+    operator, call or range with the largest share, ``example_share``. The causes add up to ``idle_ns``. ``count`` and
+    ``longest_ns`` are of gaps, and ``longest_start_ns`` is the start of the longest one. Half of the time is in the
+    ``long_count`` longest gaps, of ``long_ns`` or more; 0 where that is not computed.
+    """
+
+    cause: Cause
+    total_ns: int
+    count: int
+    longest_ns: int
+    example: str
+    longest_start_ns: int | None = None
+    example_share: float = 0.0
+    long_count: int = 0
+    long_ns: int = 0
+
+    @property
+    def mostly_in(self) -> str:
+        """The example if it has at least half of the time, else an empty string."""
+        return self.example if self.example_share >= _MOSTLY else ""
+
+
+class RuntimeCall(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls of one function of the driver or its runtime, such as ``cudaMalloc``.
+
+    ``longest_start_ns`` is the start of the longest call.
+    """
+
+    name: str
+    count: int
+    total_ns: int
+    max_ns: int
+    longest_start_ns: int | None = None
+
+
+class Operator(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls of one operator on the host; ``self_ns`` is without the operators that it called."""
+
+    name: str
+    count: int
+    self_ns: int
+    total_ns: int
+    max_ns: int
+
+
+class Synchronization(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls by which one operator, or the program itself, made the host wait for the device.
+
+    ``name`` is the outermost operator around the call (``aten::item``), else the call (``cudaStreamSynchronize``).
+    The host waits ``total_ns``, and for ``busy_ns`` of it the device is busy. ``gap_ns`` is the cost: the device is
+    idle that long in gaps that begin while the host waits, or right after, because nothing was queued; time in which a
+    batch was loaded does not count. A call without a kernel after it has no gap. Of the gaps, ``own_ns`` would not be
+    there without the waits.
+    """
+
+    name: str
+    count: int
+    total_ns: int
+    gap_ns: int
+    longest_gap_ns: int
+    longest_start_ns: int | None = None
+    busy_ns: int = 0
+    own_ns: int = 0
+
+
+class CollectiveTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """All collectives of one kind and size in one process group; ``bytes_each`` is None where the trace has no size.
+
+    ``bus_bytes_per_s`` is the bus bandwidth of the fastest, which waited for other ranks the least; None where the
+    trace does not tell how many ranks took part.
+    """
+
+    name: str
+    group: str
+    bytes_each: int | None
+    count: int
+    total_ns: int
+    median_ns: int
+    max_ns: int
+    exposed_ns: int
+    longest_start_ns: int | None = None
+    bus_bytes_per_s: float | None = None
+
+
+class Copies(msgspec.Struct, frozen=True, kw_only=True):
+    """All copies of one kind (``HtoD``, ``DtoH``, ``DtoD``); ``is_pageable`` is None where the trace does not tell.
+
+    ``exposed_ns`` is the part of ``total_ns`` in which no kernel ran, None if not computed.
+    """
+
+    kind: str
+    is_pageable: bool | None
+    count: int
+    total_ns: int
+    bytes: int | None
+    exposed_ns: int | None = None
+    longest_start_ns: int | None = None
+
+
+class HostOperators(msgspec.Struct, frozen=True, kw_only=True):
+    """A typical step on a host without a device: its operators, and the Python between them.
+
+    Attributes:
+        steps: number of steps that the typical step was made from.
+        step_ns: duration of the step.
+        operators: number of operators that call no other; ``median_ns`` is their median duration.
+        small_ns: time in operators, in stretches so short that the call takes as long as the computation.
+        between_ns: time between operators, in short stretches.
+        events: number of events recorded in the step; recording each takes time as well.
+        names: count of operators that the program called, by name, highest first.
+        places: the same by the innermost module or range around them.
+    """
+
+    steps: int
+    step_ns: int
+    operators: int
+    median_ns: int
+    small_ns: int
+    between_ns: int
+    events: int
+    names: tuple[tuple[str, int], ...]
+    places: tuple[tuple[str, int], ...]
+
+
+class Loads(msgspec.Struct, frozen=True, kw_only=True):
+    """The stretches of a trace in which a batch was loaded, in ns."""
+
+    count: int = 0
+    total_ns: int = 0
+    max_ns: int = 0
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """The program that was recorded, as far as the names in its trace tell.
+
+    Attributes:
+        is_lightning: whether Lightning's Trainer ran it.
+        is_compiled: whether parts were compiled by ``torch.compile``.
+        has_graphs: whether it launched CUDA graphs.
+        has_stacks: whether Python functions were recorded.
+        trains: whether it has a backward or an optimizer; True where it does not tell.
+        is_ddp: whether DistributedDataParallel averages its gradients; True where it does not tell.
+        loop_optimizer: class of an optimizer that updates its parameters one by one; empty where none is seen.
+        loop_ns: device time of the kernels that it launches.
+    """
+
+    is_lightning: bool = True
+    is_compiled: bool = False
+    has_graphs: bool = False
+    has_stacks: bool = False
+    trains: bool = True
+    is_ddp: bool = True
+    loop_optimizer: str = ""
+    loop_ns: int = 0
+
+
+class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One trace.
+
+    Attributes:
+        file: the trace.
+        rank: global rank, None where the trace has none; ``world_size`` likewise.
+        devices: names of the devices with events.
+        capabilities: major and minor number of the compute capability of each of them, (0, 0) where the trace has none.
+        devices_busy_ns: busy time of each of several devices; empty for one, whose time is that of the GPU window.
+        start_ns: Unix time of the first event; counts from 0 where the trace has no base time.
+        end_ns: the same of the last event's end.
+        events: number of events in the file.
+        gpu_window: from the first device event's start to the last one's end; None without a device event.
+        step_window: from the first step's start to the last one's end; None without steps or without a device event.
+        steps: each step once, by number.
+        kernels: by total time, longest first.
+        ahead_window: the steps as long as the device works for them, where that is longer than on the host or ends much
+            later; else None.
+        ahead_steps_ns: the time that the device takes for each of them, in order; else empty.
+        is_sample: whether most events are missing from the file, so that idle times are unknown.
+        outside: number of launches outside the steps by kernel, where there are steps.
+        idle: by total time, longest first.
+        runtime_calls: by total time, longest first.
+        collectives: by total time, longest first.
+        copies: by total time, longest first.
+        missing: facts that the trace does not have, a sentence each.
+        synchronizations: by ``gap_ns``, longest first.
+        profiler_overhead: events of the profiler's own work (category ``overhead``) by name, longest first.
+        allocator_spans: start and end of each call that gets device memory from the driver or gives it back
+            (``cudaMalloc``, ``cudaFree``, ``cuMemCreate``, ``hipMalloc``, ...) by start; at most 10,000, the longest.
+        operators: of a trace without a device event, most self time first.
+        recorded_with: enabled options: ``with_stack``, ``profile_memory``, ``record_shapes``.
+        host_operators: of a trace with steps and without a device event, else None.
+        program: the recorded program.
+        loads: loading of batches, in the whole trace.
+        host_events: number of events of the program's threads: operators, ranges, Python functions, runtime calls.
+        steady_allocations: calls that get or return device memory, within the steps (without steps the GPU window) and
+            without those of a cold start; longest first.
+        arrivals: start and end of each collective by start, without point-to-point operations; at most 20,000.
+        host_ledger: the owners of the training thread's time in the steps, None without an operator.
+        device_ledger: the owners of the device's time in the steps, None without a device event.
+        steady: the step that the device ledger, idle times and gaps are of; None where they are those of the recording.
+    """
+
+    file: Path
+    rank: int | None
+    world_size: int | None
+    devices: tuple[str, ...]
+    start_ns: int
+    end_ns: int
+    events: int
+    gpu_window: GpuTimes | None
+    step_window: StepTimes | None
+    steps: tuple[TraceStep, ...]
+    kernels: tuple[Kernel, ...]
+    idle: tuple[IdleCause, ...]
+    runtime_calls: tuple[RuntimeCall, ...]
+    collectives: tuple[CollectiveTotals, ...]
+    copies: tuple[Copies, ...]
+    missing: tuple[str, ...]
+    capabilities: tuple[tuple[int, int], ...] = ()
+    synchronizations: tuple[Synchronization, ...] = ()
+    profiler_overhead: tuple[RuntimeCall, ...] = ()
+    allocator_spans: tuple[tuple[int, int], ...] = ()
+    recorded_with: tuple[str, ...] = ()
+    operators: tuple[Operator, ...] = ()
+    host_operators: HostOperators | None = None
+    program: Program = Program()
+    loads: Loads = Loads()
+    host_events: int = 0
+    steady_allocations: tuple[RuntimeCall, ...] = ()
+    arrivals: tuple[Collective, ...] = ()
+    host_ledger: TimeLedger | None = None
+    device_ledger: TimeLedger | None = None
+    steady: Steady | None = None
+    devices_busy_ns: tuple[int, ...] = ()
+    outside: Mapping[str, int] = {}
+    ahead_window: StepTimes | None = None
+    ahead_steps_ns: tuple[int, ...] = ()
+    is_sample: bool = False
+
+    @property
+    def work_window(self) -> StepTimes | None:
+        """The steps as long as they last: the time that the device takes for them, where the host is ahead."""
+        return self.ahead_window or self.step_window

@@ -1,0 +1,310 @@
+"""The report of one operator trace: steps, device, kernels, copies, collectives, and the causes of idle time.
+
+Device time is a union over all streams and devices of the trace, so that overlapping events count once.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from msgspec.structs import replace
+
+from lightning_memprof.account.ledger.device import device_ledger
+from lightning_memprof.account.ledger.host import host_ledger
+from lightning_memprof.artifacts.naming import TraceName
+from lightning_memprof.read.trace.columns import (
+    HOST_KINDS,
+    Kind,
+    Progress,
+    Step,
+    TraceColumns,
+    loading_intervals,
+    read_columns,
+    skips_calls,
+    step_spans,
+)
+from lightning_memprof.read.trace.communication import collective_calls, trace_arrivals, trace_collectives
+from lightning_memprof.read.trace.device import (
+    DeviceEvents,
+    copies,
+    device_events,
+    device_steps,
+    kernels,
+    launch_moments,
+)
+from lightning_memprof.read.trace.host import host_operators, operators
+from lightning_memprof.read.trace.idle import (
+    allocator_spans,
+    call_kind,
+    calls,
+    idle_causes,
+    steady_allocations,
+    synchronizations,
+)
+from lightning_memprof.read.trace.intervals import Intervals, clip, intersection, length, length_within
+from lightning_memprof.read.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
+from lightning_memprof.read.trace.modules import HostThreads
+
+_RANK: Final = re.compile(r"['\"]rank['\"]\s*:\s*(\d{1,9})\b")
+_WORLD: Final = re.compile(r"['\"]world_size['\"]\s*:\s*(\d{1,9})\b")
+_DEVICE: Final = re.compile(r"['\"]id['\"]\s*:\s*(\d{1,9})\s*,\s*['\"]name['\"]\s*:\s*['\"]([^'\"]*)['\"]")
+_OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
+# Names that tell a program: Lightning's ranges, what the compiler makes, backward and the optimizer.
+_LIGHTNING: Final = ("[pl]", "[Strategy]", "[LightningModule]", "[Callback]")
+_DDP: Final = re.compile(r"DistributedDataParallel\.")
+_NODE: Final = re.compile("autograd::engine::evaluate_function")
+_REDUCES: Final = re.compile("c10d::allreduce_")
+_COMPILED: Final = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "triton_")
+# An optimizer's steps, and the operators and kernels of those that update many parameters at once.
+_OPTIMIZER: Final = re.compile(r"Optimizer\.step#(\w+)\.step\Z")
+_AT_ONCE: Final = re.compile(r"aten::_(?:foreach|fused)_|multi_tensor_apply|FusedAdam|FusedOptimizer")
+_TRAINS: Final = re.compile(r"backward|Optimizer\.|_bwd|wgrad|dgrad", re.IGNORECASE)
+# A rank arrives at a few hundred collectives in a step.
+_MOST_ARRIVALS: Final = 20_000
+_LARGEST_RANK: Final = 1 << 31
+_NO_RANK: Final = "no rank: torch writes it if a process group exists when the recording ends"
+
+
+def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
+    """Analyse one trace.
+
+    Args:
+        path: a Kineto JSON file of any year and any program, plain or gzip-compressed.
+        progress: called now and then with the number of bytes read, and the size of the file.
+
+    Raises:
+        ArtifactError: the file is missing, damaged or truncated, or no trace.
+    """
+    columns, name = read_columns(path, progress), TraceName.parse(path.name)
+    device = device_events(columns)
+    steps = step_spans(columns)
+    timed = device_steps(columns, device, steps)
+    loading = loading_intervals(columns)
+    window = (int(device.busy.starts[0]), int(device.busy.ends[-1])) if len(device.busy.starts) else None
+    rank, world_size = recorded_rank(columns.metadata), _number(columns.metadata, "world_size", _WORLD)
+    ranges = [(step.start, step.end) for step in steps] or ([window] if window else [])
+    threads = HostThreads(columns)
+    devices = _devices(columns, device)
+    collectives = list(collective_calls(columns, device))
+    some = len(columns.starts) > 0
+    return TraceReport(
+        file=path,
+        rank=rank,
+        world_size=world_size,
+        devices=tuple(name for name, _ in devices),
+        capabilities=tuple(capability for _, capability in devices),
+        devices_busy_ns=_busy(columns, device),
+        start_ns=columns.origin_ns + (int(np.min(columns.starts)) if some else 0),
+        end_ns=columns.origin_ns + (int(np.max(columns.ends)) if some else 0),
+        events=columns.events,
+        gpu_window=GpuTimes(**_times(device, *window)) if window else None,
+        step_window=_step_times(device, steps, loading) if window and steps else None,
+        ahead_window=None if timed == steps else _step_times(device, timed, loading),
+        ahead_steps_ns=() if timed == steps else tuple(step.end - step.start for step in timed),
+        steps=_steps(columns, device, steps, loading),
+        kernels=kernels(columns, device),
+        is_sample=skips_calls(columns),
+        outside=_outside(columns, device, steps),
+        idle=idle_causes(columns, device) if window and _has_runtime(columns) else (),
+        runtime_calls=calls(columns, columns.rows(Kind.RUNTIME)),
+        collectives=trace_collectives(columns, device, collectives),
+        copies=copies(columns, device),
+        missing=tuple(_missing(rank, columns, device, steps)),
+        synchronizations=synchronizations(columns, device),
+        profiler_overhead=calls(columns, columns.rows(Kind.OVERHEAD)),
+        allocator_spans=allocator_spans(columns),
+        recorded_with=tuple(option for option in _OPTIONS if columns.metadata.get(option)),
+        operators=() if window else operators(columns),
+        host_operators=None if window else host_operators(columns, steps),
+        program=_program(columns, device),
+        loads=_loads(loading),
+        host_events=int(np.count_nonzero(np.isin(columns.kinds, HOST_KINDS))),
+        steady_allocations=steady_allocations(columns, device, ranges) if window else (),
+        arrivals=trace_arrivals(columns)[:_MOST_ARRIVALS],
+        host_ledger=host_ledger(columns, steps, threads, name.stage if name else "fit"),
+        device_ledger=device_ledger(columns, device, steps, collectives, threads),
+    )
+
+
+def recorded_rank(metadata: dict[str, Any]) -> int | None:
+    """Return the global rank that a trace's metadata has, None where they have none."""
+    return _number(metadata, "rank", _RANK)
+
+
+def of_rank(report: TraceReport, rank: int) -> TraceReport:
+    """Return the report with a rank known from elsewhere, where the file does not have it."""
+    if report.rank is not None:
+        return report
+    return replace(report, rank=rank, missing=tuple(text for text in report.missing if text != _NO_RANK))
+
+
+def _loads(loading: Intervals) -> Loads:
+    durations = loading.ends - loading.starts
+    return Loads(count=len(durations), total_ns=int(durations.sum()), max_ns=int(durations.max(initial=0)))
+
+
+def _program(columns: TraceColumns, device: DeviceEvents) -> Program:
+    names, kinds = columns.name_of, columns.kinds
+    optimizer = next((match[1] for name in names if (match := _OPTIMIZER.match(name))), "")
+    loop = "" if any(_AT_ONCE.search(name) for name in names) else optimizer
+    runtime = np.unique(columns.names[columns.rows(Kind.RUNTIME)]).tolist()
+    return Program(
+        is_lightning=any(name.startswith(_LIGHTNING) for name in names),
+        is_compiled=any(name.startswith(_COMPILED) for name in names),
+        has_graphs=any(call_kind(names[name]) == "graph" for name in runtime),
+        has_stacks=bool(np.any(kinds == Kind.PYTHON)),
+        # Kernels alone do not tell.
+        trains=not np.any(kinds == Kind.OPERATOR) or any(_TRAINS.search(name) for name in names),
+        is_ddp=not np.any(kinds == Kind.OPERATOR) or any(map(_DDP.match, names)) or _reduces_in_backward(columns),
+        loop_optimizer=loop,
+        loop_ns=_optimizer_ns(columns, device) if loop else 0,
+    )
+
+
+def _reduces_in_backward(columns: TraceColumns) -> bool:
+    """Return whether most all-reduces are called by nodes of autograd, as those of gradients are."""
+    backward = columns.when(columns.rows_named(_NODE.match, Kind.OPERATOR))
+    called = columns.starts[columns.rows_named(_REDUCES.match, Kind.OPERATOR)]
+    return bool(2 * np.count_nonzero(length_within(backward, called, called + 1)) > len(called))
+
+
+def _optimizer_ns(columns: TraceColumns, device: DeviceEvents) -> int:
+    """Return the time of the kernels that compute and that the steps of optimizers launched."""
+    steps = columns.when(columns.rows_named(_OPTIMIZER.match, Kind.ANNOTATION, Kind.OPERATOR))
+    moments = launch_moments(columns, device)
+    inside = length_within(steps, moments, moments + 1) > 0
+    return length(columns.when(device.rows[inside & ~device.communicates & ~device.copies]))
+
+
+def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loading: Intervals) -> tuple[TraceStep, ...]:
+    """Return the steps, each with the device work that it launched.
+
+    Work without a known launch belongs to the step in which it ran, and after the last step to the last one; work that
+    was launched before the recording to none.
+    """
+    starts = np.array([step.start for step in steps], np.int64)
+    owners = np.searchsorted(starts, launch_moments(columns, device), side="right") - 1
+    order = np.argsort(owners, kind="stable")
+    bounds = np.searchsorted(owners[order], np.arange(len(steps) + 1))
+    found = []
+    for step, begin, end in zip(steps, bounds[:-1], bounds[1:], strict=True):
+        rows = device.rows[order[begin:end]]
+        busy = length(columns.when(rows)) if len(device.rows) else None
+        found.append(
+            TraceStep(
+                number=step.number,
+                start_ns=columns.origin_ns + step.start,
+                duration_ns=step.end - step.start,
+                busy_ns=busy,
+                data_loading_ns=length(clip(loading, step.start, step.end)),
+            )
+        )
+    return tuple(sorted(found, key=lambda step: (step.number, step.start_ns)))
+
+
+def _outside(columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> dict[str, int]:
+    if not steps:
+        return {}
+    moments = launch_moments(columns, device)
+    outside = (moments < steps[0].start) | (moments >= max(step.end for step in steps))
+    names, counts = np.unique(columns.names[device.rows[outside]], return_counts=True)
+    return {columns.name_of[name]: count for name, count in zip(names.tolist(), counts.tolist(), strict=True)}
+
+
+def _times(device: DeviceEvents, start: int, end: int) -> dict[str, int]:
+    busy, compute, communication, copied = (
+        clip(each, start, end) for each in (device.busy, device.compute, device.communication, device.memory_copy)
+    )
+    overlapped = length(intersection(communication, compute))
+    return {
+        "window_ns": end - start,
+        "busy_ns": length(busy),
+        "idle_ns": end - start - length(busy),
+        "compute_ns": length(compute),
+        "communication_ns": length(communication),
+        "memory_copy_ns": length(copied),
+        "communication_overlapped_ns": overlapped,
+        "communication_exposed_ns": length(communication) - overlapped,
+    }
+
+
+def _step_times(device: DeviceEvents, steps: list[Step], loading: Intervals) -> StepTimes:
+    start, end = min(step.start for step in steps), max(step.end for step in steps)
+    loading = clip(loading, start, end)
+    return StepTimes(
+        **_times(device, start, end),
+        data_loading_ns=length(loading),
+        data_loading_exposed_ns=length(loading) - length(intersection(loading, device.busy)),
+        mean_step_ns=round(sum(step.end - step.start for step in steps) / len(steps)),
+    )
+
+
+def _number(metadata: dict[str, Any], key: str, pattern: re.Pattern[str]) -> int | None:
+    """Return a number of `distributedInfo`; some programs write it as the text of a Python dictionary."""
+    found = metadata.get("distributedInfo")
+    if isinstance(found, str):
+        match = pattern.search(found)
+        return int(match[1]) if match else None
+    number = found.get(key) if isinstance(found, dict) else None
+    return number if isinstance(number, int) and 0 <= number < _LARGEST_RANK else None
+
+
+def _devices(columns: TraceColumns, device: DeviceEvents) -> list[tuple[str, tuple[int, int]]]:
+    """Return name and compute capability of the devices with events; one without a name has its number."""
+    properties = columns.metadata.get("deviceProperties")
+    known: dict[str, tuple[str, tuple[int, int]]] = {}
+    if isinstance(properties, list):
+        for each in properties:
+            if isinstance(each, dict):
+                known[str(each.get("id"))] = (str(each.get("name")), _capability(each))
+    elif isinstance(properties, str):
+        known = {number: (name, (0, 0)) for number, name in _DEVICE.findall(properties)}
+    lanes = np.unique(columns.lanes[device.rows])
+    found = sorted({str(columns.lane_of[lane][0]) for lane in lanes})
+    return [known.get(number, (f"device {number}", (0, 0))) for number in found]
+
+
+def _busy(columns: TraceColumns, device: DeviceEvents) -> tuple[int, ...]:
+    """Return the busy time of each device, in the order of `_devices`, if there are several."""
+    numbers = np.array([str(pid) for pid, *_ in columns.lane_of])[columns.lanes[device.rows]]
+    found = np.unique(numbers)
+    return tuple(length(columns.when(device.rows[numbers == number])) for number in found) if len(found) > 1 else ()
+
+
+def _capability(properties: dict[str, Any]) -> tuple[int, int]:
+    match properties.get("computeMajor"), properties.get("computeMinor"):
+        case int() as major, int() as minor:
+            return major, minor
+    return 0, 0
+
+
+def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> list[str]:
+    missing = []
+    if not len(columns.starts):
+        missing.append("no events with a duration")
+    if not len(device.rows):
+        missing.append(_without_device(columns))
+    if not steps:
+        missing.append("no steps: call the profiler's `step()` once per step, and `ProfilerStep#N` appears")
+    if rank is None:
+        missing.append(_NO_RANK)
+    if skips_calls(columns):
+        missing.append("most events: the numbers of its runtime calls have large gaps, so that idle times are unknown")
+    if len(device.rows) and not _has_runtime(columns):
+        missing.append("no calls of the device's runtime: the causes of idle time are unknown")
+    return missing
+
+
+def _without_device(columns: TraceColumns) -> str:
+    calls = columns.rows(Kind.RUNTIME)
+    if not len(calls):
+        return "no device events: recorded on a CPU, or without the device's activities"
+    name = columns.name(int(calls[0]))
+    return f"no device events, although the host calls a device's runtime ({name}): record the device's activities too"
+
+
+def _has_runtime(columns: TraceColumns) -> bool:
+    return bool(np.any(columns.kinds == Kind.RUNTIME))

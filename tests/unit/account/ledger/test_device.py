@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kineto import write_trace
+from lightning_memprof.account.ledger.device import device_ledger
+from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.read.trace.columns import Kind, TraceColumns, step_spans
+from lightning_memprof.read.trace.device import device_events, device_steps
+from lightning_memprof.read.trace.report import trace_report
+
+HOST, AUTOGRAD, OTHER_THREAD, STREAM, OTHER_STREAM = 1, 2, 3, 7, 9
+
+
+def event(cat: str, name: str, start: float, end: float, tid: int = HOST, **args: Any) -> dict[str, Any]:
+    pid = 0 if cat in {"kernel", "gpu_memcpy"} else 99
+    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "args": args}
+
+
+def step(start: float, end: float, number: int = 1) -> dict[str, Any]:
+    return event("user_annotation", f"ProfilerStep#{number}", start, end)
+
+
+def operator(name: str, start: float, end: float, tid: int = HOST) -> dict[str, Any]:
+    return event("cpu_op", name, start, end, tid)
+
+
+def launch(number: int, start: float, end: float, tid: int = HOST, name: str = "cudaLaunchKernel") -> dict[str, Any]:
+    return event("cuda_runtime", name, start, end, tid, correlation=number)
+
+
+def kernel(number: int, start: float, end: float, tid: int = STREAM, name: str = "gemm") -> dict[str, Any]:
+    return event("kernel", name, start, end, tid, correlation=number)
+
+
+def ledger(directory: Path, *events: dict[str, Any]) -> TimeLedger:
+    found = trace_report(write_trace(directory / "made.json", events)).device_ledger
+    assert found is not None
+    assert sum(round(line.ns * found.steps) for line in found.lines) == round(found.step_ns * found.steps)
+    return found
+
+
+def owners(found: TimeLedger) -> dict[tuple[str, str, str | None, str | None], float]:
+    """Microseconds per step by part, name, module and operator."""
+    return {(line.part, line.name, line.module, line.operator): line.ns / 1000 for line in found.lines}
+
+
+def test_work_belongs_to_computation_then_to_a_collective_then_to_a_copy(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        kernel(0, 10, 30),
+        kernel(0, 20, 50, OTHER_STREAM, "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+        event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 40, 60, 11),
+    )
+    assert owners(found) == {
+        ("compute", "", None, "gemm"): 20,
+        ("collective", "all_reduce", None, None): 20,
+        ("copy", "HtoD (pageable)", None, None): 10,
+        ("idle_python", "", None, None): 50,
+    }
+
+
+def test_kernels_of_one_stream_and_another_count_once_for_the_first(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        operator("aten::mm", 0, 10),
+        launch(1, 2, 4),
+        operator("aten::add", 12, 20),
+        launch(2, 13, 14),
+        kernel(1, 30, 70),
+        kernel(2, 40, 100, OTHER_STREAM, "add"),
+    )
+    busy = {key[3]: us for key, us in owners(found).items() if key[0] == "compute"}
+    assert busy == {"aten::mm": 40, "aten::add": 30}
+    (product,) = [line for line in found.of("compute") if line.operator == "aten::mm"]
+    assert (product.count, product.longest_ns) == (1, 40_000)
+
+
+def test_idle_time_belongs_to_what_the_launching_thread_did_up_to_the_end_of_the_step(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 200),
+        event("user_annotation", "[pl][module]torch.nn.Linear: net.0", 10, 60),
+        operator("aten::linear", 20, 50),
+        operator("aten::mm", 25, 45),
+        launch(1, 30, 35),
+        kernel(1, 100, 120),
+        event("user_annotation", "enumerate(DataLoader)#_Loader.__next__", 150, 190),
+        operator("aten::stack", 160, 170),
+    )
+    assert owners(found) == {
+        ("idle_python", "", "", None): 10 + 30 + 10,
+        ("idle_python", "", "net.0", None): 10,
+        ("idle_operators", "", "net.0", "aten::linear"): 5,
+        ("idle_operators", "", "net.0", "aten::mm"): 5,
+        ("idle_launch", "cudaLaunchKernel", "net.0", "aten::mm"): 5 + 20,
+        ("idle_queue", "", "net.0", "aten::mm"): 45,
+        ("compute", "", "net.0", "aten::mm"): 20,
+        ("idle_data", "enumerate(DataLoader)#_Loader.__next__", "", None): 30,
+        ("idle_data", "enumerate(DataLoader)#_Loader.__next__", "", "aten::stack"): 10,
+    }
+
+
+def test_kernels_of_forward_and_backward_are_told_apart_and_stand_for_those_launched_before(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 200),
+        event("user_annotation", "[pl][profile][Strategy]SingleDeviceStrategy.training_step", 10, 60),
+        event("user_annotation", "[pl][module]torch.nn.Linear: net", 12, 58),
+        operator("aten::mm", 20, 50),
+        launch(1, 30, 35),
+        kernel(1, 100, 120),
+        operator("autograd::engine::evaluate_function: MmBackward0", 60, 80, AUTOGRAD),
+        operator("aten::mm", 62, 78, AUTOGRAD),
+        launch(2, 65, 70, AUTOGRAD),
+        kernel(2, 120, 160),
+        operator("aten::_fused_adamw_", 82, 98),
+        launch(3, 85, 90),
+        kernel(3, 160, 170),
+        kernel(9, 0, 70),  # launched before the recording
+        operator("aten::resize", 90, 99, OTHER_THREAD),
+        launch(4, 92, 94, OTHER_THREAD),
+        kernel(4, 170, 180),  # a thread of the program's
+    )
+    us = {(line.part, line.module, line.operator): line.ns / 1000 for line in found.passes}
+    # All computation takes 150 us, of which 80 us have a known launch.
+    assert us == {("forward", "net", "aten::mm"): 37.5, ("backward", "", "aten::mm"): 75}
+
+
+def test_a_host_that_is_ahead_does_not_make_the_steps_short(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 10, 1),
+        step(10, 20, 2),
+        *(launch(number, 4 + 10 * (number > 2), 5 + 10 * (number > 2)) for number in (1, 2, 3, 4)),
+        kernel(9, 0, 30),  # launched before the recording
+        kernel(1, 30, 70),
+        kernel(2, 80, 120),
+        kernel(3, 120, 160),
+        kernel(4, 160, 210),
+        launch(5, 22, 23),  # after the steps
+        kernel(5, 210, 400),
+    )
+    assert (found.step_ns, found.median_ns) == (90_000, 90_000)
+    assert owners(found) == {("compute", "", None, "gemm"): 85, ("idle_queue", "", None, None): 5}
+    assert "host is ahead" in found.basis
+
+
+def test_a_host_that_waits_has_its_own_steps(tmp_path):
+    found = ledger(tmp_path, step(0, 100), launch(1, 4, 5), kernel(9, 0, 3), kernel(1, 30, 110))
+    assert (found.step_ns, found.basis) == (100_000, "1 recorded step")
+
+
+def test_before_autograds_thread_begins_the_training_thread_owns_the_time(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        event("user_annotation", "forward", 0, 30),
+        operator("autograd::engine::evaluate_function: MmBackward0", 50, 70, AUTOGRAD),
+        operator("aten::mm", 55, 65, AUTOGRAD),
+        launch(1, 60, 62, AUTOGRAD),
+        kernel(1, 65, 100),
+    )
+    assert owners(found) == {
+        ("idle_python", "forward", None, None): 30,
+        ("idle_python", "", None, None): 20,
+        ("idle_operators", "", None, "MmBackward0"): 5,
+        ("idle_operators", "", None, "aten::mm"): 5,
+        ("idle_launch", "cudaLaunchKernel", None, "aten::mm"): 5,
+        ("compute", "", None, "aten::mm"): 35,
+    }
+
+
+def test_a_kernel_of_backward_belongs_to_the_module_whose_forward_made_its_node(tmp_path):
+    backward = "autograd::engine::evaluate_function: MmBackward0"
+    found = ledger(
+        tmp_path,
+        step(0, 200),
+        event("user_annotation", "[pl][module]torch.nn.Linear: net.0", 0, 50),
+        event("cpu_op", "aten::linear", 10, 40, **{"Sequence number": 7}),
+        launch(1, 20, 25),
+        event("cpu_op", backward, 80, 120, AUTOGRAD, **{"Sequence number": 7, "Fwd thread id": 1}),
+        operator("aten::mm", 85, 115, AUTOGRAD),
+        launch(2, 90, 95, AUTOGRAD),
+        kernel(1, 30, 60),
+        kernel(2, 100, 200),
+        kernel(0, 60, 70),
+    )
+    compute = {(line.module, line.operator): line.ns / 1000 for line in found.of("compute")}
+    assert compute == {("net.0", "aten::linear"): 30, ("net.0", "aten::mm"): 100, (None, "gemm"): 10}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("cudaGraphLaunch", "idle_graph"),
+        ("hipGraphLaunch", "idle_graph"),
+        ("cuModuleLoadDataEx", "idle_loading"),
+        ("cuLibraryLoadData", "idle_loading"),
+        ("cuLibraryGetKernel", "idle_loading"),
+        ("hipModuleLoadData", "idle_loading"),
+        ("cudaMalloc", "idle_allocator"),
+        ("cudaStreamSynchronize", "idle_synchronization"),
+        ("hipMemcpyWithStream", "idle_synchronization"),
+        ("cudaLaunchKernelExC", "idle_launch"),
+    ],
+)
+def test_a_call_of_the_runtime_has_its_part_of_the_idle_time(name, part, tmp_path):
+    found = ledger(tmp_path, step(0, 100), kernel(0, 0, 10), launch(1, 20, 90, name=name), kernel(1, 90, 100))
+    assert owners(found)[part, name, None, None] == 70
+
+
+def test_a_line_of_the_users_code_owns_the_python_that_it_calls(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        event("python_function", "train.py(12): training_step", 0, 90),
+        event("python_function", "nn.Module: Net_0", 10, 80),
+        event("python_function", "torch/nn/modules/module.py(1773): _call_impl", 20, 70),
+        event("python_function", "<built-in method sleep>", 30, 60),
+        launch(1, 88, 90),
+        kernel(1, 90, 100),
+    )
+    python = {key[1:3]: us for key, us in owners(found).items() if key[0] == "idle_python"}
+    assert python == {("train.py(12): training_step", ""): 18, ("train.py(12): training_step", "Net_0"): 70}
+
+
+def test_no_time_is_laid_on_this_packages_own_callback(tmp_path):
+    callback = "[pl][profile][Callback]MemProfilerCallback.on_train_batch_end"
+    path = write_trace(
+        tmp_path / "own.json",
+        [
+            kernel(0, 0, 10), step(0, 100), event("user_annotation", callback, 10, 80), launch(1, 88, 90),
+            kernel(1, 90, 100),
+        ],
+    )  # fmt: skip
+    found = trace_report(path)
+    assert found.device_ledger is not None
+    assert owners(found.device_ledger)["idle_python", "", None, None] == 78
+    assert "MemProfilerCallback" not in {cause.example for cause in found.idle}
+    assert [cause.example for cause in found.idle if cause.cause == "python"] == [""]
+
+
+def test_code_that_the_driver_loads_owns_its_time(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 100),
+        event("overhead", "Lazy Function Loading", 20, 80, -1),
+        launch(1, 10, 90),
+        kernel(1, 90, 100),
+    )
+    assert owners(found)["idle_loading", "Lazy Function Loading", None, None] == 60
+    assert owners(found)["idle_launch", "cudaLaunchKernel", None, None] == 20
+
+
+def steps_with(first_us: float, name: str = "cudaLaunchKernel", cat: str = "cuda_runtime") -> Iterable[dict[str, Any]]:
+    now = 0.0
+    for number in range(3):
+        took = first_us if number == 0 else 20
+        yield step(now, now + took + 100, number)
+        yield event(cat, name, now + 10, now + 10 + took)
+        yield launch(number + 1, now + 10 + took, now + 15 + took)
+        yield kernel(number + 1, now + 20 + took, now + 100 + took)
+        now += took + 100
+
+
+@pytest.mark.parametrize(
+    ("name", "cat"),
+    [("cudaFree", "cuda_runtime"), ("aten::cudnn_convolution", "cpu_op"), ("cuLaunchKernel", "cuda_driver")],
+)
+def test_a_first_call_that_initialises_something_is_a_cold_start(name, cat, tmp_path):
+    cold = ledger(tmp_path, *steps_with(9_000, name, cat))
+    assert cold.ns("cold_start") * 3 == 9_000_000
+    assert ledger(tmp_path, *steps_with(190, name, cat)).ns("cold_start") == 0
+
+
+def test_a_wait_for_the_device_is_no_cold_start(tmp_path):
+    assert ledger(tmp_path, *steps_with(9_000, "cudaDeviceSynchronize")).ns("cold_start") == 0
+
+
+def test_memory_that_the_first_step_gets_and_later_ones_keep_is_a_cold_start(tmp_path):
+    once = [event("cuda_runtime", "cudaMalloc", at, at + 10) for at in (1, 21)]
+    events = [step(0, 100, 0), step(100, 200, 1), *once, kernel(0, 50, 100), kernel(0, 150, 200)]
+    assert ledger(tmp_path, *events).ns("cold_start") * 2 == 20_000
+    again = event("cuda_runtime", "cudaMalloc", 110, 120)
+    assert ledger(tmp_path, *events, again).ns("idle_allocator") * 2 == 30_000
+
+
+def test_without_steps_the_device_window_is_the_step(tmp_path):
+    found = ledger(tmp_path, launch(1, 0, 5), kernel(1, 10, 20), launch(2, 20, 40), kernel(2, 60, 70))
+    assert (found.steps, found.step_ns) == (1, 60_000)
+    assert "no steps" in found.basis
+
+
+def test_without_the_host_the_cause_of_idle_time_is_unknown(tmp_path):
+    found = ledger(tmp_path, kernel(1, 10, 20), kernel(2, 60, 70))
+    assert owners(found) == {("compute", "", None, "gemm"): 20, ("idle_unknown", "", None, None): 40}
+
+
+def test_without_a_device_there_is_no_ledger(tmp_path):
+    made = write_trace(tmp_path / "host.json", [step(0, 10), operator("aten::add", 1, 5)])
+    assert trace_report(made).device_ledger is None
+
+
+NAMES = {
+    Kind.KERNEL: ("gemm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+    Kind.MEMORY_COPY: ("Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pinned)"),
+    Kind.MEMORY_SET: ("Memset (Device)",),
+    Kind.RUNTIME: ("cudaLaunchKernel", "cudaMalloc", "cudaStreamSynchronize", "cudaGraphLaunch"),
+    Kind.OPERATOR: ("aten::mm", "aten::item", "autograd::engine::evaluate_function: MmBackward0"),
+    Kind.ANNOTATION: ("ProfilerStep#1", "ProfilerStep#2", "enumerate(DataLoader)#x", "[pl][module]Linear: net.0"),
+    Kind.PYTHON: ("train.py(3): f", "nn.Module: Net_0", "Python GC"),
+    Kind.OVERHEAD: ("Lazy Function Loading", "Buffer Flush"),
+}
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from([(kind, name) for kind, names in NAMES.items() for name in names]),
+        st.integers(0, 50).map(lambda at: at * 100_000),
+        st.integers(0, 40).map(lambda at: at * 100_000),
+        st.integers(0, 2),
+        st.integers(0, 6),
+    ),
+    max_size=40,
+)
+
+
+@given(EVENTS)
+def test_the_lines_sum_to_the_steps_whatever_the_trace_has(made):
+    on_device = {Kind.KERNEL, Kind.MEMORY_COPY, Kind.MEMORY_SET}
+    names = sorted({name for (_, name), *_ in made})
+    columns = TraceColumns(
+        starts=np.array([start for _, start, *_ in made], np.int64),
+        ends=np.array([start + took for _, start, took, *_ in made], np.int64),
+        names=np.array([names.index(name) for (_, name), *_ in made], np.int32),
+        lanes=np.array([lane + 3 * (kind in on_device) for (kind, _), _, _, lane, _ in made], np.int32),
+        kinds=np.array([kind for (kind, _), *_ in made], np.int8),
+        correlations=np.array([link for *_, link in made], np.int64),
+        sequences=np.full(len(made), -1, np.int64),
+        runs_node=np.zeros(len(made), np.bool_),
+        name_of=tuple(names),
+        lane_of=tuple((lane // 3, lane) for lane in range(6)),
+        copied={},
+        collectives=(),
+        events=len(made),
+        metadata={},
+        origin_ns=0,
+    )
+    device, steps = device_events(columns), step_spans(columns)
+    found = device_ledger(columns, device, steps)
+    if found is None:
+        assert not len(device.busy.starts) or not any(step.end > step.start for step in steps)
+        return
+    whole = found.step_ns * found.steps
+    assert sum(round(line.ns * found.steps) for line in found.lines) == round(whole)
+    assert all(line.ns > 0 for line in found.lines)
+    assert all(line.ns <= line.count * (line.longest_ns or 0) + 1e-6 for line in found.lines)
+    if steps:
+        timed = device_steps(columns, device, steps)
+        assert whole == pytest.approx(max(step.end for step in timed) - timed[0].start)
+        assert whole + 1 >= max(step.end for step in steps) - steps[0].start

@@ -1,0 +1,393 @@
+"""Ranks beside each other: waiting, imbalance, the straggler, and thousands of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from device_traces import paired_ranks
+from fake_runs import FakeRun, make_run
+from lightning_memprof.account.ranks.arrivals import RankTrack, track, window_waits
+from lightning_memprof.account.ranks.report import Cause, Straggler, rank_report
+from lightning_memprof.account.ranks.summary import (
+    Arrivals,
+    RankSummary,
+    StepTime,
+    WindowFiles,
+    encode_summary,
+    read_summary,
+    summarise,
+)
+from lightning_memprof.artifacts.naming import parse_series_path, parse_summary_path, summary_path
+from lightning_memprof.errors import ArtifactError
+from lightning_memprof.judge import Facts, Severity, verdict
+from lightning_memprof.judge.communication import straggler
+from lightning_memprof.read.run.load import load_run
+from lightning_memprof.report.printers.json import to_json
+from lightning_memprof.report.view import run_view
+from many_ranks import make_many_ranks
+from pages import full
+
+MS = 1_000_000
+KINDS: list[tuple[str, str, int | None]] = [("all_reduce", "", 4)]
+
+
+def summary(rank: int, starts_ms: list[float], ends_ms: list[float], *, host: str = "h", first: int = 0) -> RankSummary:
+    return RankSummary(
+        rank=rank, world_size=2, host=host, window=0, steps=[2, 3],
+        arrivals=Arrivals(
+            count=len(starts_ms), base_ns=0, kinds=KINDS, kind=[0] * len(starts_ms),
+            sequence=list(range(first, first + len(starts_ms))), start_ns=[round(ms * MS) for ms in starts_ms],
+            duration_ns=[round((end - start) * MS) for start, end in zip(starts_ms, ends_ms, strict=True)],
+        ),
+    )  # fmt: skip
+
+
+def tracks(*summaries: RankSummary) -> list[RankTrack]:
+    shared: dict[Any, Any] = {}
+    return [found for summary in summaries if (found := track(summary, shared))]
+
+
+def test_the_last_to_come_causes_the_wait_and_overlapping_collectives_are_one_wait() -> None:
+    waits = window_waits(tracks(summary(0, [0, 2, 100], [51, 52, 111]), summary(1, [50, 51, 110], [51, 52, 111])))
+    assert waits.own_wait_ns[0] == (51 + 10) * MS
+    assert waits.own_wait_ns[1] == 0
+    assert waits.caused_ns == {1: 61 * MS}
+    (kind,) = waits.by_kind()
+    assert (kind.name, kind.count, kind.last_rank, kind.last_count) == ("all_reduce", 3, 1, 3)
+
+
+def test_clocks_of_hosts_are_aligned_by_the_ends() -> None:
+    late = summary(1, [950, 1010, 1130], [951, 1021, 1131], host="other")
+    waits = window_waits(tracks(summary(0, [0, 20, 100], [51, 121, 231]), late))
+    assert waits.clock_offsets_ns == {"other": 900 * MS}
+    assert waits.clock_error_ns == 0
+    assert waits.own_wait_ns == {0: (50 + 59 + 109) * MS, 1: 0} or waits.caused_ns[1] > waits.caused_ns[0]
+
+
+def test_a_trace_that_begins_one_collective_later_is_shifted_to_where_the_ends_agree() -> None:
+    ends = [10.0, 35.0, 81.0, 170.0, 400.0]
+    whole = summary(0, [end - 5 for end in ends], ends)
+    shorter = summary(1, [end - 1 for end in ends[1:]], ends[1:])
+    waits = window_waits(tracks(whole, shorter))
+    assert len(waits.meetings) == 4
+    assert waits.caused_ns == {1: 4 * 4 * MS}
+
+
+def tensor_parallel(compute_ms: Callable[[int, int], float]) -> list[RankTrack]:
+    return [
+        RankTrack(
+            rank=rank, host="h", keys=tuple((("all_reduce", call.group, 4), call.step) for call in calls), base_ns=0,
+            start_ns=[call.start_us * 1000 for call in calls],
+            duration_ns=[(call.end_us - call.start_us) * 1000 for call in calls],
+        )
+        for rank, calls in paired_ranks(compute_ms).items()
+    ]  # fmt: skip
+
+
+def test_a_rank_that_makes_its_partner_late_causes_what_others_wait_for_the_partner() -> None:
+    waits = window_waits(tensor_parallel(lambda rank, step: 20.0 if rank == 5 else 10.0), steps=6)
+    assert set(waits.caused_ns) == {5}
+    assert {meeting.last_rank for meeting in waits.meetings if meeting.kind[1] == "dp0" and meeting.cause == 5} == {4}
+
+
+@pytest.mark.parametrize(
+    "compute_ms",
+    [
+        pytest.param(lambda rank, step: 13.0 if rank in {2, 3} else 10.0, id="both of a pair are late"),
+        pytest.param(
+            lambda rank, step: 20.0 if (rank, step % 2) in {(5, 0), (0, 1)} else 10.0, id="all waited alike before"
+        ),
+    ],
+)
+def test_a_rank_is_late_by_itself_where_it_has_waited_no_longer_than_the_others(
+    compute_ms: Callable[[int, int], float],
+) -> None:
+    waits = window_waits(tensor_parallel(compute_ms), steps=6)
+    pairs = [meeting for meeting in waits.meetings if meeting.kind[1].startswith("tp")]
+    assert {meeting.cause for meeting in pairs} == {meeting.last_rank for meeting in pairs}
+    assert set(waits.caused_ns) <= {rank for rank in range(8) if max(compute_ms(rank, step) for step in (0, 1)) > 10}
+
+
+def test_a_summary_comes_back_as_it_was_written_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    written = summary(3, [1, 2], [3, 4])
+    path = tmp_path / "rank00003.summary.json"
+    path.write_bytes(encode_summary(written))
+    assert read_summary(path) == written
+    assert path.stat().st_size < 1000
+    for damaged in (
+        b"{",
+        encode_summary(msgspec.structs.replace(written, schema_version=99)),
+        encode_summary(msgspec.structs.replace(written, arrivals=Arrivals(count=1, kind=[7]))),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ArtifactError, match="rank00003"):
+            read_summary(path)
+
+
+def test_the_path_of_a_summary_is_parsed_back_and_is_no_series() -> None:
+    assert parse_summary_path(summary_path(12, 4095)) == (12, 4095)
+    assert parse_summary_path("window000/rank00000.host.jsonl") is None
+    assert parse_series_path(summary_path(0, 0)) is None
+
+
+def test_a_summary_is_made_of_the_windows_files_and_the_steps_before(tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks.jsonl"
+    rows = [{"step": step, "recorded": step > 2, "action": "[Callback]Slow.on_train_batch_end", "start_ns": 0,
+             "duration_ns": 3 * MS, "depth": 0} for step in (2, 3, 4)]  # fmt: skip
+    hooks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    host = tmp_path / "host.jsonl"
+    host.write_text('{"rss_bytes": 5, "peak_rss_bytes": 9}\n')
+    times = [StepTime(step, 0 if step > 1 else None, (step + 1) * MS, [MS, 0, 0, 0, 0, step * MS]) for step in range(5)]
+    origin = RankSummary(rank=1, world_size=2, host="h", window=0, steps=[])
+    made = summarise(origin, times, WindowFiles({"hooks": hooks, "host": host}, tmp_path / "missing.json"))
+    assert made.steps == [3, 4]
+    assert made.recorded is not None
+    assert (made.recorded.steps, made.recorded.mean_ns, made.recorded.phases_ns["data_wait"]) == (2, 4_500_000, MS)
+    assert made.usual is not None
+    assert (made.usual.steps, made.usual.max_ns) == (2, 2 * MS)
+    assert made.callbacks_ns == {"Slow": 3 * MS}
+    assert made.memory["peak_rss_bytes"] == 9
+    assert made.arrivals.count == 0
+
+
+@pytest.mark.slow
+def test_of_hundreds_of_ranks_on_hosts_with_other_clocks_the_late_one_is_named(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 96, windows=2, straggler=42)
+    run = load_run(directory)
+    assert [rank.rank for rank in run.ranks if rank.pulse] == list(range(8))
+    report = rank_report(run, {})
+    assert report is not None
+    assert report.straggler is not None
+    assert (report.straggler.rank, report.straggler.host, report.straggler.cause) == (42, "node005", "data_wait")
+    assert report.straggler.caused_ns == pytest.approx(40 * MS, rel=0.02)
+    assert report.waiting is not None
+    assert report.waiting.clock_error_ns < MS
+    assert (report.spreads["data_wait"].highest_rank, report.spreads["data_wait"].median) == (42, 2 * MS)
+    text = " ".join(full(run_view(load_run(directory))).split())
+    assert "Rank 42 is the straggler: its data wait takes 42.0 ms per step, 2.00 ms on the other ranks." in text
+    assert "for rank 42" in text
+    document = to_json(run_view(run))
+    assert document["across_ranks"]["straggler"]["rank"] == 42
+    assert len(document["across_ranks"]["ranks"]) == 96
+    json.dumps(document, allow_nan=False)
+
+
+def test_ranks_that_take_turns_to_be_last_are_no_stragglers(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 80, windows=1, straggler=-1)
+    report = rank_report(load_run(directory), {})
+    assert report is not None
+    assert report.straggler is None
+
+
+def test_a_damaged_summary_hides_only_its_rank(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 70, windows=1, straggler=42)
+    (directory / summary_path(0, 7)).write_bytes(b"torn")
+    report = rank_report(load_run(directory), {})
+    assert report is not None
+    assert [problem.rank for problem in report.problems] == [7]
+    assert report.straggler is not None
+    assert report.summaries == 69
+
+
+def test_without_collectives_a_rank_whose_fetch_stands_out_is_named_by_its_phases(tmp_path: Path) -> None:
+    def phases(rank: int, step: int) -> dict[str, int]:
+        wait = 52 * MS if rank == 1 else MS
+        return {
+            "data_wait": wait,
+            "forward": 5 * MS,
+            "backward": 75 * MS - wait,
+            "optimizer": MS,
+            "callbacks": 0,
+            "other": 0,
+        }
+
+    directory = make_run(tmp_path, FakeRun(world_size=2, phases=phases))
+    found = verdict(load_run(directory))
+    assert found.rule == "straggler"
+    assert (
+        "Rank 1 is the straggler: its data wait takes 52.0 ms per step, 1.00 ms on the other ranks." in found.sentence
+    )
+    assert "later than any other rank" in found.why
+
+
+def test_a_late_rank_that_recorded_no_collectives_is_named_and_its_waiting_is_not_zero(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 16, windows=1, straggler=5)
+    for rank in range(1, 16):
+        if rank != 8:
+            path = directory / summary_path(0, rank)
+            path.write_bytes(encode_summary(msgspec.structs.replace(read_summary(path), arrivals=Arrivals())))
+    # Their pulses say nothing of the data: the summaries are all there is.
+    for pulse in directory.glob("pulse.*"):
+        pulse.unlink()
+    report = Facts.of(load_run(directory)).ranks
+    assert report is not None
+    assert report.straggler is not None
+    assert (report.straggler.rank, report.straggler.cause) == (5, "data_wait")
+    waits = {rank.rank: rank.wait_ns for rank in report.ranks}
+    assert waits[5] is None
+    assert waits[8] is not None
+
+
+def test_one_hiccup_and_taking_turns_are_no_straggler(tmp_path: Path) -> None:
+    def straggler(late_ms: dict[int, list[int]]) -> int | None:
+        directory = make_many_ranks(tmp_path / str(len(list(tmp_path.iterdir()))), 2, windows=1, straggler=-1)
+        for rank in (0, 1):
+            path = directory / summary_path(0, rank)
+            starts = [100 * step + late_ms[rank][step] for step in range(4)]
+            ends = [100 * step + max(late_ms[0][step], late_ms[1][step]) + 1 for step in range(4)]
+            found = msgspec.structs.replace(
+                read_summary(path), steps=[2, 3, 4, 5], arrivals=summary(rank, [*starts], [*ends]).arrivals
+            )
+            path.write_bytes(encode_summary(found))
+        report = Facts.of(load_run(directory)).ranks
+        assert report is not None
+        return None if report.straggler is None else report.straggler.rank
+
+    assert straggler({0: [0, 0, 0, 0], 1: [20, 20, 20, 20]}) == 1
+    assert straggler({0: [0, 0, 0, 0], 1: [0, 0, 80, 0]}) is None
+    assert straggler({0: [0, 30, 0, 30], 1: [40, 0, 40, 0]}) is None
+
+
+@pytest.mark.parametrize(
+    ("cause", "hosts", "device", "severity"),
+    [
+        ("compute", ("a", "a"), "cpu", Severity.INFO),
+        ("optimizer", ("a", "a"), "cpu", Severity.INFO),
+        (None, ("a", "a"), "cpu", Severity.INFO),
+        ("data_wait", ("a", "a"), "cpu", Severity.CRITICAL),
+        ("callbacks", ("a", "a"), "cpu", Severity.CRITICAL),
+        ("compute", ("a", "b"), "cpu", Severity.CRITICAL),
+        ("compute", ("a", "a"), "cuda", Severity.CRITICAL),
+    ],
+)
+def test_a_rank_that_computes_longer_than_others_on_the_same_cores_is_an_info(
+    tmp_path: Path, cause: Cause | None, hosts: tuple[str, str], device: str, severity: Severity
+) -> None:
+    run = load_run(
+        make_run(tmp_path / "run", FakeRun(world_size=2, device_bytes=None if device == "cpu" else lambda _: 1))
+    )
+    # What the ranks took by the host's clock, whatever the run says of its device.
+    facts = replace(Facts.of(load_run(make_run(tmp_path / "cpu", FakeRun(world_size=2)))), run=run)
+    assert facts.ranks is not None
+    late = Straggler(
+        rank=1, host=hosts[1], step_ns=100 * MS, caused_ns=50 * MS, caused_share=1.0, cause=cause, own_ns=60 * MS,
+        others_ns=10 * MS, callback=None,
+    )  # fmt: skip
+    ranks = tuple(replace(rank, host=host) for rank, host in zip(facts.ranks.ranks, hosts, strict=True))
+    found = straggler(replace(facts, ranks=replace(facts.ranks, ranks=ranks, straggler=late)))
+    assert found is not None
+    assert found.severity is severity
+    assert ("cores of one machine" in found.why) == (severity is Severity.INFO)
+
+
+@pytest.mark.parametrize(
+    ("elements", "cause", "words"),
+    [
+        ((2000, 4000), "compute", "Rank 1 gets 4,000 elements per batch, the others 2,000."),
+        ((2000, 4000), "data_wait", "Check the data of rank 1"),
+        ((2000, 2200), "compute", "Compare rank 1 with the others"),
+    ],
+)
+def test_a_rank_that_computes_longer_for_its_larger_batches_gets_a_sampler_as_its_remedy(
+    tmp_path: Path, elements: tuple[int, int], cause: Cause, words: str
+) -> None:
+    directory = make_run(tmp_path, FakeRun(world_size=2, elements=lambda rank, _: elements[rank]))
+    assert words in next_step_of_rank_1(directory, cause)
+
+
+def test_a_few_large_batches_of_a_late_rank_are_not_its_size(tmp_path: Path) -> None:
+    sizes = iter([1000, 1000, 1000, 9000] * 9)
+    directory = make_run(tmp_path, FakeRun(world_size=2, elements=lambda rank, _: 1500 if rank == 0 else next(sizes)))
+    assert "Compare rank 1 with the others" in next_step_of_rank_1(directory, "compute")
+
+
+def next_step_of_rank_1(directory: Path, cause: Cause) -> str:
+    facts = Facts.of(load_run(directory))
+    assert facts.ranks is not None
+    late = Straggler(
+        rank=1, host="a", step_ns=100 * MS, caused_ns=50 * MS, caused_share=1.0, cause=cause, own_ns=60 * MS,
+        others_ns=10 * MS, callback=None,
+    )  # fmt: skip
+    found = straggler(replace(facts, ranks=replace(facts.ranks, straggler=late)))
+    assert found is not None
+    return found.next_steps[0]
+
+
+@pytest.mark.parametrize(("steps", "late"), [([2, 3], None), ([2, 3, 4], 1)])
+def test_who_is_last_in_two_steps_on_shared_cores_is_chance(tmp_path: Path, steps: list[int], late: int | None) -> None:
+    directory = make_run(tmp_path, FakeRun(world_size=2))
+    ends = [20.0 * at + 15 for at in range(2 * len(steps))]
+    for rank in (0, 1):
+        found = summary(rank, [end - (1 if rank == 1 else 14) for end in ends], ends)
+        path = directory / summary_path(0, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encode_summary(msgspec.structs.replace(found, steps=steps)))
+    report = Facts.of(load_run(directory)).ranks
+    assert report is not None
+    assert report.waiting is not None
+    assert report.waiting.caused_ns[1] > report.waiting.caused_ns.get(0, 0)
+    assert (report.straggler.rank if report.straggler else None) == late
+
+
+def test_the_waits_of_the_leading_rank_are_known_by_the_start_of_each_collective(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, FakeRun(world_size=2))
+    for rank, starts in enumerate(([0.0, 20.0, 41.0], [8.0, 20.0, 40.0])):
+        path = directory / summary_path(0, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encode_summary(summary(rank, starts, [10, 30, 50])))
+    report = Facts.of(load_run(directory)).ranks
+    assert report is not None
+    assert report.lead_waits_ns == {0: 8 * MS, 20 * MS: 0, 41 * MS: 0}
+
+
+def test_one_rank_and_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
+    alone = load_run(make_run(tmp_path / "one", FakeRun()))
+    assert Facts.of(alone).ranks is None
+    several = Facts.of(load_run(make_run(tmp_path / "two", FakeRun(world_size=3))))
+    assert several.ranks is not None
+    assert several.ranks.straggler is None
+    assert "Spread over ranks" in full(run_view(load_run(tmp_path / "two")))
+
+
+def test_a_rank_that_was_read_lightly_keeps_its_end_and_its_errors(tmp_path: Path) -> None:
+    directory = make_many_ranks(tmp_path, 66, windows=1, straggler=-1)
+    manifest = directory / "manifest.rank00050.jsonl"
+    kept = [line for line in manifest.read_text().splitlines() if '"kind":"end"' not in line]
+    error = {
+        "kind": "error",
+        "time_ns": 1,
+        "collector": "host",
+        "where": "mark",
+        "window": 0,
+        "message": "X: y",
+        "traceback": "",
+    }
+    manifest.write_text("\n".join([*kept, json.dumps(error)]) + "\n")
+    run = load_run(directory)
+    (light,) = [rank for rank in run.ranks if rank.rank == 50]
+    assert (light.status, light.in_full, len(light.windows)) == ("running or killed", False, 1)
+    assert [error.rank for error in run.errors] == [50]
+
+
+def test_a_summary_whose_times_are_no_times_is_refused_and_never_overflows(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    good = encode_summary(summary(0, [100, 200], [300, 400]))
+    assert read_summary(write_bytes(path, good)).arrivals.start_ns
+    for field in ("base_ns", "start_ns", "duration_ns"):
+        document = json.loads(good)
+        arrivals = document["arrivals"]
+        arrivals[field] = [1 << 62] * len(arrivals["start_ns"]) if isinstance(arrivals[field], list) else 1 << 63
+        with pytest.raises(ArtifactError, match="cannot be read"):
+            read_summary(write_bytes(path, json.dumps(document).encode()))
+
+
+def write_bytes(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path

@@ -1,0 +1,40 @@
+"""Every fault of these tests is also one of the property that no finding recovers more than its lines hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from ledger_lines import out_of_bounds
+from lightning_memprof import judge
+from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
+from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.judge import Facts, Finding
+from lightning_memprof.read.snapshot.report import SnapshotReport
+
+
+@pytest.fixture(autouse=True)
+def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check what the rules return where a test examines a run or files."""
+    guarded = judge._guarded
+
+    def checked(rule: Callable[..., Any], *facts: Any) -> list[Finding]:
+        found = guarded(rule, *facts)
+        if any(each.recovers for each in found):
+            assert out_of_bounds(found, *ledgers(facts[0])) == []
+        return found
+
+    monkeypatch.setattr(judge, "_guarded", checked)
+
+
+def ledgers(facts: Any) -> list[TimeLedger | ByteLedger]:
+    if isinstance(facts, Facts):
+        return [*facts.ledgers.values(), *facts.byte_ledgers.values()]
+    if isinstance(facts, SnapshotReport):
+        return [*map(snapshot_bytes, facts.devices)]
+    traces = facts if isinstance(facts, tuple) else (facts,)
+    of_traces = chain.from_iterable((trace.host_ledger, trace.device_ledger) for trace in traces)
+    return [ledger for ledger in of_traces if ledger is not None]

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_memprof.read.snapshot.frames import is_lightning, is_training, part_of
+from lightning_memprof.read.snapshot.reader import parse_snapshot
+from lightning_memprof.units import MIB
+from snapshots import TRAIN, History, frame
+
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+MODEL = (frame("/home/a/model.py", "forward"), frame(f"{TORCH}/nn/modules/module.py", "_call_impl"), TRAIN)
+OPTIMIZER = (frame("/home/a/adam.py", "step"), frame(f"{TORCH}/optim/optimizer.py", "wrapper"), TRAIN)
+LIGHTNING = frame("/venv/lib/python3.11/site-packages/lightning/pytorch/loops/fit_loop.py", "advance")
+ENGINE = frame("??", "torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask>)", 0)
+BINDING = frame("??", "torch::autograd::THPVariable_matmul(_object*, _object*, _object*)", 0)
+
+
+@pytest.mark.parametrize(
+    ("stacks", "lightning", "trains"),
+    [
+        ([()], True, True),
+        ([MODEL], False, False),
+        ([(BINDING, *MODEL)], False, False),
+        ([MODEL, ()], False, True),
+        ([MODEL, OPTIMIZER], False, True),
+        ([(*MODEL, LIGHTNING)], True, False),
+        ([(*MODEL, frame("/home/a/model.py", "training_step"), LIGHTNING)], True, True),
+        ([(ENGINE,)], True, True),
+    ],
+)
+def test_the_stacks_tell_the_program(stacks, lightning, trains):
+    history = History()
+    for stack in stacks:
+        history.allocate(MIB, *stack)
+    device = parse_snapshot(history.data(), "a.pickle").devices[0]
+    assert (is_lightning(device), is_training(device)) == (lightning, trains)
+
+
+@pytest.mark.parametrize("call", ["_call_impl", "_wrapped_call_impl"])
+def test_a_forward_is_what_a_module_calls_also_in_a_window_of_ours(call):
+    history = History()
+    history.allocate(
+        MIB, frame(f"{TORCH}/nn/modules/linear.py", "forward"), frame(f"{TORCH}/nn/modules/module.py", call)
+    )
+    (stack,) = [stack for stack in parse_snapshot(history.data(), "a.pickle").devices[0].stacks if stack]
+    assert part_of(stack) == "forward"

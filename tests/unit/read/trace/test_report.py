@@ -1,0 +1,561 @@
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_traces import Recording
+from kineto import write_trace
+from lightning_memprof.errors import ArtifactError
+from lightning_memprof.read.trace.columns import Kind, read_columns
+from lightning_memprof.read.trace.report import trace_report
+
+HOST, AUTOGRAD, STREAM, OTHER_STREAM = 1, 2, 7, 9
+
+
+def event(cat: str, name: str, start: float, end: float, tid: int = HOST, **args: Any) -> dict[str, Any]:
+    pid = 0 if cat in {"kernel", "gpu_memcpy", "gpu_user_annotation"} else 99
+    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "args": args}
+
+
+def kernel(start: float, end: float, launch: int = 0, tid: int = STREAM, name: str = "gemm") -> dict[str, Any]:
+    return event("kernel", name, start, end, tid, correlation=launch)
+
+
+def call(start: float, end: float, launch: int = 0, tid: int = HOST, name: str = "cudaLaunchKernel") -> dict[str, Any]:
+    return event("cuda_runtime", name, start, end, tid, correlation=launch)
+
+
+def given(shapes: list[list[int]], types: list[str]) -> dict[str, Any]:
+    return {"Input Dims": shapes, "Input type": types}
+
+
+def report(path: Path, *events: dict[str, Any], **metadata: Any):
+    return trace_report(write_trace(path / "made.json", events, **metadata))
+
+
+def causes(path: Path, *events: dict[str, Any]) -> dict[str, int]:
+    return {each.cause: each.total_ns // 1000 for each in report(path, *events).idle}
+
+
+def test_streams_overlap_and_count_once(tmp_path):
+    found = report(
+        tmp_path,
+        kernel(0, 10),
+        kernel(5, 20, tid=OTHER_STREAM, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+        event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 18, 30, OTHER_STREAM, bytes=64),
+        kernel(40, 50),
+    ).gpu_window
+    assert found is not None
+    assert (found.window_ns, found.busy_ns, found.idle_ns) == (50_000, 40_000, 10_000)
+    assert (found.compute_ns, found.communication_ns, found.memory_copy_ns) == (20_000, 15_000, 12_000)
+    assert (found.communication_overlapped_ns, found.communication_exposed_ns) == (5_000, 10_000)
+
+
+def test_a_step_is_counted_once_and_owns_the_device_work_that_it_launched(tmp_path):
+    found = report(
+        tmp_path,
+        event("user_annotation", "ProfilerStep#4", 0, 100),
+        event("user_annotation", "ProfilerStep#5", 100, 160),
+        event("gpu_user_annotation", "ProfilerStep#4", 50, 190, STREAM),
+        event("user_annotation", "enumerate(DataLoader)#_Loader.__next__", 5, 15),
+        call(20, 22, 1),
+        call(120, 122, 2),
+        kernel(50, 110, 1),
+        kernel(110, 190, 2),
+        kernel(195, 200),
+    )
+    assert [(step.number, step.busy_ns, step.data_loading_ns) for step in found.steps] == [
+        (4, 60_000, 10_000),
+        (5, 85_000, 0),
+    ]
+    assert found.step_window is not None
+    assert (found.step_window.window_ns, found.step_window.busy_ns) == (160_000, 110_000)
+    assert (found.step_window.data_loading_ns, found.step_window.mean_step_ns) == (10_000, 80_000)
+
+
+def test_the_steps_of_another_process_in_the_file_make_no_step_shorter(tmp_path):
+    steps = [event("user_annotation", f"ProfilerStep#{at}", 100 * at, 100 * at + 100) for at in range(3)]
+    kernels = [kernel(100 * at, 100 * at + 90) for at in range(3)]
+    others = [{**each, "pid": each["pid"] + 1, "ts": each["ts"] + 7} for each in (*steps[:2], *kernels)]
+    found = report(tmp_path, *others, *steps, *kernels)
+    assert [step.start_ns for step in found.steps] == [0, 100_000, 200_000]
+    assert found.device_ledger is not None
+    assert found.work_window is not None
+    assert found.device_ledger.step_ns == found.work_window.mean_step_ns == 100_000
+
+
+def test_steps_of_a_host_that_is_ahead_last_as_long_as_their_device_work(tmp_path):
+    found = report(
+        tmp_path,
+        event("user_annotation", "ProfilerStep#4", 0, 10),
+        event("user_annotation", "ProfilerStep#5", 10, 20),
+        call(4, 5, 1),
+        call(14, 15, 2),
+        *(kernel(at, at + 10, name="before") for at in (0, 10, 20)),
+        kernel(30, 80, 1),
+        kernel(80, 130, 2),
+        call(21, 22, 3),
+        kernel(130, 140, 3, name="after"),
+    )
+    assert found.step_window is not None
+    assert found.ahead_window is not None
+    assert (found.step_window.window_ns, found.step_window.mean_step_ns) == (20_000, 10_000)
+    assert (found.ahead_window.window_ns, found.ahead_window.mean_step_ns) == (100_000, 50_000)
+    assert found.ahead_steps_ns == (50_000, 50_000)
+    assert [step.busy_ns for step in found.steps] == [50_000, 60_000]
+    assert found.outside == {"before": 3, "after": 1}
+
+
+@pytest.mark.parametrize(("kernel_us", "span_us"), [(300, 1_300), (50, 1_000)])
+def test_steps_of_a_slow_host_end_with_the_work_that_it_leaves_to_the_device(kernel_us, span_us, tmp_path):
+    found = report(
+        tmp_path,
+        event("user_annotation", "ProfilerStep#1", 0, 500),
+        event("user_annotation", "ProfilerStep#2", 500, 1_000),
+        call(480, 482, 1),
+        kernel(490, 500, 1),
+        call(980, 990, 2),
+        kernel(1_000, 1_000 + kernel_us, 2),
+    )
+    assert found.device_ledger is not None
+    assert 2 * found.device_ledger.step_ns == 1_000 * span_us
+
+
+@pytest.mark.parametrize(("waits_until", "ends_at"), [(40, 40), (900, 1_000)])
+def test_a_recording_that_ends_in_the_last_step_ends_the_step(waits_until, ends_at, tmp_path):
+    found = report(
+        tmp_path,
+        event("Trace", "PyTorch Profiler (0)", -5, 1_000),
+        event("user_annotation", "ProfilerStep#1", 0, 1_000),
+        call(10, 12, 1),
+        kernel(20, 30, 1),
+        call(31, waits_until, name="cudaDeviceSynchronize"),
+    )
+    assert [step.duration_ns for step in found.steps] == [1_000 * ends_at]
+
+
+@pytest.mark.parametrize(
+    ("apart", "follows", "calls", "is_sample"),
+    [
+        (160, False, 125, True),
+        (160, False, 50, False),
+        (160, True, 125, False),
+        (4, False, 500, False),
+        (4, True, 500, False),
+    ],
+)
+def test_a_file_with_one_call_in_many_is_a_sample(apart, follows, calls, is_sample, tmp_path):
+    numbers = range(1, 1 + apart * calls, apart)
+    made = [event for at in numbers for event in (call(at, at + 1, at), kernel(at + 1, at + 2, at))]
+    made += [call(at, at + 1, at + 1) for at in numbers[::10] if follows]
+    found = report(tmp_path, *made)
+    assert found.is_sample is is_sample
+    assert any(text.startswith("most events") for text in found.missing) is is_sample
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("works", [True, False])
+def test_a_last_step_without_work_is_none(on_device, works, tmp_path):
+    found = report(
+        tmp_path,
+        *(event("user_annotation", f"ProfilerStep#{number}", 100 * number, 100 * number + 100) for number in (0, 1, 2)),
+        *(event("cpu_op", "aten::mm", at, at + 10) for at in (20, 120, 220)[: 2 + works]),
+        event("user_annotation", "enumerate(DataLoader)#_Loader.__next__", 200, 215),
+        event("cpu_op", "aten::stack", 205, 210),
+        *(call(at, at + 2, at) for at in (20, 120, 220)[: on_device * (2 + works)]),
+        *(kernel(at + 5, at + 40, at) for at in (20, 120, 220)[: on_device * (2 + works)]),
+        call(290, 299, name="cudaDeviceSynchronize"),
+    )
+    assert [step.number for step in found.steps] == [0, 1, 2][: 2 + works]
+    assert (found.step_window.mean_step_ns if found.step_window else 100_000) == 100_000
+
+
+def test_idle_time_is_what_the_launching_thread_did_meanwhile(tmp_path):
+    found = causes(
+        tmp_path,
+        kernel(0, 10),
+        event("user_annotation", "enumerate(DataLoader)#_Loader.__next__", 5, 30),
+        event("cpu_op", "aten::stack", 12, 20),  # of the loader
+        call(30, 36, name="cudaStreamSynchronize"),
+        call(36, 40, name="cudaMalloc"),
+        event("python_function", "<built-in function collect>", 42, 45),
+        event("cpu_op", "aten::mm", 50, 60),
+        call(58, 62, 1),
+        kernel(65, 70, 1),
+    )
+    assert found == {
+        "data_loading": 20,
+        "synchronization": 6,
+        "allocator": 4,
+        "gc_pauses": 3,
+        "python": 7,
+        "operators": 8,
+        "launch": 7,
+    }
+
+
+def test_a_kernel_that_starts_long_after_its_launch_was_queued(tmp_path):
+    found = causes(tmp_path, kernel(0, 10), call(4, 6, 1), kernel(100, 110, 1))
+    assert found == {"launch": 16, "queue": 74}
+
+
+def test_before_a_thread_of_autograd_begins_the_training_thread_tells(tmp_path):
+    found = causes(
+        tmp_path,
+        event("user_annotation", "ProfilerStep#0", 0, 100),
+        kernel(0, 10),
+        event("cpu_op", "aten::loss", 12, 20),
+        event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 30, 40, AUTOGRAD),
+        call(38, 39, 1, AUTOGRAD),
+        kernel(40, 50, 1),
+    )
+    assert found == {"operators": 16, "python": 12, "launch": 2}
+
+
+def test_a_wait_costs_the_gap_behind_it_unless_the_next_kernel_was_queued(tmp_path):
+    found = report(
+        tmp_path,
+        call(0, 1, 1),
+        call(2, 3, 2),
+        event("cpu_op", "aten::item", 4, 41),
+        call(5, 40, name="cudaStreamSynchronize"),
+        call(50, 51, 3),
+        kernel(10, 20, 1),
+        kernel(22, 38, 2),  # queued before the wait
+        kernel(60, 70, 3),
+    ).synchronizations
+    assert [(each.name, each.count, each.total_ns, each.gap_ns) for each in found] == [
+        ("aten::item", 1, 35_000, 22_000)
+    ]
+
+
+def test_a_collective_is_known_by_its_arguments_and_by_what_launched_it(tmp_path):
+    told: dict[str, Any] = {
+        "Collective name": "allreduce", "In msg nelems": 256, "dtype": "Float", "Process Group Name": "dp",
+    }  # fmt: skip
+    found = report(
+        tmp_path,
+        event("kernel", "ncclDevKernel_Generic", 0, 10, STREAM, **told),
+        event("user_annotation", "nccl:_all_gather_base", 20, 25, **given([[8, 4]], ["float"])),
+        call(21, 22, 5),
+        kernel(30, 50, 5, OTHER_STREAM, name="ncclDevKernel_Generic"),
+        kernel(40, 45),
+        event("user_annotation", "gloo:broadcast", 60, 90, 31, **given([[2]], ["double"])),
+        event("cpu_op", "aten::mm", 70, 80),
+    )
+    assert [(each.name, each.group, each.bytes_each, each.exposed_ns) for each in found.collectives] == [
+        ("broadcast", "", 16, 20_000),
+        ("all_gather", "", 128, 15_000),
+        ("all_reduce", "dp", 1024, 10_000),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("collective", "elements", "ranks", "of_the_whole"),
+    [
+        ("allreduce", (1000, 1000), 4, 2 * 3 / 4),
+        ("_allgather_base", (250, 1000), 4, 3 / 4),
+        ("_reduce_scatter_base", (1000, 250), 4, 3 / 4),
+        ("alltoall_base", (1000, 1000), 8, 7 / 8),
+        ("broadcast", (1000, 1000), 4, None),
+        ("allreduce", (1000, 1000), 1, None),
+        ("allreduce", (1000, 1000), None, None),
+    ],
+)
+def test_the_bus_bandwidth_is_that_of_the_fastest_and_of_the_whole_tensor(
+    tmp_path: Path, collective: str, elements: tuple[int, int], ranks: int | None, of_the_whole: float | None
+) -> None:
+    sent, received = elements
+    told: dict[str, Any] = {
+        "Collective name": collective, "In msg nelems": sent, "Out msg nelems": received, "dtype": "Float",
+        "Process Group Name": "dp", "Group size": ranks,
+    }  # fmt: skip
+    kernels = [event("kernel", "ncclDevKernel", start, end, STREAM, **told) for start, end in ((0, 10), (20, 50))]
+    (found,) = report(tmp_path, *kernels).collectives
+    assert found.bytes_each == 4000
+    # 4,000 bytes in 10 µs
+    assert found.bus_bytes_per_s == (None if of_the_whole is None else pytest.approx(4e8 * of_the_whole))
+
+
+def test_the_median_of_two_collectives_lies_between_them(tmp_path):
+    told: dict[str, Any] = {"Collective name": "allreduce", "In msg nelems": 256, "dtype": "Float"}
+    kernels = [event("kernel", "ncclDevKernel", start, end, STREAM, **told) for start, end in ((0, 10), (20, 50))]
+    assert [(each.count, each.median_ns) for each in report(tmp_path, *kernels).collectives] == [(2, 20_000)]
+
+
+def test_the_first_schema_is_read_as_the_present_one(tmp_path):
+    found = report(
+        tmp_path,
+        event("Operator", "ProfilerStep#1", 0, 100),
+        event("Operator", "enumerate(DataLoader)#_Loader.__next__", 0, 30),
+        event("Operator", "aten::mm", 40, 50),
+        event("Runtime", "cudaLaunchKernel", 45, 47, correlation=3),
+        event("Kernel", "sgemm", 60, 80, STREAM, correlation=3),
+        event("Memcpy", "Memcpy DtoH (Device -> Pinned)", 90, 95, STREAM, correlation=4, bytes=12),
+    )
+    assert [step.number for step in found.steps] == [1]
+    assert found.gpu_window is not None
+    assert (found.gpu_window.compute_ns, found.gpu_window.memory_copy_ns) == (20_000, 5_000)
+    assert [(each.kind, each.is_pageable, each.bytes, each.exposed_ns) for each in found.copies] == [
+        ("DtoH", False, 12, 5_000)
+    ]
+
+
+def test_rank_and_device_are_found_in_an_object_and_in_the_text_of_one(tmp_path):
+    properties = [{"id": 0, "name": "Fast 9"}, {"id": 1, "name": "Idle"}]
+    plain = report(tmp_path, kernel(0, 1), distributedInfo={"rank": 3, "world_size": 8}, deviceProperties=properties)
+    text = report(
+        tmp_path, kernel(0, 1), distributedInfo="{'rank': 3, 'world_size': 8}", deviceProperties=str(properties)
+    )
+    assert (plain.rank, plain.world_size, plain.devices) == (text.rank, text.world_size, text.devices)
+    assert (plain.rank, plain.world_size, plain.devices) == (3, 8, ("Fast 9",))
+
+
+@pytest.mark.parametrize(("major", "capability"), [(9, (9, 0)), ("9", (0, 0)), (None, (0, 0))])
+def test_the_compute_capability_is_read_where_the_trace_has_it(tmp_path, major, capability):
+    properties = [{"id": 0, "name": "Fast 9", "computeMajor": major, "computeMinor": 0}]
+    assert report(tmp_path, kernel(0, 1), deviceProperties=properties).capabilities == (capability,)
+
+
+def test_a_trace_without_a_device_says_what_it_lacks(tmp_path):
+    found = report(tmp_path, event("cpu_op", "aten::mm", 0, 5))
+    assert (found.gpu_window, found.step_window, found.idle, found.steps) == (None, None, (), ())
+    assert [sentence.split(":")[0] for sentence in found.missing] == ["no device events", "no steps", "no rank"]
+
+
+def test_operators_of_a_trace_without_a_device_have_the_time_of_their_own(tmp_path):
+    found = report(
+        tmp_path,
+        event("cpu_op", "aten::linear", 0, 100),
+        event("cpu_op", "aten::addmm", 10, 90),
+        event("cpu_op", "aten::copy_", 20, 30),
+        event("cpu_op", "aten::addmm", 100, 150),
+        event("cpu_op", "aten::copy_", 110, 110),
+        event("cpu_op", "aten::mm", 50, 80, AUTOGRAD),
+        event("user_annotation", "ProfilerStep#1", 0, 200),
+    ).operators
+    assert [
+        (operator.name, operator.count, operator.self_ns, operator.total_ns, operator.max_ns) for operator in found
+    ] == [
+        ("aten::addmm", 2, 120_000, 130_000, 80_000),
+        ("aten::mm", 1, 30_000, 30_000, 30_000),
+        ("aten::linear", 1, 20_000, 100_000, 100_000),
+        ("aten::copy_", 2, 10_000, 10_000, 10_000),
+    ]
+    assert report(tmp_path, event("cpu_op", "aten::mm", 0, 9), kernel(0, 10)).operators == ()
+
+
+@pytest.mark.parametrize("spacing", ['"ts": ', '"ts":'])
+def test_times_since_1970_keep_their_nanoseconds(tmp_path, spacing):
+    times = ["1712195499999999.123", "1712195500000000.877", "1712205500000001.001", "1712195499999998"]
+    events = ",".join(f'{{"ph":"X","cat":"kernel","name":"k",{spacing}{ts},"dur":1.5,"args":{{}}}}' for ts in times)
+    path = tmp_path / "epoch.json"
+    path.write_text('{"traceEvents": [' + events + "]}", encoding="utf-8")
+    columns = read_columns(path)
+    assert (columns.starts + columns.origin_ns).tolist() == [
+        1712195499999999123,
+        1712195500000000877,
+        1712205500000001001,
+        1712195499999998000,
+    ]
+    assert (columns.ends - columns.starts).tolist() == [1500] * 4
+
+
+def test_the_first_collective_of_a_trace_and_all_behind_it_keep_their_arguments(tmp_path):
+    sizes = {"Collective name": "allreduce", "Process Group Name": "0", "In msg nelems": 8, "dtype": "Float"}
+    plain = [kernel(i * 10, i * 10 + 2) for i in range(3_000)]
+    late = {**kernel(29_000, 29_005, name="my_reduction"), "args": {"correlation": 7, **sizes}}
+    last = event("cpu_op", "nccl:all_reduce", 30_000, 30_009, **{"External id": 3, **given([[8]], ["float"])})
+    columns = read_columns(write_trace(tmp_path / "late.json", [*plain, late, *plain, last]))
+    assert [(each.row, each.category, each.start_ns, each.args) for each in columns.collectives] == [
+        (3_000, "kernel", 29_000_000, {"External id": 0, **sizes}),
+        (6_001, "cpu_op", 30_000_000, {"External id": 3, **given([[8]], ["float"])}),
+    ]
+    assert columns.correlations[3_000] == 7
+
+
+def test_a_category_is_known_in_any_case_and_an_unknown_one_is_another_event(tmp_path):
+    kinds = {
+        "kernel": Kind.KERNEL,
+        "KERNEL": Kind.KERNEL,
+        "Kernel": Kind.KERNEL,
+        "Gpu_Memcpy": Kind.MEMORY_COPY,
+        "xpu_runtime": Kind.RUNTIME,
+        "hip_driver": Kind.RUNTIME,
+        "CPU_OP": Kind.OPERATOR,
+        "tuned \u00e9": Kind.OTHER,
+        "": Kind.OTHER,
+    }
+    columns = read_columns(write_trace(tmp_path / "made.json", [event(cat, "f", 0, 1) for cat in kinds]))
+    assert columns.kinds.tolist() == list(kinds.values())
+
+
+@pytest.mark.slow
+def test_every_event_of_a_trace_of_many_pieces_keeps_its_time(tmp_path):
+    count = 40_000
+    events = [{**kernel(i, i), "dur": i % 3 - 1 + 0.125} for i in range(count)]
+    columns = read_columns(write_trace(tmp_path / "long.json", events))
+    assert columns.starts.tolist() == [i * 1000 for i in range(count)]
+    assert (columns.ends - columns.starts).tolist() == [max((i % 3 - 1) * 1000 + 125, 0) for i in range(count)]
+
+
+def test_arguments_of_other_types_than_usual_do_no_harm(tmp_path):
+    odd = [
+        {**kernel(0, 1), "args": {"correlation": "5", "bytes": "12"}},
+        {**kernel(2, 3), "args": {"correlation": [1], "bytes": None, "Collective name": 7}},
+        {**kernel(4, 5), "args": None, "tid": None},
+        {**kernel(6, 7), "ts": "6", "dur": None, "name": 3},
+        call(0, 1, 5),
+    ]
+    found = report(tmp_path, *odd)
+    assert found.events == 5
+    assert found.gpu_window is not None
+    assert found.gpu_window.busy_ns == 3_000
+
+
+def test_a_trace_that_was_cut_anywhere_is_told_in_one_line(tmp_path):
+    path = write_trace(tmp_path / "whole.json", [kernel(0, 1, 1), call(0, 1, 1), event("cpu_op", "aten::mm", 0, 5)])
+    text = path.read_bytes().rstrip()
+    packed = gzip.compress(text)
+    for data, name in ((text, "cut.json"), (packed, "cut.json.gz")):
+        for end in range(0, len(data) - 1, 7):
+            cut = tmp_path / name
+            cut.write_bytes(data[:end])
+            with pytest.raises(ArtifactError) as raised:
+                trace_report(cut)
+            assert "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_progress_is_told_in_bytes_of_the_file(tmp_path):
+    path = write_trace(tmp_path / "long.json.gz", [kernel(i, i + 1) for i in range(20_000)])
+    told: list[tuple[int, int]] = []
+    trace_report(path, lambda done, of: told.append((done, of)))
+    assert len(told) > 2
+    assert told == sorted(told)
+    assert told[-1] == (path.stat().st_size,) * 2
+
+
+def test_a_list_of_events_alone_is_a_trace(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([kernel(0, 4)]), encoding="utf-8")
+    assert trace_report(path).kernels[0].total_ns == 4_000
+
+
+def test_analysing_a_trace_loads_neither_pandas_nor_torch():
+    program = (
+        "import sys, lightning_memprof.read.trace.report; print(*{'torch', 'pandas', 'lightning'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ""
+
+
+def test_without_calls_of_the_runtime_no_cause_of_idle_time_is_made_up(tmp_path):
+    assert causes(tmp_path, event("cpu_op", "aten::mm", 20, 30), kernel(0, 10), kernel(65, 70)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [
+        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 8>(c10::BFloat16*)", "all_reduce"),
+        ("void <unnamed>::two_shot_all_reduce_kernel<float>(float*)", "all_reduce"),
+        ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)", "all_reduce"),
+        ("void tensorrt_llm::kernels::allreduce_fusion_kernel_oneshot_lamport<1>(int)", "all_reduce"),
+        ("ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs*)", "all_gather"),
+        ("oneccl_allreduce_large_kernel", "all_reduce"),
+        ("hcom_allReduce__123_0_1", "all_reduce"),
+    ],
+)
+def test_collectives_of_any_library_are_known_by_their_kernels(name, collective, tmp_path):
+    found = report(tmp_path, kernel(0, 10, name=name))
+    assert found.kernels[0].kind == "communication"
+    assert [row.name for row in found.collectives] == [collective]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "triton_red_fused_all_reduce_mean_0",
+        "void (anonymous namespace)::softmax_warp_forward<float, 8>(float*)",
+        "void cub::DeviceReduceKernel<blockAllReduce>(int)",
+        "void warpAllReduceKernel<float>(float*)",
+        "void at::native::index_elementwise_kernel<128, 4>(long)",
+    ],
+)
+def test_kernels_that_reduce_on_one_device_compute(name, tmp_path):
+    assert report(tmp_path, kernel(0, 10, name=name)).kernels[0].kind == "compute"
+
+
+@pytest.mark.parametrize("category", ["mtia_runtime", "xpu_runtime", "privateuse1_runtime", "hpu_op"])
+def test_a_trace_that_calls_an_accelerator_was_not_recorded_on_a_cpu(category, tmp_path):
+    (missing,) = [
+        text for text in report(tmp_path, event(category, "launchKernel", 0, 5)).missing if "no device events" in text
+    ]
+    assert "CPU" not in missing
+    assert "launchKernel" in missing
+
+
+def test_work_on_an_mtia_is_device_work(tmp_path):
+    assert report(tmp_path, event("mtia_ccp_events", "gemm", 0, 10)).gpu_window is not None
+
+
+@pytest.mark.parametrize(
+    ("names", "facts"),
+    [
+        (["[pl][profile]predict_step", "aten::mm"], {"is_lightning"}),
+        (["Torch-Compiled Region: 0/0", "aten::mm"], {"is_compiled"}),
+        (["aten::mm", "autograd::engine::evaluate_function: MmBackward0"], {"trains"}),
+        (["aten::mm", "DistributedDataParallel.forward"], {"is_ddp"}),
+        (["aten::mm"], set()),
+    ],
+)
+def test_names_tell_the_program(names, facts, tmp_path):
+    program = report(tmp_path, *(event("cpu_op", name, 0, 5) for name in names)).program
+    assert {fact for fact in ("is_lightning", "is_compiled", "is_ddp", "trains") if getattr(program, fact)} == facts
+
+
+@pytest.mark.parametrize(("in_forward", "is_ddp"), [(0, True), (1, False)])
+def test_all_reduces_in_backward_alone_are_those_of_gradients(in_forward, is_ddp, tmp_path):
+    found = report(
+        tmp_path,
+        *(event("cpu_op", "c10d::allreduce_", at, at + 1) for at in range(in_forward)),
+        event("cpu_op", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 10, 20),
+        event("cpu_op", "c10d::allreduce_", 12, 13),
+    )
+    assert found.program.is_ddp is is_ddp
+
+
+def test_start_up_and_calls_outside_the_steps_are_no_steady_allocations(tmp_path):
+    found = report(
+        tmp_path,
+        call(0, 2_000_000, name="cudaFree"),
+        event("user_annotation", "ProfilerStep#1", 2_000_000, 2_001_000),
+        event("user_annotation", "ProfilerStep#2", 2_001_000, 2_002_000),
+        kernel(2_000_100, 2_000_200),
+        *(call(at, at + 10, name="cudaMalloc") for at in (2_000_300, 2_001_300)),
+        call(2_003_000, 2_003_500, name="cudaMalloc"),
+    )
+    assert [(each.name, each.count, each.total_ns) for each in found.steady_allocations] == [("cudaMalloc", 2, 20_000)]
+
+
+@pytest.mark.parametrize(("fused", "found"), [(False, ("Adam", 150_000)), (True, ("", 0))])
+def test_the_kernels_of_an_optimizers_loop_are_those_that_its_steps_launch(
+    fused: bool, found: tuple[str, int], tmp_path: Path
+) -> None:
+    made = Recording()
+    for _ in range(3):
+        with made.inside("aten::mm", "cpu_op"):
+            made.launch(400)
+        with made.inside("Optimizer.step#Adam.step"):
+            for _ in range(2):
+                with made.inside("aten::_fused_adam_" if fused else "aten::addcdiv_", "cpu_op"):
+                    made.launch(25, "vectorized_elementwise_kernel")
+            made.copy(5, "Memcpy HtoD (Pinned -> Device)", 4)
+    program = trace_report(made.write(tmp_path / "a.pt.trace.json")).program
+    assert (program.loop_optimizer, program.loop_ns) == found
