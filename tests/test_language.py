@@ -28,7 +28,7 @@ PHRASES = {
     r"\bhost rss\b": "RSS",
     r"\bin the median\b": "median",
     r"\bthe middle one\b|\bthe middle rank\b": "median of the other ranks",
-    r"\btime of (?:its|their) own\b|\bwith(?:out)? what (?:lies|is) in it\b": "self time, total time",
+    r"\bown time\b|\btime of (?:its|their) own\b|\bwith(?:out)? what (?:lies|is) in it\b": "self time, total time",
     r"\bour(?: own)? (?:cost|overhead|marks?|work)\b|\bown marks\b": "profiler overhead",
     r"\bwhat (?:was|is) (?:asked|kept|said|told|left|held|missing|there|wanted|meant|recorded|not known)\b": "a noun",
     r"\bcould not be had\b|\bcan(?:not)? be had\b|\bto be had\b": "not available",

@@ -135,8 +135,7 @@ MAX_EVIDENCE: Final = 16
 def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first.
 
-    If only the wait for a core is, ``nothing_found`` comes second: a training run on a busy machine is bound by
-    something, too. A rule that raises is a finding of its own: it hides nothing else.
+    A rule that raises is a finding of its own: it hides nothing else.
     """
     judged = _with_enough_steps(facts)
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
@@ -148,13 +147,9 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
         if SAME_FAULT.get(finding.rule, "") not in reported and not (facts.ledgers and finding.rule in OF_FEW_STEPS)
     ]
     found = _by_severity([*of_run, *of_files])
-    severe = [finding for finding in found if finding.severity > Severity.INFO]
-    if not severe:
-        return (*_guarded(nothing_found, facts), *found)
-    if severe[0].rule == "core_wait":
-        bound = (replace(each, severity=Severity.INFO) for each in _guarded(nothing_found, facts))
-        return (*severe, *bound, *found[1:])
-    return found
+    if any(finding.severity > Severity.INFO for finding in found):
+        return found
+    return (*_guarded(nothing_found, facts), *found)
 
 
 def _with_enough_steps(facts: Facts) -> Facts | None:

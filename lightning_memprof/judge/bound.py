@@ -112,19 +112,15 @@ def nothing_found(facts: Facts) -> Finding:
         return replace(bound, why=f"{early}{bound.why}")
     ledger = facts.ledgers[rank.rank]
     shares = {DOING[phase]: statistics.share(phase) for phase in DOING}
-    validation = ledger.ns("validation") / ledger.running_ns
-    if ledger.waits_for_cores:
-        # Phases include the wait for a core; the shares of a page do not.
-        shares = {DOING[phase]: ledger.ns(*parts) / ledger.running_ns for phase, parts in OWNED.items()}
-    else:
-        shares[DOING["other"]] = max(shares[DOING["other"]] - validation, 0.0)
+    validation = ledger.ns("validation") / ledger.step_ns
+    shares[DOING["other"]] = max(shares[DOING["other"]] - validation, 0.0)
     shares["validation"] = validation
     leading = max(shares, key=lambda words: shares[words])
     for words, part in MEETING.items():
-        if (met := ledger.communicates(part) / ledger.running_ns) > shares[leading] / 2:
+        if (met := ledger.communicates(part) / ledger.step_ns) > shares[leading] / 2:
             shares |= {words: met, leading: shares[leading] - met}
     (doing, most), (next_doing, next_most), *_ = sorted(shares.items(), key=lambda item: -item[1])
-    dominant = f"{doing} {'take' if doing == 'callbacks' else 'takes'} {percent(most)} of {ledger.whole_text}"
+    dominant = f"{doing} {'take' if doing == 'callbacks' else 'takes'} {percent(most)} of each step"
     mean = f"The mean step takes {format_ns(statistics.mean_ns)}"
     runner_up = f"{next_doing} {percent(next_most)}"
     around = _around(ledger)
@@ -143,7 +139,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     ledger = facts.ledgers[rank.rank]
     passes_ns = total(_own_passes(ledger))
     # The excess of stalls is that of the passes of a few steps.
-    if passes_ns < COMPUTE_BOUND * (ledger.running_ns - ledger.ns("stall")):
+    if passes_ns < COMPUTE_BOUND * (ledger.step_ns - ledger.ns("stall")):
         return None
     trace = _of_device_on(facts, rank)
     device = trace.device_ledger if trace is not None and trace.steady is not None else None
@@ -158,7 +154,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
     if heaviest is None:
         sentence = (
             f"Compute-bound: forward and backward take {ledger.share_text(passes_ns)}{often} "
-            f"({format_ns(passes_ns)} of {format_ns(ledger.running_ns)})"
+            f"({format_ns(passes_ns)} of {format_ns(ledger.step_ns)})"
         )
         why = f"Forward takes {format_ns(ledger.ns('forward'))}, backward {format_ns(ledger.ns('backward'))} per step."
         steps: tuple[str, ...] = (*once, _look_further(facts.run))
@@ -169,7 +165,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
         leads = f"; {heaviest.leader} has {percent(heaviest.leader_ns / heaviest.ns)} of it" if heaviest.leader else ""
         sentence = (
             f"Compute-bound: {heaviest.module}{compiled} takes {owner.share_text(heaviest.ns)}{often} "
-            f"({format_ns(heaviest.ns)} of {format_ns(owner.running_ns)}), "
+            f"({format_ns(heaviest.ns)} of {format_ns(owner.step_ns)}), "
             f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
             f"{has(at, passes) if at else leads}"
         )

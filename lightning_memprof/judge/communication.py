@@ -73,7 +73,7 @@ def straggler(facts: Facts) -> Finding | None:
         rule="straggler",
         severity=Severity.INFO if by_chance else severity,
         sentence=_sentence(found),
-        why=_why(found, at_stake, ledger) + (SHARED if by_chance else ""),
+        why=_why(found, at_stake) + (SHARED if by_chance else ""),
         next_steps=(
             next_step.format(rank=found.rank, host=host, loads=loads, callback=found.callback or "its callbacks"),
         ),
@@ -128,10 +128,8 @@ def _sentence(found: Straggler) -> str:
     return f"Rank {found.rank} is the straggler: {words} {own} per step, {others} on the other ranks."
 
 
-def _why(found: Straggler, at_stake: float, ledger: TimeLedger | None) -> str:
-    own = ledger if ledger is not None and ledger.waits_for_cores else None
-    whole = own.length_text if own else f"a {format_ns(found.step_ns)} step"
-    part = f"{percent(min(1.0, at_stake / (own.running_ns if own else found.step_ns or 1)))} of {whole}"
+def _why(found: Straggler, at_stake: float) -> str:
+    part = f"{percent(min(1.0, at_stake / (found.step_ns or 1)))} of a {format_ns(found.step_ns)} step"
     if found.pulse_steps is not None and found.caused_ns is not None:
         return (
             f"Over {found.pulse_steps:,} steps, rank {found.rank} is {format_ns(found.caused_ns)} later than any other "

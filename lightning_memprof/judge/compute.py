@@ -34,7 +34,7 @@ def double_precision(facts: Facts) -> Finding | None:
     if share < MIN_DOUBLE:
         return None
     spent = ledger.ns(*PASSES) * share
-    worth = Recovery(unit="ns", min=spent * DOUBLE[0], max=spent * DOUBLE[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=spent * DOUBLE[0], max=spent * DOUBLE[1], whole=ledger.step_ns)
     return Finding(
         rule="double_precision",
         sentence=f"Double precision: {percent(share)} of the {source}{facts.on_rank(rank)}.",
@@ -121,8 +121,7 @@ SAVED_BY_THREADS: Final = (0.3, 1.0)
 def idle_cores(facts: Facts) -> Finding | None:
     """Find operators with fewer threads than half of the cores that other ranks and workers leave.
 
-    Recovers 30% to all of ``1 - threads / cores`` of the operators that take 0.1 ms or longer per call, times the share
-    of the step without its wait for a core: where others take the cores, more threads get few of them.
+    Recovers 30% to all of ``1 - threads / cores`` of the operators that take 0.1 ms or longer per call.
     """
     if (heaviest := facts.heaviest(_parallel)) is None or not heaviest[0].facts.is_cpu:
         return None
@@ -130,10 +129,8 @@ def idle_cores(facts: Facts) -> Finding | None:
     threads, cores, spent = torch_threads(rank), _cores_for(facts, rank), _parallel(ledger)
     if not threads or cores < 2 * threads or not spent:
         return None
-    saved = spent * (1 - threads / cores) * (ledger.running_ns / ledger.step_ns)
-    worth = Recovery(
-        unit="ns", min=saved * SAVED_BY_THREADS[0], max=saved * SAVED_BY_THREADS[1], whole=ledger.running_ns
-    )
+    saved = spent * (1 - threads / cores)
+    worth = Recovery(unit="ns", min=saved * SAVED_BY_THREADS[0], max=saved * SAVED_BY_THREADS[1], whole=ledger.step_ns)
     if worth.share < NOTABLE:
         return None
     return Finding(
@@ -199,7 +196,7 @@ def anomaly_detection(facts: Facts) -> Finding | None:
         return None
     rank, ledger = ranks[0], facts.ledgers[ranks[0].rank]
     spent = ledger.ns("forward", "backward")
-    worth = Recovery(unit="ns", min=spent * ANOMALY[0], max=spent * ANOMALY[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=spent * ANOMALY[0], max=spent * ANOMALY[1], whole=ledger.step_ns)
     return Finding(
         rule="anomaly_detection",
         sentence=(
@@ -281,7 +278,7 @@ def optimizer_bound(facts: Facts) -> Finding | None:
     mean_share *= _part_of(ledger, considered[0]) if considered else 0.0
     spent = min(mean_share, statistics.median_shares["optimizer"]) * ledger.step_ns
     saved = FASTER if slow else LESS_OFTEN
-    worth = Recovery(unit="ns", min=spent * saved[0], max=spent * saved[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=spent * saved[0], max=spent * saved[1], whole=ledger.step_ns)
     least = NOTABLE if slow else NOTABLE_OPTIMIZER * LESS_OFTEN[1]
     if worth.share < least or not considered:
         return None
@@ -401,7 +398,7 @@ def dense_embedding(facts: Facts) -> Finding | None:
     owner = next((each for each in optimizers if embedding.name.partition(".")[0] in each.modules), None)
     spent = ledger.ns("optimizer") * (_part_of(ledger, owner) if owner else 1.0)
     share = 1.0 if owner and owner.parameters == 1 else share
-    worth = Recovery(unit="ns", min=spent * share / 2, max=spent * share, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=spent * share / 2, max=spent * share, whole=ledger.step_ns)
     if worth.share < NOTABLE:
         return None
     return Finding(
@@ -470,7 +467,7 @@ def broadcast_loss(facts: Facts) -> Finding | None:
         return None
     names = {f"{loss.operator}{suffix}" for loss in found for suffix in ("", "_backward")}
     spent = total(line for line in ledger.of("forward", "backward") if line.operator in names)
-    worth = Recovery(unit="ns", min=spent * OF_ALL[0], max=spent * OF_ALL[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=spent * OF_ALL[0], max=spent * OF_ALL[1], whole=ledger.step_ns)
     loss = max(found, key=lambda line: line.ns)
     name = (loss.operator or "").removeprefix("aten::")
     return Finding(

@@ -111,18 +111,14 @@ def input_bound(facts: Facts) -> Finding | None:
     in_few_steps = _in_few_steps(rank, share, loaders)
     at_epoch_starts = _share_at_epoch_starts(rank)
     few, worth = rhythm(rank, "data_wait"), _recovery(facts, rank, ledger, loaders, at_epoch_starts)
-    # The wait of a process that loads itself includes that for a core.
-    own_ns = ledger.ns("data_wait") if ledger.waits_for_cores else wait_ns
-    part = ledger.share_text(own_ns) if ledger.waits_for_cores else f"{percent(share)} of each step"
-    whole = ledger.length_text if ledger.waits_for_cores else f"a {format_ns(statistics.mean_ns)} step"
-    why = [f"The wait takes {format_ns(own_ns)} of {whole}"]
+    why = [f"The wait takes {format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step"]
     why += ["mostly in a few steps"] if in_few_steps else []
     why += [f"{percent(at_epoch_starts)} of it at the start of epochs"] if at_epoch_starts >= EPOCH_STARTS_SHARE else []
     return Finding(
         rule="input_bound",
         severity=Severity.INFO if few is not None and few.is_hiccup else worth.severity,
         sentence=(
-            f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {part}"
+            f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {percent(share)} of each step"
             f"{facts.on_rank(rank)}{_cause(rank, ledger, loaders, at_epoch_starts, few)}."
         ),
         why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
@@ -158,10 +154,10 @@ def workers_restart(facts: Facts) -> Finding | None:
         return None
     rank, ledger = worst
     ns = _restarting(ledger)
-    if ns < NOTABLE * ledger.running_ns:
+    if ns < NOTABLE * ledger.step_ns:
         return None
     count = sum(line.count for line in ledger.of("data_wait") if line.name == RESTART)
-    worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.step_ns)
     loader = rank.training.dataloaders[0] if rank.training else None
     return Finding(
         rule="workers_restart",
@@ -212,7 +208,7 @@ def _start_of(facts: Facts, rank: Rank) -> Finding | None:
     firsts = {row.pid: row.core_wait_ns or 0 for row in reversed(samples)}
     if ledger is None or workers <= cores or not turn or not firsts:
         return None
-    cost, step_ns = loading(rank), ledger.running_ns - ledger.ns("data_wait")
+    cost, step_ns = loading(rank), ledger.step_ns - ledger.ns("data_wait")
     needed = cost.workers_for(step_ns) if cost is not None else cores
     wanted = needed if cost is not None and not cost.is_cpu_bound else min(needed, cores)
     usual_ns, waited_ns = stats.mean(waits[turn:]), stats.mean(firsts.values())
@@ -257,7 +253,7 @@ def _recovery(
 ) -> Recovery:
     wait = ledger.ns("data_wait")
     if at_epoch_starts >= EPOCH_STARTS_SHARE:
-        return Recovery(unit="ns", min=wait * at_epoch_starts / 2, max=wait * at_epoch_starts, whole=ledger.running_ns)
+        return Recovery(unit="ns", min=wait * at_epoch_starts / 2, max=wait * at_epoch_starts, whole=ledger.step_ns)
     workers = (loaders[0].num_workers or 0) if loaders else 0
     cores, others = rank.facts.cpu_count or MORE_WORKERS, ledger.step_ns - wait
     # One batch every `batch_ns` from one worker; the loop takes one every `others` ns at best.
@@ -269,7 +265,7 @@ def _recovery(
     if not workers and (busy := cores_of_loading(facts, rank, ledger)) is not None:
         room = max(ledger.step_ns * (1 - busy / cores), 0.0)
         least = 0.0 if (torch_threads(rank) or 1) >= cores else min(least, room)
-    return Recovery(unit="ns", min=min(least, wait) / 2, max=wait, whole=ledger.running_ns)
+    return Recovery(unit="ns", min=min(least, wait) / 2, max=wait, whole=ledger.step_ns)
 
 
 def _in_few_steps(rank: Rank, share: float, loaders: Sequence[DataLoaderFacts]) -> bool:
@@ -417,7 +413,7 @@ def padding(facts: Facts) -> Finding | None:
         return None
     spent = ledger.ns("forward", "backward") * share
     least, most = (spent * saved for saved in SAVED_OF_PADDING)
-    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.step_ns)
     steps = (LONGEST, GROUP) if beyond > padded / 2 else (GROUP, LONGEST)
     return Finding(
         rule="padding",

@@ -192,7 +192,7 @@ def _matters(ledger: TimeLedger, lines: Sequence[TimeLine], least_share: float =
     ns = total(lines)
     is_hook = all(line.part == "module_hook" for line in lines)
     least = MIN_SHORT_NS if ledger.step_ns < SHORT_STEP_NS and not is_hook else MIN_NS
-    return ns >= max(least, least_share * ledger.running_ns)
+    return ns >= max(least, least_share * ledger.step_ns)
 
 
 # Python collects everything once in a while, and programs at the end of epochs; a model is compiled for a few shapes:
@@ -201,8 +201,7 @@ MIN_REPEATED: Final = 4
 
 
 def _repeats(ledger: TimeLedger, lines: Sequence[TimeLine]) -> bool:
-    # The longest call includes its wait for a core.
-    longest = max((line.longest_ns or 0 for line in lines), default=0) * (1 - ledger.share("core_wait"))
+    longest = max((line.longest_ns or 0 for line in lines), default=0)
     return total(lines) * ledger.steps >= MIN_REPEATED * longest
 
 
@@ -226,7 +225,7 @@ def _of_action(facts: Facts, rank: Rank, ledger: TimeLedger, remedy: _Remedy, li
     if often and "mostly {name}" in sentence:
         sentence, often = sentence.replace("mostly {name}", f"mostly {count:,.0f} calls of {{name}} per step"), ""
     least, most = (0.9, 1.0) if first.rpartition(".")[2] in ONCE else remedy.saves
-    worth = Recovery(unit="ns", min=ns * least, max=ns * most, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=ns * least, max=ns * most, whole=ledger.step_ns)
     steps = (*first_steps, *(step.format(name=name, owner=name.rpartition(".")[0]) for step in remedy.next_steps))
     return Finding(
         rule=remedy.rule,
@@ -285,9 +284,9 @@ def between_steps(facts: Facts) -> Finding | None:
         return None
     rank, ledger = worst
     ns = ledger.ns("untracked")
-    if ns <= max(NOTABLE_BETWEEN * ledger.running_ns, MIN_BETWEEN_NS):
+    if ns <= max(NOTABLE_BETWEEN * ledger.step_ns, MIN_BETWEEN_NS):
         return None
-    worth = Recovery(unit="ns", min=0, max=ns - MIN_BETWEEN_NS, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=0, max=ns - MIN_BETWEEN_NS, whole=ledger.step_ns)
     return Finding(
         rule="between_steps",
         sentence=(f"{ledger.share_text(ns)} is outside the tracked phases{facts.on_rank(rank)}."),
@@ -312,9 +311,8 @@ MOST_OF_STEP: Final = 0.5
 def core_wait(facts: Facts) -> Finding | None:
     """Find a training thread that is ready to run but waits for a core, and the processes that use the cores.
 
-    Recovers half to all of this time. It is the last of the warnings: findings about the training itself still apply
-    when the other processes have ended. Their worth is a share of the step without this wait, so that it hides none of
-    them. A wait that other programs cause is a note below half of the step: what bounds the training comes first.
+    Recovers half to all of this time. Nobody can change what other programs take in the training itself: their share is
+    a note below half of the step, and a warning at most.
     """
     worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
     if worst is None or not _matters(worst[1], worst[1].of("core_wait")) or is_oversubscribed(facts, worst[0]):
@@ -326,15 +324,12 @@ def core_wait(facts: Facts) -> Finding | None:
         return None
     waits = f"the training thread waits {percent(ns / ledger.step_ns)} of each step for a core{facts.on_rank(rank)}"
     use = core_use(facts, rank)
-    is_note = use.by_others and ns < MOST_OF_STEP * ledger.step_ns
+    most = Severity.WARNING if ns >= MOST_OF_STEP * ledger.step_ns else Severity.INFO
     return Finding(
         rule="core_wait",
-        severity=Severity.INFO if is_note else Severity.WARNING,
+        severity=min(worth.severity, most) if use.by_others else worth.severity,
         sentence=f"{use.owner}: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
-        why=(
-            f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step; all other "
-            f"shares are of the step's own time, without this wait.{use.text}"
-        ),
+        why=(f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step.{use.text}"),
         next_steps=use.next_steps,
         evidence=(facts.pulse(rank), *facts.recorded(rank, "system")),
         numbers={
@@ -345,7 +340,7 @@ def core_wait(facts: Facts) -> Finding | None:
             "cores_of_training": use.own,
             "cores_of_others": use.others,
         },
-        weight=worth.share if is_note else 0.0,
+        weight=worth.share,
         recovers=worth,
     )
 
@@ -385,11 +380,11 @@ def slow_steps(facts: Facts) -> Finding | None:
     durations = [(step, spent) for step, spent, _ in typical.steps] if typical else []
     few = few_steps(rank, [(step, spent if step in slow else 0) for step, spent in durations], stands_out=0)
     usual = sorted(spent for step, spent in durations if step not in slow)
-    if ns <= NOTABLE_STALLS * ledger.running_ns or longest.excess_ns < MIN_STALL_NS or few is None or not usual:
+    if ns <= NOTABLE_STALLS * ledger.step_ns or longest.excess_ns < MIN_STALL_NS or few is None or not usual:
         return None
     if min(stall.duration_ns for stall in ledger.stalls) < APART * usual[round(USUAL_PART * (len(usual) - 1))]:
         return None
-    worth = Recovery(unit="ns", min=0, max=ns, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=0, max=ns, whole=ledger.step_ns)
     is_regular = few.repeats and len(few.steps) >= MIN_RHYTHM
     mostly = f", mostly in {longest.owner}" if longest.owner else ""
     factor = few.mean_ns / max(ledger.median_ns, 1)
@@ -454,7 +449,7 @@ def gc_pauses(facts: Facts) -> Finding | None:
     ns, count = total(lines), sum(line.count for line in lines)
     found, (how, fetch_at_once) = pauses(rank), one_by_one(rank, ledger) if _in_fetch(rank) else ("", ())
     where = f", mostly in fetches{how}" if how else ""
-    worth = Recovery(unit="ns", min=ns * COLLECTED[0], max=ns * COLLECTED[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=ns * COLLECTED[0], max=ns * COLLECTED[1], whole=ledger.step_ns)
     return Finding(
         rule="gc_pauses",
         sentence=f"GC pauses take {ledger.share_text(ns)}{facts.on_rank(rank)}{where}.",

@@ -78,8 +78,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """What a remedy would recover: nanoseconds per step or bytes of the peak, and its share of the whole, 0 to 1.
 
-    ``min`` and ``max`` are equal where the formula gives one figure. The whole of a fault of the training is the step
-    without its wait for a core.
+    ``min`` and ``max`` are equal where the formula gives one figure.
     """
 
     unit: Literal["ns", "bytes"]

@@ -274,7 +274,7 @@ def buffer_broadcast(facts: Facts) -> Finding | None:
     recorded = facts.host_ledger(rank)
     calls = sum(line.count for line in recorded.of("forward") if line.operator == IN_FORWARD) if recorded else 0.0
     ns = total(line for line in ledger.communication if line.part == "collective" and line.name == BROADCAST)
-    worth = Recovery(unit="ns", min=ns * OF_BROADCAST[0], max=ns * OF_BROADCAST[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=ns * OF_BROADCAST[0], max=ns * OF_BROADCAST[1], whole=ledger.step_ns)
     buffers = rank.training.largest_buffers if rank.training else []
     if not calls or worth.share < NOTABLE or not buffers or not is_wrapped(rank):
         return None

@@ -154,7 +154,7 @@ def _profiled(facts: Facts, rank: Rank) -> Finding | None:
         work = ledger.ns(*PROFILED)
         least, most = (work * share for share in PYTHON_OTHER)
         why = f"It costs time for each call of a function; the training's own work takes {format_ns(work)}"
-    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.step_ns)
     return Finding(
         rule="other_profiler",
         sentence=f"Another profiler is on: {PROFILERS[kind]} records the training{part}{facts.on_rank(rank)}.",

@@ -237,7 +237,7 @@ def _within(events: Callable[[], Iterable[TimelineEvent]], span: _Span) -> Itera
 
 
 def _in_trace(trace: Path, span: _Span) -> _Span:
-    """Return a span of Unix time in a trace's own times, which count from its base."""
+    """Return a span of Unix time in a trace's clock, which counts from its base."""
     base = _base_ns(trace)
     return span[0] - base, span[1] - base
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -11,8 +11,6 @@ from msgspec.structs import replace
 from lightning_memprof.account.memory.activations import patterns
 from lightning_memprof.units import format_ns, percent
 
-# Below this share of the step the wait for a core changes no figure that people read.
-NOTABLE_WAIT: Final = 0.05
 # What the training thread does. A module hook is a method of the LightningModule; forward and backward hooks are those
 # that the program registered on modules and parameters. `rank_wait` is for the late rank, in collectives;
 # in `core_wait` that thread is ready to run, but another one has the core.
@@ -169,30 +167,13 @@ class TimeLedger(msgspec.Struct, frozen=True, kw_only=True):
         return total(line for line in self.communication if line.part == part)
 
     @property
-    def running_ns(self) -> float:
-        """The step without its wait for a core: the same whether other processes use the cores or not."""
-        return self.step_ns - self.ns("core_wait")
-
-    @property
-    def waits_for_cores(self) -> bool:
-        """Whether the wait for a core is notable: then shares are of the step's own time, without it."""
-        return self.share("core_wait") >= NOTABLE_WAIT
-
-    @property
-    def whole_text(self) -> str:
-        """What shares are of, for people."""
-        return "each step's own time" if self.waits_for_cores else "each step"
-
-    @property
     def length_text(self) -> str:
-        """How long that is, for people."""
-        if self.waits_for_cores:
-            return f"the step's own {format_ns(self.running_ns)}"
+        """The length of the step, for people."""
         return f"a {format_ns(self.step_ns)} step"
 
     def share_text(self, ns: float) -> str:
         """Return time as a share of the step, for people."""
-        return f"{percent(ns / (self.running_ns or self.step_ns))} of {self.whole_text}"
+        return f"{percent(ns / self.step_ns) if self.step_ns else percent(0)} of each step"
 
     def of(self, *parts: TimePart) -> tuple[TimeLine, ...]:
         """Return the lines of some parts."""

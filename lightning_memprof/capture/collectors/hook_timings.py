@@ -122,7 +122,7 @@ class ActionLog:
         self._used = used + 1
 
     def mark(self, mark: Mark) -> None:
-        """Record a mark at its own time: other collectors got it earlier."""
+        """Record a mark at the time of this call: other collectors got it earlier."""
         used = self._used
         self._marks[used] = mark
         if mark.point is Point.STEP_START:

@@ -105,7 +105,7 @@ class TrackerReport:
     """One tracked step.
 
     Attributes:
-        peak: the step's peak by device, each device at its own time.
+        peak: the step's peak by device, each device when it has its own peak.
         end: bytes at the end of the step.
         modules: every moment of every module, in the order of their first calls.
     """

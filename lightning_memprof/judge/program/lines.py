@@ -229,13 +229,13 @@ def costly_line(facts: Facts) -> Finding | None:
     for (function, step), alike in of_kind.items():
         ns = sum(scales[_is_backward(row)] * (row.ns or 0) for row in alike)
         least, saved = (NOTABLE_HELPER, OF_HELPER) if step == CHEAPER else (NOTABLE_LINE, SAVED)
-        if ns >= least * ledger.running_ns and sum(row.looks or 0 for row in alike) >= MIN_LOOKS:
+        if ns >= least * ledger.step_ns and sum(row.looks or 0 for row in alike) >= MIN_LOOKS:
             found.append((sum(saved) * ns, saved, ns, function, step))
     if not found:
         return None
     _, saved, ns, function, step = max(found)
     line = max(of_kind[function, step], key=lambda row: row.ns or 0)
-    worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.step_ns)
     return Finding(
         rule="costly_line",
         sentence=(

@@ -61,7 +61,7 @@ def python_loop(facts: Facts) -> Finding | None:
     loops = _loops(ledger, recorded)
     eager = [loop for loop in loops if not in_compiled(loop.module, rank)]
     loop = max(eager, key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
-    if loop is None or loop.ns < NOTABLE_LOOP * ledger.running_ns:
+    if loop is None or loop.ns < NOTABLE_LOOP * ledger.step_ns:
         return None
     calls = _calls(recorded.of("forward"))
     anew = {path for path, count in calls.items() if PARAMETRIZATIONS in path and count >= calls[loop.repeated]}
@@ -71,7 +71,7 @@ def python_loop(facts: Facts) -> Finding | None:
     where = at.function if at and at.is_helper else f"the forward of {loop.module}"
     least, of_work = IN_BATCHES
     most = loop.ns - (1 - of_work) * loop.work_ns
-    worth = Recovery(unit="ns", min=loop.ns * least, max=most, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=loop.ns * least, max=most, whole=ledger.step_ns)
     return Finding(
         rule="python_loop",
         sentence=(
@@ -211,10 +211,10 @@ def small_batch(facts: Facts) -> Finding | None:
     # Accumulated batches share the optimizer's step.
     optimizer, around = ledger.ns("optimizer") * (joined == 1), ledger.ns("untracked", "callback")
     fixed = optimizer + around + calling
-    if not called or fixed < MIN_FIXED * ledger.running_ns:
+    if not called or fixed < MIN_FIXED * ledger.step_ns:
         return None
     least, most = LARGER_BATCH if joined == 1 else (1 / 2, 1 - 1 / joined)
-    worth = Recovery(unit="ns", min=fixed * least, max=fixed * most, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=fixed * least, max=fixed * most, whole=ledger.step_ns)
     return Finding(
         rule="small_batch",
         sentence=(
@@ -301,7 +301,7 @@ def synced_passes(facts: Facts) -> Finding | None:
     if passes < MIN_PASSES or not spent:
         return None
     least, most = (share * spent * (1 - 1 / passes) for share in OF_THE_OTHERS)
-    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.step_ns)
     return Finding(
         rule="synced_passes",
         sentence=(

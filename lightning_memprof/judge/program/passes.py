@@ -51,7 +51,7 @@ def unused_gradients(facts: Facts) -> Finding | None:
     unused = _not_optimized(training, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
     if unused is None:
         return None
-    worth = Recovery(unit="ns", min=unused.min, max=unused.max, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=unused.min, max=unused.max, whole=ledger.step_ns)
     if worth.share < NOTABLE:
         return None
     return Finding(
@@ -81,7 +81,7 @@ def double_backward(facts: Facts) -> Finding | None:
         return None
     rank, ledger = worst
     ns = ledger.double_backward_ns
-    worth = Recovery(unit="ns", min=ns * LESS_OFTEN[0], max=ns * LESS_OFTEN[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=ns * LESS_OFTEN[0], max=ns * LESS_OFTEN[1], whole=ledger.step_ns)
     if worth.share < NOTABLE:
         return None
     share = ledger.share_text(ns)
@@ -118,7 +118,7 @@ def recomputation(facts: Facts) -> Finding | None:
         return None
     rank, ledger = worst
     memory, ns = facts.byte_ledgers.get(rank.rank), ledger.recomputed_ns
-    worth = Recovery(unit="ns", min=ns * SAVED[0], max=ns * SAVED[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=ns * SAVED[0], max=ns * SAVED[1], whole=ledger.step_ns)
     if worth.share < NOTABLE or memory is None or memory.filled is None:
         return None
     limit = f"{format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of what {memory.place} can hold"

@@ -65,7 +65,7 @@ def python_time(facts: Facts) -> Finding | None:
     python = _python(ledger)
     called = sum(line.called for line in ledger.of("forward"))
     at = _line(rank, python) if python.is_most else None
-    if python.ns < (NOTABLE if python.reads else NOTABLE_PYTHON) * ledger.running_ns:
+    if python.ns < (NOTABLE if python.reads else NOTABLE_PYTHON) * ledger.step_ns:
         return None
     if not called or (called < MIN_CALLED and (at is None or at.place is None)):
         return None
@@ -78,7 +78,7 @@ def python_time(facts: Facts) -> Finding | None:
         if python.formats:
             outside = f"Tensors as text: {where} formats tensors (print, f-string, repr), {count} values: {share}"
     saved = SAVED_READS if python.reads else SAVED_PYTHON
-    worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.step_ns)
     return Finding(
         rule="python_time",
         sentence=f"{outside}{facts.on_rank(rank)}{has(at, 'this time') if at else ''}.",
@@ -307,7 +307,7 @@ def _busiest(facts: Facts, rank: Rank) -> Finding | None:
     workers = any(loader.num_workers for loader in rank.training.dataloaders) if rank.training else False
     asleep -= ledger.share("rank_wait", "data_wait") if workers else ledger.share("rank_wait")
     ns = max(min(min(busy, asleep) * ledger.step_ns, ledger.ns(*AWAKE)), 0.0)
-    worth = Recovery(unit="ns", min=ns * OF_SLEEP[0], max=ns * OF_SLEEP[1], whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=ns * OF_SLEEP[0], max=ns * OF_SLEEP[1], whole=ledger.step_ns)
     if busy < MIN_BUSY or worth.share < NOTABLE:
         return None
     return Finding(

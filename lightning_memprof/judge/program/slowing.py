@@ -78,7 +78,7 @@ def slower_steps(facts: Facts) -> Finding | None:
     rank, column, steps, slowing = max(found, key=lambda each: each[3].added_ns)
     ledger, phase = facts.ledgers[rank.rank], PHASES[column]
     excess = min(steps.added_ns / 2, ledger.ns(*phase.parts))
-    worth = Recovery(unit="ns", min=0, max=excess, whole=ledger.running_ns)
+    worth = Recovery(unit="ns", min=0, max=excess, whole=ledger.step_ns)
     hook = _main(ledger, "forward_hook") if column == "forward_ns" else ""
     name = _main(ledger, *phase.parts)
     part = f", which calls the forward hook {hook}" if hook else f" (largest part: {name})" if name else ""

@@ -226,8 +226,8 @@ def innermost_at(nesting: Nesting, starts: Sequence[int] | Column, moments: Sequ
 def exclusive_ends(nesting: Nesting, starts: Column) -> Column:
     """Return ends at which each moment has one innermost event: cut to the parent's end and the next sibling's start.
 
-    An event's own time is then its length without its children's, and these add up to the union. Time by which an event
-    outlasts its parent is not in it.
+    An event's self time is then its length without its children's, and these add up to the union. Time by which an
+    event outlasts its parent is not in it.
     """
     order = nesting.order
     by_parent = order[np.argsort(nesting.parents[order], kind="stable")]

@@ -38,7 +38,7 @@ from lightning_memprof.report.sections.memory import peak_stack
 from lightning_memprof.report.sections.steps import lead_throughput, main_rate
 from lightning_memprof.report.sections.tables import ratio
 from lightning_memprof.report.view import Overhead, View
-from lightning_memprof.units import format_ns, format_steps
+from lightning_memprof.units import format_ns, format_steps, percent
 
 # The section of a rule, by the beginning of its name.
 SECTIONS: Final = (
@@ -63,6 +63,8 @@ SECTION_NAMES: Final[Mapping[str, str]] = {
 }
 # Parts below this share of a step have one bar.
 LEAST_SHARE: Final = 0.005
+# From this share of the step on, the wait for a core changes how all other shares read.
+NOTABLE_CORE_WAIT: Final = 0.10
 # A finding may name each of thousands of files.
 MAX_EVIDENCE: Final = 8
 MAX_NAME: Final = 42
@@ -89,10 +91,9 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
 
 
 def step_stack(ledger: TimeLedger) -> Stack:
-    """Return the mean step by the parts of its ledger, without a notable wait for a core; small ones have one bar."""
-    beside = ledger.waits_for_cores
-    whole_ns = ledger.running_ns if beside else ledger.step_ns
-    times = {part: ledger.ns(part) for part in get_args(HostPart) if part != "core_wait" or not beside}
+    """Return the mean step by the parts of its ledger; small ones have one bar."""
+    whole_ns = ledger.step_ns
+    times = {part: ledger.ns(part) for part in get_args(HostPart)}
     shown = {part: round(ns) for part, ns in times.items() if ns >= LEAST_SHARE * whole_ns}
     found = bars(shown, round(whole_ns), "ns")
     small = sum(ns for part, ns in times.items() if part not in shown)
@@ -102,8 +103,16 @@ def step_stack(ledger: TimeLedger) -> Stack:
             f"{number} smaller parts" if number > 1 else next(called(p) for p in times if times[p] and p not in shown)
         )
         found.append(Bar(name, "other", duration(small, whole_ns)))
-    wait = f", without {format_ns(ledger.ns('core_wait'))} of waiting for a core" if beside else ""
-    return Stack(f"Mean step by part{wait}", duration(whole_ns), found, notes=(f"mean of {ledger.basis}",))
+    notes = (f"mean of {ledger.basis}", *core_wait_note(ledger))
+    return Stack("Mean step by part", duration(whole_ns), found, notes=notes)
+
+
+def core_wait_note(ledger: TimeLedger) -> tuple[str, ...]:
+    """Return that the step waits for a core, where this changes how its figures read."""
+    if ledger.share("core_wait") < NOTABLE_CORE_WAIT:
+        return ()
+    waits = f"{percent(ledger.share('core_wait'))} of each step ({format_ns(ledger.ns('core_wait'))})"
+    return (f"the training thread waits for a core {waits}: steps take longer than on free cores",)
 
 
 def finding_cards(findings: Iterable[Finding], file_ids: Mapping[str, str], known: Sequence[str]) -> list[Card]:

@@ -120,7 +120,6 @@ def _by_phase(view: View) -> Iterator[Table]:
         *([text(name), *(size(column.memory.get(name)) for column in columns)] for name in names),
     ]
     pulse = view.lead.statistics
-    waits = view.ledger is not None and view.ledger.waits_for_cores
     notes = [
         "RSS, allocated and reserved bytes are those at the end of the steps",
         "times of recorded steps include the cost of recording" if len(columns) > 1 else "",
@@ -129,7 +128,6 @@ def _by_phase(view: View) -> Iterator[Table]:
         else "",
         *left_out,
         f"device: {view.device_note}" if view.device_note else "",
-        "phases include the wait for a core, other shares of this page do not" if waits else "",
     ]
     yield Table(
         id="by-phase",
@@ -248,8 +246,6 @@ def _ledger(view: View) -> Iterator[Table]:
     ledger = view.ledger
     if ledger is None:
         return
-    beside = ledger.waits_for_cores
-    whole_ns = ledger.running_ns if beside else ledger.step_ns
     found = [line for line in grouped(ledger.lines) if line.ns >= LEAST_SHARE * ledger.step_ns]
     yield from filled(
         Table("ledger", "Step time by owner", notes=[*_ledger_notes(ledger), *compiled_note(view.training)], top=12),
@@ -258,7 +254,7 @@ def _ledger(view: View) -> Iterator[Table]:
         Field("owner", "code", lambda line: line.module or line.name or ("" if line.module is None else "(the model)")),
         Field("operator", "code", lambda line: line.operator or ""),
         Field("time/step", "ns", lambda line: line.ns, bar=True),
-        Field("share", "share", lambda line: line.ns / whole_ns if line.part != "core_wait" or not beside else None),
+        Field("share", "share", lambda line: line.ns / ledger.step_ns),
         Field("count/step", "count", lambda line: line.count or None, priority=1),
     )
 
