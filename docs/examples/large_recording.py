@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from lightning_memprof.judge.model import Evidence, Finding, Severity
+from lightning_memprof.judge.finding import Evidence, Finding, Severity
 from lightning_memprof.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from lightning_memprof.judge.model import Facts
+    from lightning_memprof.judge.facts import Facts
 
 # Copying a recording to a laptop takes minutes from here on.
 NOTABLE_BYTES: Final = 10 * GIB
@@ -28,9 +28,9 @@ def large_recording(facts: Facts, notable_bytes: int = NOTABLE_BYTES) -> list[Fi
         Finding(
             rule="large_recording",
             severity=Severity.INFO,
-            sentence=f"The recording takes {format_bytes(total)}, most of them from {name}.",
+            title=f"The recording takes {format_bytes(total)}, most of them from {name}.",
             why=f"{name} wrote {format_bytes(largest)} in {len(facts.run.artifacts)} files.",
-            next_steps=("MemProfilerCallback(budget=Budget(keep_windows=10)) removes old windows.",),
+            remedies=("MemProfilerCallback(budget=Budget(keep_windows=10)) removes old windows.",),
             evidence=tuple(
                 Evidence(artifact=artifact.path, rank=artifact.rank, window=artifact.window)
                 for artifact in facts.run.artifacts

@@ -145,7 +145,7 @@ def _lines(watcher: _Watcher, interval: float) -> None:
         for finding in watched.findings:
             if finding.rule not in printed:
                 printed.add(finding.rule)
-                say(f"  {finding.severity.name.lower()}: {finding.sentence}")
+                say(f"  {finding.severity.name.lower()}: {finding.title}")
         if watcher.follower.has_ended or _is_gone(watcher.follower):
             return
         time.sleep(interval)

@@ -148,7 +148,7 @@ def _changes_by_name(group: str, a: Side, b: Side, scale: Mapping[str, float]) -
             continue
         kind: Change = "appeared" if old is None else "disappeared" if new is None else "changed"
         sentence = (b if new is not None else a).sentences.get(name) if group == "findings" else None
-        yield NamedChange(group=group, name=name, kind=kind, unit=unit, a=old, b=new, sentence=sentence)
+        yield NamedChange(group=group, name=name, kind=kind, unit=unit, a=old, b=new, title=sentence)
 
 
 def _needed(group: str, value: float, scale: Mapping[str, float]) -> float:
@@ -181,7 +181,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     limit: Limit
     status: Literal["pass", "fail", "inconclusive"]
-    sentence: str
+    title: str
 
 
 def parse_limit(given: str) -> Limit:
@@ -221,15 +221,15 @@ def check(comparison: Comparison, limit: Limit) -> Outcome:
     change = found.change if found is not None else None
     if found is None or change is None or found.a is None or found.b is None:
         why = found.problem if found is not None else "not measured in either"
-        return Outcome(limit, "fail", sentence=f"{limit.name} cannot be checked: {why}")
+        return Outcome(limit, "fail", title=f"{limit.name} cannot be checked: {why}")
     value = change
     if limit.is_relative:
         value = found.relative if found.relative is not None else math.copysign(math.inf, change) if change else 0.0
     beyond = value > limit.amount if limit.is_upper else value < limit.amount
     if beyond and found.has_too_few_steps:
         steps = f"{found.a.samples} in A, {found.b.samples} in B"
-        return Outcome(limit, "fail", sentence=f"{limit.name} cannot be checked: not enough steps ({steps})")
+        return Outcome(limit, "fail", title=f"{limit.name} cannot be checked: not enough steps ({steps})")
     if beyond and not found.is_above_noise:
-        return Outcome(limit, "inconclusive", sentence=f"{limit.name} exceeds the limit, but within noise")
+        return Outcome(limit, "inconclusive", title=f"{limit.name} exceeds the limit, but within noise")
     moved = "increases" if change > 0 else "decreases" if change < 0 else "is unchanged"
-    return Outcome(limit, "fail" if beyond else "pass", sentence=f"{limit.name} {moved}")
+    return Outcome(limit, "fail" if beyond else "pass", title=f"{limit.name} {moved}")

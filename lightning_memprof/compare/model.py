@@ -144,7 +144,7 @@ class NamedChange(msgspec.Struct, frozen=True, kw_only=True):
     unit: Unit
     a: float | None
     b: float | None
-    sentence: str | None = None
+    title: str | None = None
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

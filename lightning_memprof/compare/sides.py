@@ -413,5 +413,5 @@ def severities(findings: Iterable[Finding]) -> tuple[dict[str, float], Mapping[s
         if finding.severity >= Severity.WARNING:
             worst[finding.rule] = finding
     return {rule: float(finding.severity) for rule, finding in worst.items()}, {
-        rule: finding.sentence for rule, finding in worst.items()
+        rule: finding.title for rule, finding in worst.items()
     }

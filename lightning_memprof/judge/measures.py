@@ -19,8 +19,8 @@ from lightning_memprof.account.steps.system import systems
 from lightning_memprof.account.steps.workers import Call, Loading, calls, loading, workers
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import HookRow
-from lightning_memprof.judge.model import Facts
-from lightning_memprof.judge.program.lines import of_action, of_collate
+from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.rules.program.lines import of_action, of_collate
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_count, format_ns, percent
 
@@ -401,7 +401,7 @@ class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
     ``by_others``: the training itself cannot change the wait.
     """
 
-    next_steps: tuple[str, ...]
+    remedies: tuple[str, ...]
     owner: str = ""
     by_others: bool = False
     text: str = ""
@@ -416,7 +416,7 @@ def core_use(facts: Facts, rank: Rank) -> CoreUse:
     process, machine = figures.get("process_cpu_percent"), figures.get("machine_cpu_percent")
     cores, all_cores = rank.facts.cpu_count or 1, rank.facts.environment.get("cpu_count")
     if process is None or machine is None or not isinstance(all_cores, int):
-        return CoreUse(next_steps=(OTHERS,))
+        return CoreUse(remedies=(OTHERS,))
     workers = figures.get("workers_cpu_percent")
     # The ranks of a training run do the same work.
     own = min(len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100, all_cores)
@@ -428,10 +428,10 @@ def core_use(facts: Facts, rank: Rank) -> CoreUse:
         if quota is not None and quota < all_cores and own >= quota / 2:
             owner = f"The CPU limit is {quota:g} of {all_cores} cores"
             limit = LIMIT.format(quota=quota, cores=all_cores)
-            return CoreUse(next_steps=(limit, OTHERS), owner=owner, text=text, own=own, others=others)
+            return CoreUse(remedies=(limit, OTHERS), owner=owner, text=text, own=own, others=others)
         if cores == all_cores:
             # They had the cores in other steps than the recorded ones.
-            return CoreUse(next_steps=(OTHERS,), by_others=True, text=text, own=own, others=others)
+            return CoreUse(remedies=(OTHERS,), by_others=True, text=text, own=own, others=others)
     each = max(cores // len(here), 1)
     count = max((loader.num_workers or 0 for loader in rank.training.dataloaders), default=0) if rank.training else 0
     of_workers = own - len(here) * process.mean / 100
@@ -439,7 +439,7 @@ def core_use(facts: Facts, rank: Rank) -> CoreUse:
     # Many workers that compute share the cores among themselves, whatever else runs.
     if others >= of_workers and not (count >= MANY_PER_CORE * each and compute):
         owner = "Other processes take the cores"
-        return CoreUse(next_steps=(OTHERS,), owner=owner, by_others=True, text=text, own=own, others=others)
+        return CoreUse(remedies=(OTHERS,), owner=owner, by_others=True, text=text, own=own, others=others)
     owner, fewer = "The training's own processes share the cores", FEWER_THREADS.format(count=max(each - count, 1))
     slow = slow_function(rank)
     if slow is not None and of_workers >= BUSY_WORKERS * len(here):
@@ -448,4 +448,4 @@ def core_use(facts: Facts, rank: Rank) -> CoreUse:
     elif count >= each > 1 and compute:
         owner = f"{count} DataLoader workers take the cores"
         fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
-    return CoreUse(next_steps=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)
+    return CoreUse(remedies=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)

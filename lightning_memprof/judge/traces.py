@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimePart, total
-from lightning_memprof.judge.compute import FOREACH, FUSED
-from lightning_memprof.judge.model import SHORT_STEP_NS, Evidence, Recovery, Severity
+from lightning_memprof.judge.finding import Evidence, Recovery, Severity
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.rules.compute import FOREACH, FUSED
 from lightning_memprof.read.trace.kernel_names import kernel_name, kernel_names
 from lightning_memprof.read.trace.model import (
     Cause,
@@ -279,7 +280,7 @@ def exposed_loading(trace: TraceReport) -> Loading | None:
         return None
     if found.exposed_ns / found.steps < (MIN_DEVICE_COST_NS if has_device else MIN_COST_NS):
         return None
-    is_short = found.span_ns / found.steps < SHORT_STEP_NS or found.steps < MIN_TRACE_STEPS
+    is_short = found.span_ns / found.steps < POLICY.short_step_ns or found.steps < MIN_TRACE_STEPS
     return None if is_short and not has_device else found
 
 

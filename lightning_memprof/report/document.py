@@ -266,7 +266,7 @@ class Card(msgspec.Struct, frozen=True):
     id: str
     rule: str
     badge: Badge
-    sentence: str
+    title: str
     why: str
     next_steps: Sequence[str]
     evidence: Sequence[Link] = ()

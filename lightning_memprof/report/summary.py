@@ -66,7 +66,7 @@ def _print_line(view: View, file: TextIO) -> None:
     from lightning_memprof.report.printers.values import clean, words_text
 
     place = view.commands[0].arguments
-    line = f"memprof: {clean(words_text(view.verdict.sentence))} (lightning-memprof show {place})\n"
+    line = f"memprof: {clean(words_text(view.verdict.title))} (lightning-memprof show {place})\n"
     file.write(encoded(line, getattr(file, "encoding", None) or "utf-8"))
     file.flush()
 

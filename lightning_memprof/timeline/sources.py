@@ -415,7 +415,7 @@ def _finding(finding: Finding, start: int, end: int) -> TimelineEvent:
         "next": "\n".join(finding.next_steps),
     }
     return TimelineEvent(
-        name=finding.sentence,
+        name=finding.title,
         start_ns=start,
         duration_ns=end - start,
         thread=finding.rule,

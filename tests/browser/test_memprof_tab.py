@@ -141,7 +141,7 @@ def test_a_run_shows_the_figures_of_its_report_and_of_one_window_and_rank(tab, l
     choose(tab, run=HOSTILE)
     frame = inside(tab, "report")
     with opened([str(run)]) as view:
-        sentence = view.verdict.sentence
+        sentence = view.verdict.title
         rss = format_bytes(view.lead.host.peak_rss_bytes or 0)
     assert frame.inner_text("h1") == sentence
     assert figures(frame)["peak RSS"] == rss

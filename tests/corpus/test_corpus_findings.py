@@ -29,7 +29,7 @@ def above_info(name: str) -> set[str]:
 
 def test_a_training_without_workers_is_input_bound_with_its_share() -> None:
     finding = found("kineto_resnet50_nw0")["input_bound_trace"]
-    assert finding.sentence == "Input-bound: loading batches takes 40% of the steps."
+    assert finding.title == "Input-bound: loading batches takes 40% of the steps."
     assert finding.severity is Severity.CRITICAL
     assert finding.numbers["steps"] == 6
     assert finding.numbers["data_loading_share"] == pytest.approx(0.39625, rel=1e-3)
@@ -48,7 +48,7 @@ def test_input_bound_is_what_weighs_most_in_it() -> None:
 
 
 def test_the_first_schema_is_understood_too() -> None:
-    assert "30% of the steps" in found("kineto_resnet50_nw0_legacy")["input_bound_trace"].sentence
+    assert "30% of the steps" in found("kineto_resnet50_nw0_legacy")["input_bound_trace"].title
 
 
 def test_of_a_busy_device_only_the_arithmetic_in_32_bits_is_above_info() -> None:
@@ -82,7 +82,7 @@ def test_small_transformers_are_launch_bound(name: str, share: float) -> None:
 def test_exposed_communication_names_its_collective(name: str, share: float, collective: str) -> None:
     finding = found(name)["communication_exposed"]
     assert finding.numbers["exposed_share"] == pytest.approx(share, rel=1e-3)
-    assert finding.sentence.endswith(f"mostly {collective}.")
+    assert finding.title.endswith(f"mostly {collective}.")
     worst = finding.numbers["collectives"][0]
     assert worst["bytes_each"] > 10_000_000
     assert worst["exposed_ns"] <= worst["max_ns"] * worst["count"]
@@ -132,7 +132,7 @@ def test_none_of_them_is_a_host_that_calls_tiny_operators(path: Path) -> None:
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.parent.name)
 def test_every_finding_is_whole_and_points_into_its_trace(path: Path) -> None:
     for finding in findings_of(path):
-        assert finding.sentence.endswith(".")
+        assert finding.title.endswith(".")
         assert finding.why.endswith(".")
         assert finding.next_steps
         assert 0 < finding.weight <= 1

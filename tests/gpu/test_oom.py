@@ -26,7 +26,7 @@ from lightning_memprof.capture.base import RunContext
 from lightning_memprof.capture.collectors.oom import OOMAutopsy, OomWatch
 from lightning_memprof.capture.session import Session
 from lightning_memprof.collectors import Pulse
-from lightning_memprof.judge.model import Facts
+from lightning_memprof.judge.facts import Facts
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.schedule import Action
 from lightning_memprof.units import MIB

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof import MemProfilerCallback, Schedule, load_run
-from lightning_memprof.judge.model import Facts
+from lightning_memprof.judge.facts import Facts
 from lightning_memprof.report.document import Document
 from lightning_memprof.report.printers.html import render_document
 from lightning_memprof.report.printers.json import document_to_json

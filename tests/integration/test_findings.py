@@ -333,11 +333,11 @@ def test_a_list_that_keeps_tensors_is_found_and_who_made_them(tmp_path: Path) ->
     # Lightning's steps vary in length: growth is seen when it is large enough, at the latest at the end.
     assert finding.numbers["holder"]["place"] == "Keeping.kept[...]"
     assert finding.numbers["holder"]["line"].startswith("integration/test_findings.py:")
-    assert "Keeping.kept" in finding.sentence
+    assert "Keeping.kept" in finding.title
     ctypes.CDLL(None).malloc_trim(0)
     banked = replace(training, model=Scripted())
     native = findings_of(tmp_path / "banked", banked)["memory_growth"]
-    assert native.sentence.endswith(" per step outside Python objects, in tensors of bank.")
+    assert native.title.endswith(" per step outside Python objects, in tensors of bank.")
     assert "native code keeps it" in native.why
     dropping = Training(model=Dropping(), steps=60, schedule=Schedule(wait=20, active=3))
     assert "memory_growth" not in findings_of(tmp_path / "drops", dropping)
@@ -417,7 +417,7 @@ def test_figures_that_rest_on_recorded_steps_are_told(tmp_path: Path, healthy: d
     finding = found["profiler_overhead"]
     assert finding.severity is Severity.WARNING
     assert finding.numbers["own_share"] > 0.2
-    assert finding.sentence.startswith("Recording takes")
+    assert finding.title.startswith("Recording takes")
     assert "dear took the most" in finding.next_steps[1]
     # Our own marks lie between the phases, and nobody is told to log less for them.
     assert "between_steps" not in found
@@ -448,7 +448,7 @@ def test_a_module_that_clips_gradients_itself_is_named(tmp_path: Path, model: ty
     )
     assert ("hook_bound" in severities(found)) == (model is Clipping)
     if model is Clipping:
-        assert found["hook_bound"].sentence.startswith("The hook Clipping.configure_gradient_clipping of the module ")
+        assert found["hook_bound"].title.startswith("The hook Clipping.configure_gradient_clipping of the module ")
         assert "clip_grad_norm_" in found["hook_bound"].next_steps[0]
 
 
@@ -486,7 +486,7 @@ def shown(directory: Path, model: pl.LightningModule, capsys: pytest.CaptureFixt
     findings_of(directory, Training(model=model, data=Samples(24, width=256), collectors=None, options=options))
     capsys.readouterr()
     assert main(["show", str(only_run(directory)), "--format", "json"]) == 0
-    return {finding["rule"]: finding["sentence"] for finding in json.loads(capsys.readouterr().out)["findings"]}
+    return {finding["rule"]: finding["title"] for finding in json.loads(capsys.readouterr().out)["findings"]}
 
 
 class Frontend(nn.Module):

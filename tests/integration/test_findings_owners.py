@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.cli.main import main
 from lightning_memprof.judge import Facts
-from lightning_memprof.judge.bound import nothing_found
+from lightning_memprof.judge.rules.bound import nothing_found
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.view import View
 from training import only_run, trainer
@@ -93,8 +93,8 @@ def test_code_that_is_compiled_for_each_length_is_named(shown: Any, dynamic: boo
     assert ("recompilation" in found) == (not dynamic)
     if not dynamic:
         finding = found["recompilation"]
-        assert finding["sentence"].startswith("torch.compile recompiles: compiling takes ")
-        assert "dynamic=True" in finding["next_steps"][0]
+        assert finding["title"].startswith("torch.compile recompiles: compiling takes ")
+        assert "dynamic=True" in finding["remedies"][0]["text"]
         assert finding["numbers"]["count_per_step"] == pytest.approx(0.5, abs=0.2)
         assert finding["recovers"]["max"] <= finding["numbers"]["ns"] + 1
 
@@ -120,8 +120,8 @@ def test_forwards_that_run_again_in_backward_are_named(shown: Any, how: str) -> 
     assert ("recomputation" in found) == (how != "saved")
     if how != "saved":
         finding = found["recomputation"]
-        assert "forwards again" in finding["sentence"]
-        assert "without torch.utils.checkpoint" in finding["next_steps"][0]
+        assert "forwards again" in finding["title"]
+        assert "without torch.utils.checkpoint" in finding["remedies"][0]["text"]
         # How long they take is the machine's.
         assert 0 < finding["recovers"]["max"] <= finding["recovers"]["whole"]
         assert finding["recovers"]["max"] == pytest.approx(finding["numbers"]["recomputed_ns"], abs=1)
@@ -149,9 +149,9 @@ class Grouped(Model):
 def test_a_group_of_parameters_per_tensor_is_named(shown: Any, is_joined: bool) -> None:
     found = shown("run", Grouped(is_joined=is_joined), batches(30, 8, 32))
     # An optimizer without needless groups may be named too, if it takes most of so small a model's step.
-    named = found.get("optimizer_bound", {"sentence": "", "next_steps": [""]})
-    assert ("in 480 parameter groups" in named["sentence"]) == (not is_joined)
-    assert ("2 instead of 480" in named["next_steps"][0]) == (not is_joined)
+    named = found.get("optimizer_bound", {"title": "", "remedies": [{"text": ""}]})
+    assert ("in 480 parameter groups" in named["title"]) == (not is_joined)
+    assert ("2 instead of 480" in named["remedies"][0]["text"]) == (not is_joined)
 
 
 class Prices(pl.LightningDataModule):
@@ -176,8 +176,8 @@ def test_loaders_that_are_built_for_each_epoch_are_named(shown: Any, is_read_onc
     found = shown("run", Model(), data, max_epochs=8, reload_dataloaders_every_n_epochs=1)
     assert ("hook_bound" in found) == (not is_read_once)
     if not is_read_once:
-        assert found["hook_bound"]["sentence"].startswith("The hook Prices.train_dataloader of the module takes ")
-        assert "reload_dataloaders_every_n_epochs" in found["hook_bound"]["next_steps"][0]
+        assert found["hook_bound"]["title"].startswith("The hook Prices.train_dataloader of the module takes ")
+        assert "reload_dataloaders_every_n_epochs" in found["hook_bound"]["remedies"][0]["text"]
 
 
 @pytest.mark.parametrize("kind", ["numbers", "tensors"])
@@ -187,8 +187,8 @@ def test_a_batch_of_numbers_that_the_transfer_visits_is_named(shown: Any, kind: 
     found = shown("run", Model(), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     assert ("transfer_bound" in found) == (kind == "numbers")
     if kind == "numbers":
-        assert "batch_to_device: it visits each object" in found["transfer_bound"]["sentence"]
-        assert "tensors from collate_fn" in found["transfer_bound"]["next_steps"][0]
+        assert "batch_to_device: it visits each object" in found["transfer_bound"]["title"]
+        assert "tensors from collate_fn" in found["transfer_bound"]["remedies"][0]["text"]
 
 
 class Noisy(Model):
@@ -208,11 +208,13 @@ class Noisy(Model):
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_a_transfer_hook_that_takes_samples_one_by_one_is_named(shown: Any, one_by_one: bool) -> None:
     found = shown("run", Noisy(one_by_one=one_by_one), batches(24, 1500, 32))
-    sentence = found.get("transfer_bound", {"sentence": ""})["sentence"]
+    sentence = found.get("transfer_bound", {"title": ""})["title"]
     assert ("Noisy.on_after_batch_transfer: it calls aten::" in sentence) == one_by_one
     if one_by_one:
         assert " 1,500 times" in sentence
-        assert found["transfer_bound"]["next_steps"][0].startswith("Handle the whole batch at once in Noisy.on_after_")
+        assert found["transfer_bound"]["remedies"][0]["text"].startswith(
+            "Handle the whole batch at once in Noisy.on_after_"
+        )
 
 
 class Scores(pl.Callback):
@@ -234,9 +236,9 @@ def test_a_callback_that_runs_the_model_again_is_named(shown: Any, own: bool) ->
     found = shown("run", Model(network), batches(24, 512, 32), Scores(own=own))
     assert ("callback_bound" in found) == own
     if own:
-        assert "Scores.on_train_batch_end takes " in found["callback_bound"]["sentence"]
-        assert found["callback_bound"]["sentence"].endswith(": it runs network.")
-        assert "outputs of the step" in found["callback_bound"]["next_steps"][0]
+        assert "Scores.on_train_batch_end takes " in found["callback_bound"]["title"]
+        assert found["callback_bound"]["title"].endswith(": it runs network.")
+        assert "outputs of the step" in found["callback_bound"]["remedies"][0]["text"]
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -250,12 +252,12 @@ def test_thousands_of_samples_that_are_fetched_one_by_one_are_named(shown: Any, 
         else DataLoader(table, batch_size=3000, sampler=one)
     )
     found = shown("run", Model(), loader)
-    steps = [finding["next_steps"][0] for finding in found.values()]
+    steps = [finding["remedies"][0]["text"] for finding in found.values()]
     if not at_once and "core_wait" in found and "input_bound" not in severe(found):
         pytest.skip("other processes take the cores: a fetch is mostly a wait for one")
     assert any(step.startswith("Fetch all samples of a batch at once: ") for step in steps) == (not at_once)
     if not at_once:
-        assert "one by one for 3,000 samples" in found["input_bound"]["sentence"]
+        assert "one by one for 3,000 samples" in found["input_bound"]["title"]
 
 
 class Tables(Dataset[tuple[Tensor]]):
@@ -286,8 +288,8 @@ def test_the_start_of_more_workers_than_cores_is_named(shown: Any, workers: int)
         os.sched_setaffinity(0, cores)
     assert ("worker_start" in found) == (workers > 1)
     if workers > 1:
-        assert found["worker_start"]["sentence"].startswith("6 DataLoader workers for 1 core: their start takes ")
-        assert "Use DataLoader(num_workers=1): " in found["worker_start"]["next_steps"][0]
+        assert found["worker_start"]["title"].startswith("6 DataLoader workers for 1 core: their start takes ")
+        assert "Use DataLoader(num_workers=1): " in found["worker_start"]["remedies"][0]["text"]
 
 
 class Converted(Dataset[tuple[Tensor]]):
@@ -309,9 +311,9 @@ def test_a_data_set_that_is_converted_at_once_is_a_note(shown: Any, dtype: torch
     found = shown("run", Model(), DataLoader(Converted(torch.ones(rows, 32, dtype=dtype)), 256))
     assert ("data_memory" in found) == (dtype == torch.float32)
     if dtype == torch.float32:
-        assert "(Converted.numbers, float32)" in found["data_memory"]["sentence"]
+        assert "(Converted.numbers, float32)" in found["data_memory"]["title"]
         assert found["data_memory"]["severity"] == "info"
-        assert "convert each one in __getitem__" in found["data_memory"]["next_steps"][0]
+        assert "convert each one in __getitem__" in found["data_memory"]["remedies"][0]["text"]
 
 
 class Ticker(pl.Callback):
@@ -354,8 +356,8 @@ def test_a_thread_that_takes_turns_with_the_training_is_named(shown: Any, is_bus
     assert ("busy_thread" in found) == is_busy
     if is_busy:
         finding = found["busy_thread"]
-        assert finding["sentence"].startswith("Busy thread: Ticker.count (test_findings_owners.py:")
-        assert finding["numbers"]["thread"] in finding["next_steps"][0]
+        assert finding["title"].startswith("Busy thread: Ticker.count (test_findings_owners.py:")
+        assert finding["numbers"]["thread"] in finding["remedies"][0]["text"]
         assert finding["numbers"]["cores"] > 0.1
         asleep_ns = finding["numbers"]["asleep_share"] * finding["numbers"]["duration_ns"]
         assert finding["recovers"]["max"] <= asleep_ns * 1.01
@@ -385,7 +387,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_parameters_that_are_made_in_a_loop_are_named(shown: Any, is_cached: bool) -> None:
     found = shown("run", Model(Recurrent(is_cached=is_cached)), batches(20, 64, 96))
-    steps = found.get("python_loop", {"next_steps": [""]})["next_steps"]
+    steps = [each["text"] for each in found.get("python_loop", {"remedies": []})["remedies"]]
     assert ("parametrize.cached()" in steps[0]) == (not is_cached)
 
 
@@ -453,8 +455,8 @@ def test_a_model_that_runs_several_times_per_step_is_told(tmp_path: Path, shown:
         assert isinstance(view, View)
         found = nothing_found(Facts.of(view.run, view.traces))
     assert found.numbers["forwards"] == forwards
-    assert found.sentence.startswith("Compute-bound: network")
-    assert (f" in {forwards} forwards per step (" in found.sentence) == (forwards > 1)
+    assert found.title.startswith("Compute-bound: network")
+    assert (f" in {forwards} forwards per step (" in found.title) == (forwards > 1)
     assert found.next_steps[0].startswith("Run the forward once per step and reuse its output") == (forwards > 1)
 
 
@@ -482,7 +484,7 @@ def test_single_sentences_whose_gradients_accumulate_are_a_small_batch(shown: An
     found = shown("run", Sentences(), data, accumulate_grad_batches=16 // samples)
     assert ("small_batch" in found) == (samples == 1)
     if samples == 1:
-        step = found["small_batch"]["next_steps"][0]
+        step = found["small_batch"]["remedies"][0]["text"]
         assert step.endswith("DataLoader(batch_size=16), Trainer(accumulate_grad_batches=1).")
 
 
@@ -559,5 +561,5 @@ def test_a_sleep_of_most_of_a_step_is_named_where_it_is(shown: Any, place: str, 
     found = shown(place, Asleep(place), batches(30, 8, 32))
     # On a busy machine the wait for a core comes first.
     assert next(name for name in found if name != "core_wait") == rule
-    assert place in found[rule]["sentence"]
-    assert "time.sleep(0.02)" in found[rule]["sentence"]
+    assert place in found[rule]["title"]
+    assert "time.sleep(0.02)" in found[rule]["title"]

@@ -89,7 +89,7 @@ def test_mlflow_and_wandb_get_both_files(tmp_path: Path, package: Package) -> No
     ]
     document = json.loads((tmp_path / "report.json").read_text())
     assert document["run"]["status"] == "finished"
-    assert document["verdict"]["sentence"] in " ".join((tmp_path / "report.txt").read_text().split())
+    assert document["verdict"]["title"] in " ".join((tmp_path / "report.txt").read_text().split())
 
 
 def test_loggers_get_nothing_unless_the_user_asks(tmp_path: Path, package: Package) -> None:

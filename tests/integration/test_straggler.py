@@ -101,7 +101,7 @@ def test_who_waits_for_a_slow_forward_in_self_log_waits_for_that_rank_and_not_fo
         return
     # Its rank of severity is that of its waits for a core, which a busy machine makes longer.
     assert document["verdict"]["rule"] != "logging_bound"
-    assert found["straggler"]["sentence"].startswith("Rank 1 is the straggler: its forward takes ")
+    assert found["straggler"]["title"].startswith("Rank 1 is the straggler: its forward takes ")
     straggler = document["across_ranks"]["straggler"]
     assert (straggler["rank"], straggler["cause"]) == (1, "compute")
     # The other rank waits at least half of the sleep, and regains that.

@@ -63,7 +63,7 @@ RENAMED_VALUES: dict[str, str] = {
 }
 # Fields of prose, as paths without indexes. They may be reworded; only the numbers in them are compared.
 PROSE: Final = (
-    "*.sentence",
+    "*.title",
     "*.why",
     "*.next",
     "*.next_steps",

@@ -62,7 +62,7 @@ class Row:
     first: bool
     growth: int | None
     oracle: bool | None
-    sentence: str
+    title: str
 
     @property
     def right(self) -> bool:
@@ -131,7 +131,7 @@ def judged(name: str, directory: Path) -> Row:
     run = load_run(place)
     document = run.document()
     found = next((finding for finding in run.findings() if finding.rule in GROWTH), None)
-    sentence = found.sentence if found is not None else ""
+    sentence = found.title if found is not None else ""
     growth = found.numbers.get("added_bytes") if found is not None else None
     if name in HEALTHY:
         is_silent = found is None and document.section("holders") is None
@@ -168,7 +168,7 @@ def fragment(rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     found = [
         [row.name, LEAKS[row.name].model.__name__, words[row.chain], words[row.line] if row.name != CPP else "-",
-         words[row.oracle], format_bytes(row.growth) if row.growth else "-", row.sentence]
+         words[row.oracle], format_bytes(row.growth) if row.growth else "-", row.title]
         for row in leaks
     ]  # fmt: skip
     heading = ["leak", "model", "holder", "line", "oracle", "growth", "sentence of the page"]
@@ -176,7 +176,7 @@ def fragment(rows: Sequence[Row]) -> str:
         [
             table(["", "measured", "target"], counts),
             table(heading, found),
-            table(["healthy training", "reported"], [[row.name, row.sentence or "nothing"] for row in healthy]),
+            table(["healthy training", "reported"], [[row.name, row.title or "nothing"] for row in healthy]),
         ]
     )
 
@@ -206,7 +206,7 @@ def main() -> int:
                 continue
             rows.append(row)
             oracle = "" if row.oracle is None else f" (oracle: {row.oracle})"
-            print(f"{'right' if row.right else 'WRONG'} {row.name}{oracle}: {row.sentence or 'no growth'}", flush=True)
+            print(f"{'right' if row.right else 'WRONG'} {row.name}{oracle}: {row.title or 'no growth'}", flush=True)
     print(f"{sum(row.right for row in rows)} of {len(rows)} right")
     if not options.only:
         write_fragment("leaks", f"python {os.path.relpath(__file__)}", fragment(rows), packages=(OBJGRAPH,))

@@ -115,7 +115,7 @@ def test_a_run_has_findings_a_document_and_a_page_for_notebooks(tmp_path: Path) 
     (finding, *_) = run.findings()
     assert isinstance(finding, lightning_memprof.Finding)
     assert "steps" in {section.id for section in run.document().sections}
-    assert repr(finding) == f"Finding({finding.rule}, {finding.severity.name.lower()}: {finding.sentence!r})"
+    assert repr(finding) == f"Finding({finding.rule}, {finding.severity.name.lower()}: {finding.title!r})"
     assert repr(run.document()).startswith(f"Document({run.document().title!r}, sections=['overview', ")
     assert repr(run) == f"Run({str(run.directory)!r}: fit, 30 steps, finished)"
     page = run._repr_html_()

@@ -16,7 +16,7 @@ from typing import Final
 
 from lightning_memprof.account.memory.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.judge.gpu.busy import busy
+from lightning_memprof.judge.rules.gpu.busy import busy
 from lightning_memprof.read.run.model import Run
 from lightning_memprof.read.snapshot.reader import read_snapshot
 from lightning_memprof.read.snapshot.replay import replay

@@ -164,9 +164,12 @@ def _findings(findings: Iterable[Finding]) -> Iterator[Row]:
         yield {
             "rule": finding.rule,
             "severity": finding.severity.name.lower(),
-            "sentence": finding.sentence,
+            "title": finding.title,
             "why": finding.why,
-            "next_steps": list(finding.next_steps),
+            "remedies": [
+                {"id": None, "text": remedy} if isinstance(remedy, str) else {"id": remedy.id, "text": remedy.text}
+                for remedy in finding.remedies
+            ],
             "numbers": dict(finding.numbers),
             "evidence": [msgspec.structs.asdict(evidence) for evidence in finding.evidence],
         }

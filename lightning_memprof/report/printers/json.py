@@ -54,7 +54,7 @@ TRAINING_FACTS: Final = (
     "model", "parameters", "parameter_bytes", "precision", "num_batches", "max_steps", "max_epochs",
     "accumulate_grad_batches", "optimizers", "dataloaders",
 )  # fmt: skip
-VERDICT: Final = ("sentence", "why", "next", "rule", "severity")
+VERDICT: Final = ("title", "why", "next", "rule", "severity")
 SNAPSHOT_SIZES: Final = ("reserved_bytes", "allocated_bytes", "requested_bytes", "inactive_bytes", "pending_bytes")
 FRAGMENTATION: Final = (
     "reserved_bytes", "allocated_bytes", "pending_bytes", "inactive_split_bytes", "free_segment_bytes",
@@ -89,7 +89,7 @@ def comparison_to_json(comparison: Comparison, verdict: Words, outcomes: Sequenc
             ],
             "changes": comparison.changes,
             "left_out": comparison.left_out,
-            "limits": [{"limit": outcome.limit.text, **_fields(outcome, "status", "sentence")} for outcome in outcomes],
+            "limits": [{"limit": outcome.limit.text, **_fields(outcome, "status", "title")} for outcome in outcomes],
         }
     )
 

@@ -145,12 +145,12 @@ def _first(lines: Block, longest: int | None, width: int) -> Block:
 def _also(document: Document, width: int, longest: int) -> Block:
     """Return the further findings: where the page is too long fewer of them, rather than their beginnings."""
     # A rule has the same sentence for each snapshot that shows it.
-    cards = list({card.sentence: card for card in document.further_findings()}.values())
+    cards = list({card.title: card for card in document.further_findings()}.values())
     shown = cards[: min(longest, SHORT_FINDINGS)]
     lines: Block = []
     for card in shown:
         styles = "bold", BADGES[card.badge].removeprefix("bold ")
-        lines += _first(hang("" if lines else "also", card.sentence, width, LABEL, styles), ALSO_LINES, width)
+        lines += _first(hang("" if lines else "also", card.title, width, LABEL, styles), ALSO_LINES, width)
     if more := len(cards) - len(shown):
         lines.append(((pad("", LABEL), ""), (f"{more} more: --all", DIM)))
     return lines
@@ -340,7 +340,7 @@ def _findings(document: Document, width: int) -> Block:
     blocks: list[Block] = []
     cards = document.further_findings()
     for card in cards[:MAX_FINDINGS]:
-        lines = hang(card.badge, f"{card.sentence} ({card.rule})", width, LABEL, (BADGES[card.badge], "bold"))
+        lines = hang(card.badge, f"{card.title} ({card.rule})", width, LABEL, (BADGES[card.badge], "bold"))
         lines += hang("why", card.why, width, LABEL) if card.why else []
         lines += [line for step in card.next_steps for line in hang("next", step, width, LABEL)]
         blocks.append(lines)

@@ -9,7 +9,7 @@ from typing import Final
 
 from lightning_memprof.artifacts.manifest import TrainingFacts
 from lightning_memprof.artifacts.series import PHASES
-from lightning_memprof.judge.gpu.busy import busy
+from lightning_memprof.judge.rules.gpu.busy import busy
 from lightning_memprof.report.document import (
     Cell,
     Document,
@@ -91,7 +91,7 @@ def run_document(view: View) -> Document:
         exception=view.exception,
         badge=BADGES[view.verdict.severity],
         rule=view.verdict.rule,
-        verdict=view.verdict.sentence,
+        verdict=view.verdict.title,
         why=view.verdict.why,
         next=view.verdict.next,
         sections=[overview, *sections],
@@ -206,7 +206,7 @@ def files_document(view: FilesView) -> Document:
         status_style="bad" if view.problems else "",
         badge=BADGES[view.verdict.severity],
         rule=view.verdict.rule,
-        verdict=view.verdict.sentence,
+        verdict=view.verdict.title,
         why=view.verdict.why,
         next=view.verdict.next,
         sections=[Section("overview", "Overview", parts=[*_stacks(view), Findings(cards)], summary=True), *sections],

@@ -139,7 +139,7 @@ def _is_worse(difference: Difference) -> bool:
 
 
 def _limit(comparison: Comparison, outcome: Outcome) -> Line:
-    words: list[str | Cell] = [f"{outcome.limit.text}: {outcome.sentence}"]
+    words: list[str | Cell] = [f"{outcome.limit.text}: {outcome.title}"]
     found = comparison.difference(outcome.limit.name)
     if found is not None and found.change is not None:
         words += [" (", _value(found.a), " -> ", _value(found.b), ", ", _change(found), ")"]
@@ -218,7 +218,7 @@ def _group(name: str, changes: Sequence[NamedChange]) -> Section:
         Field("change", "text", lambda changed: text(*KINDS[changed.kind])),
         Field("A", "number", lambda changed: _figure(changed.a, changed)),
         Field("B", "number", lambda changed: _figure(changed.b, changed)),
-        Field("finding", "text", lambda changed: changed.sentence, priority=1),
+        Field("finding", "text", lambda changed: changed.title, priority=1),
         most=None,
     )
     return Section(name, name[:1].upper() + name[1:], lead, list(parts))

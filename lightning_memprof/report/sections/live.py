@@ -241,6 +241,6 @@ def _windows(lead: RankProgress) -> Iterator[Line]:
 def _findings(watched: Watched) -> Iterator[Line]:
     for finding in watched.findings[:MAX_FINDINGS]:
         badge = BADGES[finding.severity]
-        yield Line(badge, finding.sentence, STYLES[badge])
+        yield Line(badge, finding.title, STYLES[badge])
         if finding.next_steps:
             yield Line("", finding.next_steps[0], "dim")

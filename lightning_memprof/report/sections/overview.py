@@ -122,7 +122,7 @@ def finding_cards(findings: Iterable[Finding], file_ids: Mapping[str, str], know
             id=f"finding-{number}",
             rule=finding.rule,
             badge=BADGES[finding.severity],
-            sentence=finding.sentence,
+            title=finding.title,
             why=finding.why,
             next_steps=finding.next_steps,
             evidence=list(_evidence(finding, file_ids, known)),

@@ -221,7 +221,7 @@ def test_show_takes_several_files_and_directories_of_them(tmp_path: Path, capsys
     assert show([str(tmp_path / "a"), str(tmp_path / "b" / "two.json")], "json") == 0
     document = json.loads(capsys.readouterr().out)
     assert [Path(one["file"]).name for one in document["traces"]] == ["one.json", "two.json"]
-    assert document["verdict"]["sentence"].startswith("Compute-bound on the host: the model takes 100%")
+    assert document["verdict"]["title"].startswith("Compute-bound on the host: the model takes 100%")
     assert show(str(tmp_path)) == 0
     assert capsys.readouterr().out.startswith("verdict   Compute-bound on the host: the model takes 100%")
 
@@ -281,14 +281,14 @@ def test_evidence_names_a_runs_files_as_its_manifest_does(
             Finding(
                 rule="odd",
                 severity=Severity.CRITICAL,
-                sentence="It is odd.",
+                title="It is odd.",
                 why="Why.",
-                next_steps=("Do this.",),
+                remedies=("Do this.",),
                 evidence=evidence,
             )
         ]
 
-    monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", (rule,))
+    monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (rule,))
     make_run(tmp_path)
     document = shown(capsys, tmp_path)
     (trace,) = tmp_path.glob("*.pt.trace.json.gz")

@@ -133,7 +133,7 @@ def test_three_steps_of_each_side_are_not_enough_and_four_are(count: int, is_kno
     assert (found.is_above_noise, found.has_too_few_steps) == (is_known, not is_known)
     outcome = check(comparison, parse_limit("step_ns>10%"))
     assert outcome.status == "fail"
-    assert outcome.sentence == (
+    assert outcome.title == (
         "step_ns increases" if is_known else "step_ns cannot be checked: not enough steps (3 in A, 3 in B)"
     )
 
@@ -291,7 +291,7 @@ def test_a_limit_breaks_above_its_amount_and_only_above_noise() -> None:
     assert check(comparison, parse_limit("peak_allocated_bytes<-5%")).status == "pass"
     within = check(comparison, parse_limit("step_ns>0%"))
     assert within.status == "inconclusive"
-    assert "within noise" in within.sentence
+    assert "within noise" in within.title
 
 
 def test_what_falls_too_far_breaks_a_limit_too() -> None:
@@ -302,10 +302,10 @@ def test_what_falls_too_far_breaks_a_limit_too() -> None:
 
 def test_a_limit_on_what_was_not_measured_is_broken() -> None:
     comparison = compare(side(size=size("peak_allocated_bytes", MIB)), side())
-    assert check(comparison, parse_limit("peak_allocated_bytes>5%")).sentence.endswith("not measured in B")
+    assert check(comparison, parse_limit("peak_allocated_bytes>5%")).title.endswith("not measured in B")
     outcome = check(comparison, parse_limit("peak_reserved_bytes>5%"))
     assert outcome.status == "fail"
-    assert outcome.sentence.endswith("not measured in either")
+    assert outcome.title.endswith("not measured in either")
 
 
 def test_growth_from_nothing_is_beyond_every_share() -> None:
@@ -337,7 +337,7 @@ def test_a_run_that_waits_for_data_has_a_finding_more(tmp_path: Path) -> None:
     comparison = compare(a, b)
     assert changed(comparison, "findings") == {"input_bound": "appeared"}
     (finding,) = [change for change in comparison.changes if change.group == "findings"]
-    assert finding.sentence
+    assert finding.title
     assert check(comparison, parse_limit("warnings>0")).status == "fail"
     assert changed(compare(b, a), "findings") == {"input_bound": "disappeared"}
 
@@ -462,9 +462,9 @@ def test_only_findings_that_warn_are_compared(tmp_path: Path) -> None:
 
     found, sentences = severities(
         [
-            Finding(rule="a", severity=Severity.INFO, sentence="by the way", why="", next_steps=()),
-            Finding(rule="b", severity=Severity.CRITICAL, sentence="bad", why="", next_steps=()),
-            Finding(rule="b", severity=Severity.WARNING, sentence="less bad", why="", next_steps=()),
+            Finding(rule="a", severity=Severity.INFO, title="by the way", why="", remedies=()),
+            Finding(rule="b", severity=Severity.CRITICAL, title="bad", why="", remedies=()),
+            Finding(rule="b", severity=Severity.WARNING, title="less bad", why="", remedies=()),
         ]
     )
     assert found == {"b": 3.0}

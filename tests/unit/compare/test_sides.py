@@ -51,7 +51,7 @@ def test_a_longer_recording_of_one_program_is_no_difference(tmp_path: Path) -> N
     assert compare(few, many).is_same
     outcome = check(compare(few, many), parse_limit("duration_ns>5%"))
     assert outcome.status == "fail"
-    assert "A first to last event of 5 steps, B first to last event of 20 steps" in outcome.sentence
+    assert "A first to last event of 5 steps, B first to last event of 20 steps" in outcome.title
     slow = compare(few, ahead(tmp_path / "slow.json", 12_000)).difference("duration_ns")
     assert slow is not None
     assert slow.is_above_noise
@@ -89,7 +89,7 @@ def test_a_late_rank_is_no_noise_of_the_others_times(tmp_path: Path) -> None:
     assert late.named["kernels"][NCCL] == found.b.value
     assert late.measures["step_ns"].samples == 4  # not 8: the ranks take each step together
     shown = examine_files(across_ranks([trace_report(file) for file in files]), [])
-    assert late.sentences == {finding.rule: finding.sentence for finding in shown if finding.rule in late.sentences}
+    assert late.sentences == {finding.rule: finding.title for finding in shown if finding.rule in late.sentences}
 
 
 def test_several_windows_of_a_rank_are_samples_and_their_spread_is_noise(tmp_path: Path) -> None:

@@ -9,25 +9,24 @@ from typing import Any
 import pytest
 
 from ledger_lines import out_of_bounds
-from lightning_memprof import judge
 from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
 from lightning_memprof.account.ledger.model import TimeLedger
-from lightning_memprof.judge import Facts, Finding
+from lightning_memprof.judge import Facts, Finding, verdict
 from lightning_memprof.read.snapshot.report import SnapshotReport
 
 
 @pytest.fixture(autouse=True)
 def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check what the rules return where a test examines a run or files."""
-    guarded = judge._guarded
+    guarded = verdict._guarded
 
-    def checked(rule: Callable[..., Any], *facts: Any) -> list[Finding]:
-        found = guarded(rule, *facts)
+    def checked(rule: Callable[..., Any], *facts: Any, name: str | None = None) -> list[Finding]:
+        found = guarded(rule, *facts, name=name)
         if any(each.recovers for each in found):
             assert out_of_bounds(found, *ledgers(facts[0])) == []
         return found
 
-    monkeypatch.setattr(judge, "_guarded", checked)
+    monkeypatch.setattr(verdict, "_guarded", checked)
 
 
 def ledgers(facts: Any) -> list[TimeLedger | ByteLedger]:

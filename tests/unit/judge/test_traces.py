@@ -53,7 +53,7 @@ def test_what_several_traces_show_is_one_finding_with_the_evidence_of_all() -> N
         for rank, share in enumerate((60, 200, 0))
     ]
     (finding,) = [finding for finding in examine_files(ranks, []) if finding.rule == "gpu_idle"]
-    assert "on rank 1" in finding.sentence
+    assert "on rank 1" in finding.title
     assert finding.severity is Severity.CRITICAL
     assert finding.why.endswith("1 other trace shows it too.")
     assert [each.artifact for each in finding.evidence] == ["rank1.json", "rank0.json"]
@@ -82,7 +82,7 @@ def test_loading_that_no_kernel_hides_is_input_bound_with_its_share() -> None:
     finding = found(trace(loading_ns=200 * MS, causes=(idle("data_loading", 180 * MS, at_ns=START + 2 * STEP_NS),)))
     said = finding["input_bound_trace"]
     assert said.severity is Severity.CRITICAL
-    assert said.sentence == "Input-bound: loading batches takes 40% of the steps."
+    assert said.title == "Input-bound: loading batches takes 40% of the steps."
     assert "the GPU is idle for 180 ms meanwhile" in said.why
     assert said.numbers["data_loading_share"] == pytest.approx(0.4)
     assert said.numbers["exposed_ns"] == 180 * MS
@@ -133,7 +133,7 @@ def test_loading_in_one_step_of_several_is_only_info() -> None:
 
 def test_loading_on_a_host_alone_is_input_bound_too() -> None:
     said = found(trace(loading_ns=200 * MS, gpu_window=None, idle=(), kernels=()))["input_bound_trace"]
-    assert said.sentence == "Input-bound: loading batches takes 40% of the steps."
+    assert said.title == "Input-bound: loading batches takes 40% of the steps."
     assert not any("pin_memory" in step for step in said.next_steps)
 
 
@@ -148,7 +148,7 @@ def test_short_kernels_and_a_busy_host_are_launch_bound() -> None:
     said = found(trace(causes=causes, kernels=(kernel("void at::native::vectorized_layer_norm(int)", 200, 5_000),)))
     finding = said["gpu_idle"]
     assert finding.severity is Severity.CRITICAL
-    assert finding.sentence == "Launch-bound: the GPU is idle 61% of the time, while the host prepares kernels."
+    assert finding.title == "Launch-bound: the GPU is idle 61% of the time, while the host prepares kernels."
     assert "200 ms while the host is inside operators (mostly aten::linear)" in finding.why
     assert finding.numbers["launch_bound"] is True
     assert "torch.compile" in finding.next_steps[0]
@@ -157,7 +157,7 @@ def test_short_kernels_and_a_busy_host_are_launch_bound() -> None:
 def test_an_idle_device_with_long_kernels_names_what_the_host_does() -> None:
     finding = found(trace(causes=(idle("gc_pauses", 60 * MS, "gen 2"),)))["gpu_idle"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == "The GPU is idle 13% of the time, mostly while the host is in GC pauses."
+    assert finding.title == "The GPU is idle 13% of the time, mostly while the host is in GC pauses."
     assert "gc.freeze" in finding.next_steps[0]
     assert finding.numbers["main_cause"] == "gc_pauses"
 
@@ -174,7 +174,7 @@ def test_waiting_that_leaves_the_device_idle_is_named_by_its_operator() -> None:
     )
     finding = found(report)["synchronization"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == "The host waits for the GPU 11 times per step; the GPU then idles 12% of the time."
+    assert finding.title == "The host waits for the GPU 11 times per step; the GPU then idles 12% of the time."
     assert "60.0 ms after aten::item (50 times)" in finding.why
     assert "loss.detach()" in finding.next_steps[0]
     assert "non_blocking" in finding.next_steps[1]
@@ -188,7 +188,7 @@ def test_waiting_that_costs_nothing_is_no_finding() -> None:
 def test_copies_from_pageable_memory_are_told_by_direction() -> None:
     finding = found(trace(copies=(copies(),)))["blocking_transfers"]
     assert finding.severity is Severity.INFO
-    assert "Blocking copies to the GPU take 8% of the time" in finding.sentence
+    assert "Blocking copies to the GPU take 8% of the time" in finding.title
     assert "400 MiB in 40.0 ms, 9.77 GiB/s" in finding.why
     assert "pin_memory=True" in finding.next_steps[0]
     back = found(trace(copies=(copies(kind="DtoH", total_ns=200 * MS),)))["blocking_transfers"]
@@ -209,7 +209,7 @@ def test_of_several_products_the_longest_kernel_is_named_with_its_time() -> None
 def test_what_moves_back_and_forth_in_each_step_can_stay_on_the_gpu(back_bytes: int, stays: bool) -> None:
     report = trace(copies=(copies(), copies(kind="DtoH", bytes=back_bytes)))
     for finding in (each for each in examine_files((report,), ()) if each.rule == "blocking_transfers"):
-        assert finding.sentence.endswith("of the time: as many bytes move back and forth.") is stays
+        assert finding.title.endswith("of the time: as many bytes move back and forth.") is stays
         assert finding.next_steps[0].startswith("Leave it on the GPU") is stays
         assert len(finding.next_steps) > 1
 
@@ -225,7 +225,7 @@ def test_exposed_communication_names_the_collective_its_size_and_overlap() -> No
     report = trace(gpu_window=times, collectives=(collective(name="nccl:broadcast"), worst), rank=1, world_size=8)
     finding = found(report)["communication_exposed"]
     assert finding.severity is Severity.CRITICAL
-    assert finding.sentence == (
+    assert finding.title == (
         "Communication-bound: exposed collectives take 40% of the time on rank 1, mostly all_reduce."
     )
     assert "20% of all communication overlaps kernels; all_reduce of 25.0 MiB, 10 times" in finding.why
@@ -368,7 +368,7 @@ def test_memory_that_is_given_back_and_taken_again_is_thrash() -> None:
     )
     finding = found(trace(steady_allocations=calls, causes=(idle("allocator", 75 * MS),)))["allocator_thrash"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == "The allocator requests and returns driver memory for 16% of the time."
+    assert finding.title == "The allocator requests and returns driver memory for 16% of the time."
     assert "cudaFree 40 times (60.0 ms), cudaMalloc 40 times (20.0 ms)" in finding.why
     assert finding.numbers["freed"] == 40
     assert "expandable_segments" in finding.next_steps[0]
@@ -389,7 +389,7 @@ def test_a_collective_that_waits_for_the_allocator_takes_hundreds_of_times_as_lo
     )
     finding = found(report)["allocator_thrash"]
     assert finding.severity is Severity.CRITICAL
-    assert finding.sentence == ("Low memory: nccl:all_reduce took 150 ms (median 500 µs) during an allocator call.")
+    assert finding.title == ("Low memory: nccl:all_reduce took 150 ms (median 500 µs) during an allocator call.")
     assert finding.numbers["slow_collectives"] == [
         {"name": "nccl:all_reduce", "median_ns": MS // 2, "max_ns": 150 * MS}
     ]
@@ -423,7 +423,7 @@ def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("half_ns", "sentence", "advice"),
+    ("half_ns", "title", "advice"),
     [
         (
             MS,
@@ -434,8 +434,10 @@ def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None
     ],
     ids=["in a mixed training", "beside a few casts"],
 )
-def test_attention_in_32_bits_is_that_of_a_mixed_training_or_not(half_ns: int, sentence: str, advice: str) -> None:
-    line = TimeLine(part="compute", module="blocks.0.attention", operator="aten::_efficient_attention_forward", ns=9)
+def test_attention_in_32_bits_is_that_of_a_mixed_training_or_not(half_ns: int, title: str, advice: str) -> None:
+    line = TimeLine(
+        part="compute", module="blocks.0.attention", operator="aten::_efficient_attention_forward", ns=STEP_NS / 2
+    )
     report = trace(
         kernels=(
             kernel("fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::Params)", 100, 4 * MS),
@@ -444,7 +446,7 @@ def test_attention_in_32_bits_is_that_of_a_mixed_training_or_not(half_ns: int, s
         device_ledger=TimeLedger(step_ns=STEP_NS, median_ns=STEP_NS, steps=5, basis="", lines=(line,)),
     )
     finding = found(report)["tensor_cores_unused"]
-    assert finding.sentence == f"32-bit attention takes {sentence}"
+    assert finding.title == f"32-bit attention takes {title}"
     assert finding.next_steps[0].startswith(advice)
     assert finding.numbers["tensor_ns"] == 100 * half_ns
 
@@ -505,7 +507,7 @@ def test_many_short_kernels_are_to_be_fused() -> None:
     program = Program(loop_optimizer="AdamW")
     finding = found(trace(kernels=(short, kernel("gemm", 500, 40_000)), program=program))["many_small_kernels"]
     assert finding.severity is Severity.INFO
-    assert finding.sentence == "1,000 kernels per step below 10.0 µs take 50% of the computing time."
+    assert finding.title == "1,000 kernels per step below 10.0 µs take 50% of the computing time."
     assert "torch.compile" in finding.next_steps[0]
     assert finding.next_steps[1] == "Update all parameters at once: torch.optim.AdamW(..., fused=True)."
 
@@ -514,8 +516,8 @@ def test_kernels_from_before_the_steps_are_not_those_of_a_step() -> None:
     small = kernel("vectorized_elementwise_kernel", 6_000, 4_000)
     every = found(trace(steps=5, kernels=(small,)))["many_small_kernels"]
     fewer = found(trace(steps=5, kernels=(small,), outside={small.name: 1_000}))["many_small_kernels"]
-    assert every.sentence.startswith("1,200 kernels per step")
-    assert fewer.sentence.startswith("1,000 kernels per step")
+    assert every.title.startswith("1,200 kernels per step")
+    assert fewer.title.startswith("1,000 kernels per step")
 
 
 def test_short_kernels_of_a_fused_optimizer_are_not_its_loop() -> None:
@@ -551,7 +553,7 @@ def on_host(**changes: Any) -> TraceReport:
 def test_a_step_that_is_mostly_the_calling_of_short_operators_is_launch_bound_on_the_host() -> None:
     finding = found(on_host())["many_small_operators"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == "Launch-bound on the host: calling 1,200 operators takes 71% of each step."
+    assert finding.title == "Launch-bound on the host: calling 1,200 operators takes 71% of each step."
     assert "aten::add (800), MulBackward0 (400), in Net: net (1,200)" in finding.why
     assert finding.numbers["share"] == pytest.approx((15 - 3) / (20 - 3))
     assert finding.numbers["recording_ns"] == 3 * MS
@@ -584,7 +586,7 @@ def test_a_profiler_that_takes_much_of_the_time_says_how_far_to_believe_the_rest
     finding = found(trace(profiler_overhead=(asked,), causes=(idle("python", 60 * MS),)))["recording_overhead"]
     assert finding.severity is Severity.WARNING
     assert found(trace(profiler_overhead=(asked,)))["recording_overhead"].severity is Severity.INFO
-    assert "takes 16% of the recorded time" in finding.sentence
+    assert "takes 16% of the recorded time" in finding.title
     assert "Activity Buffer Request 3 times" in finding.why
 
 
@@ -598,7 +600,7 @@ def test_events_as_dense_as_their_cost_say_so_where_the_host_matters() -> None:
         "recording_overhead"
     ]
     assert finding.severity is Severity.INFO
-    assert "takes about 60% of the recorded time" in finding.sentence
+    assert "takes about 60% of the recorded time" in finding.title
     assert "with_stack=False" in finding.next_steps[0]
     assert "record_shapes=False" in finding.next_steps[0]
     assert not found(trace(host_events=300_000))
@@ -608,7 +610,7 @@ def test_a_device_that_idles_for_unknown_reasons_is_not_called_launch_bound() ->
     window_ns = 5 * STEP_NS
     finding = found(trace(gpu_window=gpu_times(window_ns, window_ns // 2), idle=()))["gpu_idle"]
     assert finding.numbers["main_cause"] is None
-    assert "while the host" not in finding.sentence
+    assert "while the host" not in finding.title
     assert "ProfilerActivity.CPU" in finding.next_steps[0]
 
 
@@ -706,7 +708,7 @@ def attention(changes: dict[str, tuple[float, int]] | None = None) -> TraceRepor
 def test_operators_on_the_attention_matrix_are_those_that_run_as_often_and_as_long_as_the_softmax() -> None:
     finding = found(attention())["unfused_attention"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == (
+    assert finding.title == (
         "Unfused attention: softmax and other operators on the attention matrix take 20% of each step."
     )
     assert finding.numbers["operators"] == ["aten::div", "aten::_softmax", "aten::native_dropout"]
@@ -759,7 +761,7 @@ def optimizer_loop(optimizer: str, ms_per_step: int) -> TraceReport:
 def test_an_optimizer_that_updates_parameters_one_by_one_on_a_busy_device_is_worth_a_fused_one() -> None:
     finding = found(optimizer_loop("AdamW", 20))["optimizer_loop"]
     assert finding.severity is Severity.WARNING
-    assert finding.sentence == (
+    assert finding.title == (
         "Optimizer-bound: kernels of AdamW, which updates its parameters one by one, take 20% of each step."
     )
     assert finding.next_steps == ("Update all parameters at once: torch.optim.AdamW(..., fused=True).",)

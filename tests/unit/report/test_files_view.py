@@ -89,9 +89,9 @@ def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(
     def gpu_idle(_trace: object) -> list[Finding]:
         raise ValueError("negative time")
 
-    monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", (gpu_idle,))
+    monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (gpu_idle,))
     view = viewed(trace(tmp_path / "rank0.json"))
-    assert "The rule gpu_idle failed (ValueError: negative time)" in view.verdict.sentence
+    assert "The rule gpu_idle failed (ValueError: negative time)" in view.verdict.title
     assert table_of(view, "kernels-0")
 
 
@@ -136,8 +136,8 @@ def test_the_document_has_the_promised_keys_and_figures(tmp_path: Path) -> None:
     (holder,) = device["holders_at_peak"]
     assert (holder["site"], holder["bytes"]) == ("train.py(3): forward", 2 << 20)
     for finding in document["findings"]:
-        assert {"rule", "severity", "sentence", "numbers", "evidence", "next_steps"} <= finding.keys()
-    assert {"sentence", "why", "next"} <= document["verdict"].keys()
+        assert {"rule", "severity", "title", "numbers", "evidence", "remedies"} <= finding.keys()
+    assert {"title", "why", "next"} <= document["verdict"].keys()
 
 
 def test_a_trace_of_a_run_has_the_rank_that_the_run_knows_it_by(
@@ -183,40 +183,40 @@ def test_what_is_worth_less_than_a_verdict_comes_after_what_the_device_computes(
 ) -> None:
     for share, first in ((0.04, "nothing_found"), (0.5, "small")):
         small = Finding(
-            rule="small", severity=Severity.INFO, sentence="It takes 4%.", why="", next_steps=("x",), weight=share
+            rule="small", severity=Severity.INFO, title="It takes 4%.", why="", remedies=("x",), weight=share
         )
-        monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", (lambda _trace, found=small: found,))
+        monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (lambda _trace, found=small: found,))
         view = viewed(trace(tmp_path / "a.json"))
         assert view.verdict.rule == first
         assert small in view.findings
 
 
 def test_a_healthy_trace_says_what_the_device_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", ())
+    monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", ())
     view = viewed(trace(tmp_path / "a.json"))
     assert view.verdict.rule == "nothing_found"
-    assert view.verdict.sentence == "Compute-bound: gemm takes 90% of each step (898 µs of 1.00 ms)."
+    assert view.verdict.title == "Compute-bound: gemm takes 90% of each step (898 µs of 1.00 ms)."
     assert "lightning-memprof view" in view.verdict.next
 
 
 def test_a_short_trace_of_an_idle_device_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", ())
+    monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", ())
     view = viewed(trace(tmp_path / "a.json", busy_us=10))
-    assert view.verdict.sentence == "The device is idle 99% of each step (990 µs of 1.00 ms)."
+    assert view.verdict.title == "The device is idle 99% of each step (990 µs of 1.00 ms)."
 
 
 def test_what_the_rules_find_makes_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Finding(
         rule="odd",
         severity=Severity.WARNING,
-        sentence="It is odd.",
+        title="It is odd.",
         why="Why.",
-        next_steps=("Do this.",),
+        remedies=("Do this.",),
         evidence=(Evidence(artifact="a"),),
     )
-    monkeypatch.setattr("lightning_memprof.judge.TRACE_RULES", (lambda _: [found],))
+    monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (lambda _: [found],))
     view = viewed(trace(tmp_path / "a.json"))
-    assert (view.verdict.sentence, view.findings) == ("It is odd.", (found,))
+    assert (view.verdict.title, view.findings) == ("It is odd.", (found,))
 
 
 def test_a_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_the_straggler_of_bare_traces_recovers_what_the_others_wait_and_says_wha
         files.append(report(tmp_path, rank, *events))
     traces = across_ranks(files)
     (finding,) = (found for found in examine_files(traces, []) if found.rule == "straggler_trace")
-    assert finding.sentence == "Rank 1 is the straggler: last at 5 of 5 collectives, the others wait 75.0 ms."
+    assert finding.title == "Rank 1 is the straggler: last at 5 of 5 collectives, the others wait 75.0 ms."
     assert finding.why.endswith("the transfers themselves take 5.00 ms per step.")
     assert finding.next_steps[0].startswith("Compare rank 1 with the others: its forward takes")
     assert finding.recovers is not None

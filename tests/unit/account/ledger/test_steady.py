@@ -146,7 +146,7 @@ def test_a_page_says_the_time_outside_windows_and_what_to_do_about_many_short_ga
         each for each in examine_files((replace(found, idle=scattered),), ()) if each.rule == "gpu_idle"
     )  # fmt: skip
     assert finding.severity is Severity.CRITICAL
-    assert finding.sentence == "The GPU is idle 50% of the time, mostly while the host runs Python outside operators."
+    assert finding.title == "The GPU is idle 50% of the time, mostly while the host runs Python outside operators."
     assert finding.why.startswith(
         "A step outside windows takes 50.0 ms; the GPU works for 25.0 ms. In the rest it waits: 15.0 ms while the host "
         "runs Python outside operators, 10.0 ms while the host is inside operators (mostly aten::linear) (divided as "
@@ -159,7 +159,7 @@ def test_what_waits_for_hooks_and_data_is_apart_from_what_waits_for_launches() -
     found = in_steady_state(recorded(compute=25, python=45, operators=30), 50 * MS, 15 * MS)
     assert parts(found) == {"compute": 25, "idle_data": 15, "idle_python": 6, "idle_operators": 4}
     finding = next(each for each in examine_files((found,), ()) if each.rule == "gpu_idle")
-    assert finding.sentence == (
+    assert finding.title == (
         "The GPU is idle 20% of the time, mostly while the host runs Python outside operators; another 30% for data, "
         "transfers, hooks and callbacks."
     )
@@ -183,7 +183,7 @@ def test_a_run_is_judged_by_its_steps_outside_windows(tmp_path: Path) -> None:
     facts = Facts.of(run, (replace(report, device_ledger=ledger),))
     assert all(finding.severity < Severity.WARNING for finding in examine(facts))
     first = examine(facts)[0]
-    assert first.sentence == (
+    assert first.title == (
         "Compute-bound: net.attention takes 92% of each step (17.0 ms of 18.5 ms), 100% of it in matrix multiplication."
     )
     assert facts.traces[0].steady is None

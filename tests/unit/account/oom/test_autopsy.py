@@ -17,7 +17,8 @@ from lightning_memprof.artifacts.manifest import Manifest, OomForwards, OomRow, 
 from lightning_memprof.artifacts.rows import salvaged
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.judge import examine
-from lightning_memprof.judge.model import Facts, Severity
+from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.finding import Severity
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.snapshot.reader import read_snapshot
 from lightning_memprof.read.snapshot.replay import replay
@@ -530,7 +531,7 @@ def test_the_verdict_of_a_run_that_ran_out_of_memory_is_that_it_did(tmp_path: Pa
     recorded(tmp_path, facts())
     first = examine(Facts.of(load_run(tmp_path)))[0]
     assert (first.rule, first.severity) == ("out_of_memory", Severity.CRITICAL)
-    assert first.sentence == "cuda:0 ran out of memory in step 4, in forward: live memory fills it."
+    assert first.title == "cuda:0 ran out of memory in step 4, in forward: live memory fills it."
 
 
 def test_the_peak_of_a_failure_without_a_window_has_the_owners_of_the_failed_allocation(tmp_path: Path) -> None:
@@ -556,7 +557,7 @@ def test_events_that_the_program_caught_are_a_warning(tmp_path: Path) -> None:
     recorded(tmp_path, caught, {**caught, "number": 1}, file=json.dumps({"events": [caught]}))
     (first,) = [finding for finding in examine(Facts.of(load_run(tmp_path))) if finding.rule == "out_of_memory"]
     assert first.severity is Severity.WARNING
-    assert "2 times" in first.sentence
+    assert "2 times" in first.title
 
 
 @pytest.mark.corpus

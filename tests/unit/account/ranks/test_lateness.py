@@ -12,7 +12,7 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ledger.model import total
 from lightning_memprof.account.ranks.lateness import PulseLateness, pulse_lateness
 from lightning_memprof.judge import Facts, Severity
-from lightning_memprof.judge.communication import straggler
+from lightning_memprof.judge.rules.communication import straggler
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.model import Rank
 
@@ -135,7 +135,7 @@ def test_ranks_on_one_machine_have_a_straggler_if_waits_for_a_core_do_not_explai
     found = straggler(Facts.of(load_run(run)))
     assert found is not None
     assert found.severity is severity
-    assert found.sentence == "Rank 1 is the straggler: its forward takes 50.0 ms per step, 20.0 ms on the other ranks."
+    assert found.title == "Rank 1 is the straggler: its forward takes 50.0 ms per step, 20.0 ms on the other ranks."
 
 
 @pytest.mark.parametrize(("wait_ms", "late_ms"), [((0, 8), 22), ((40, 40), 30), ((40, 0), 30), ((0, 30), None)])

@@ -26,8 +26,8 @@ from lightning_memprof.account.ranks.summary import (
 )
 from lightning_memprof.artifacts.naming import parse_series_path, parse_summary_path, summary_path
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.judge import Facts, Severity, verdict
-from lightning_memprof.judge.communication import straggler
+from lightning_memprof.judge import Facts, Severity, verdict_of
+from lightning_memprof.judge.rules.communication import straggler
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
@@ -209,11 +209,9 @@ def test_without_collectives_a_rank_whose_fetch_stands_out_is_named_by_its_phase
         }
 
     directory = make_run(tmp_path, FakeRun(world_size=2, phases=phases))
-    found = verdict(load_run(directory))
+    found = verdict_of(load_run(directory))
     assert found.rule == "straggler"
-    assert (
-        "Rank 1 is the straggler: its data wait takes 52.0 ms per step, 1.00 ms on the other ranks." in found.sentence
-    )
+    assert "Rank 1 is the straggler: its data wait takes 52.0 ms per step, 1.00 ms on the other ranks." in found.title
     assert "later than any other rank" in found.why
 
 

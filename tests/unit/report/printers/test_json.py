@@ -43,7 +43,7 @@ def test_the_document_has_the_promised_keys(tmp_path: Path) -> None:
     }
     assert promised <= shown.keys()
     assert shown["schema_version"] == 1
-    assert {"sentence", "why", "next"} <= shown["verdict"].keys()
+    assert {"title", "why", "next"} <= shown["verdict"].keys()
     assert {"steps", "duration_ns", "breakdown_ns", "clock"} <= shown["pulse"].keys()
     assert {"median", "p90", "max"} <= shown["pulse"]["duration_ns"].keys()
     assert tuple(shown["pulse"]["breakdown_ns"]) == PHASES
@@ -176,7 +176,7 @@ def test_sentence_figures_and_breakdown_are_of_one_step(tmp_path: Path) -> None:
     shown = document(tmp_path, fake)
     share = shown["pulse"]["breakdown_ns"]["optimizer"] / shown["pulse"]["duration_ns"]["mean"]
     assert shown["findings"][0]["numbers"]["optimizer_share"] == pytest.approx(share)
-    assert f"takes {share * 100:.0f}% of each step" in shown["verdict"]["sentence"]
+    assert f"takes {share * 100:.0f}% of each step" in shown["verdict"]["title"]
 
 
 @pytest.mark.parametrize(("jump", "left"), [(64, 64 * MIB), (0, 0)])

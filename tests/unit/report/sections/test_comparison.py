@@ -167,7 +167,7 @@ def test_the_document_is_json_and_has_every_figure(comparison: Comparison) -> No
     (step,) = [difference for difference in document["differences"] if difference["name"] == "step_ns"]
     assert (step["change"], step["relative"], step["is_above_noise"]) == (20e6, 1.0, True)
     assert step["a"]["noise"] == 1e6
-    assert document["limits"] == [{"limit": "step_ns>5%", "status": "fail", "sentence": "step_ns increases"}]
+    assert document["limits"] == [{"limit": "step_ns>5%", "status": "fail", "title": "step_ns increases"}]
     assert {change["kind"] for change in document["changes"]} == {"appeared", "disappeared", "changed"}
 
 

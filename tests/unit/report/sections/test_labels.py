@@ -142,9 +142,9 @@ def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp
     finding = Finding(
         rule="slow_steps",
         severity=Severity.INFO,
-        sentence="s.",
+        title="s.",
         why="w.",
-        next_steps=("n.",),
+        remedies=("n.",),
         evidence=(Evidence(artifact="f"),),
     )
     page = unescape(to_html(replace(view, findings=(finding,))))
@@ -152,7 +152,7 @@ def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp
     assert "A few steps take a multiple of the others." in details
     assert re.search(r"<b>When</b> At most a third of the steps", details)
     assert "docs/reference/findings/host.md#slow_steps" in details
-    own = Finding(rule="a_rule_of_yours", severity=Severity.INFO, sentence="s.", why="w.", next_steps=("n.",))
+    own = Finding(rule="a_rule_of_yours", severity=Severity.INFO, title="s.", why="w.", remedies=("n.",))
     assert "<details>" not in to_html(replace(view, findings=(own,)))
 
 

@@ -1,0 +1,138 @@
+"""The finding that a rule returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, Final, Literal
+
+import msgspec
+
+from lightning_memprof.account.ledger.memory import ByteLedger
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import Remedy
+
+# The rule of the finding that no other rule fired.
+NOTHING_FOUND: Final = "nothing_found"
+_CUT: Final = "…"
+# A shorter name tells nothing.
+_LEAST_NAME: Final = 12
+
+
+class Severity(IntEnum):
+    """How much a finding matters; the most severe finding is the verdict."""
+
+    NONE = 0
+    INFO = 1
+    WARNING = 2
+    CRITICAL = 3
+
+
+def severity_of(share: float) -> Severity:
+    """Return the severity of a share of the step, or of the peak, 0 to 1, that a remedy would recover."""
+    if share < POLICY.note:
+        return Severity.NONE
+    if share < POLICY.verdict:
+        return Severity.INFO
+    return Severity.CRITICAL if share >= POLICY.severe else Severity.WARNING
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the run or of the user, and the part of it that shows a finding.
+
+    ``artifact`` is the path in the manifest, or the path that the user gave. ``steps`` are the first and the last step;
+    ``start_ns`` and ``end_ns`` are Unix epoch times in ns. None does not narrow the file.
+    """
+
+    artifact: str
+    rank: int | None = None
+    window: int | None = None
+    steps: tuple[int, int] | None = None
+    start_ns: int | None = None
+    end_ns: int | None = None
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """What a remedy would recover: nanoseconds per step or bytes of the peak, and its share of the whole, 0 to 1.
+
+    ``min`` and ``max`` are equal where the formula gives one figure.
+    """
+
+    unit: Literal["ns", "bytes"]
+    min: float
+    max: float
+    whole: float
+
+    @property
+    def share(self) -> float:
+        """The middle of the range, as a share of the whole."""
+        return (self.min + self.max) / 2 / self.whole if self.whole else 0.0
+
+    @property
+    def severity(self) -> Severity:
+        """The severity of a fault that costs this much."""
+        return severity_of(self.share)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The fields of a finding that follow from its worth."""
+        return {"severity": self.severity, "weight": self.share, "recovers": self}
+
+
+def recovered(ledger: ByteLedger | None, size: float, category: str) -> Recovery | None:
+    """Return bytes of the peak, at most those of a category; None without a ledger or without such bytes."""
+    size = min(size, ledger.bytes(category)) if ledger is not None else 0
+    return Recovery(unit="bytes", min=size, max=size, whole=ledger.peak_bytes) if ledger and size > 0 else None
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """The conclusion of a rule.
+
+    ``title`` has cause, size and place, ``why`` the measured evidence, ``remedies`` what to do, the best first.
+    ``numbers`` are in base units: bytes, nanoseconds, shares of 1. ``recovers`` is what the first remedy would
+    recover, at most what the ledger's line holds; None where nobody can tell. ``weight`` orders findings of one
+    severity: the share of the step, or of the memory, that is at stake.
+    """
+
+    rule: str
+    severity: Severity
+    title: str
+    why: str
+    remedies: tuple[Remedy | str, ...]
+    numbers: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    weight: float = 0.0
+    evidence: tuple[Evidence, ...] = ()
+    recovers: Recovery | None = None
+
+    @property
+    def next_steps(self) -> tuple[str, ...]:
+        """The texts of the remedies."""
+        return tuple(remedy if isinstance(remedy, str) else remedy.text for remedy in self.remedies)
+
+    @property
+    def next(self) -> str:
+        """The first next step."""
+        return self.next_steps[0]
+
+    def __repr__(self) -> str:
+        return f"Finding({self.rule}, {self.severity.name.lower()}: {self.title!r})"
+
+
+def titled(template: str, **names: object) -> str:
+    """Return a title: the names in it are cut where it would be longer than a title may be."""
+    texts = {field: str(name) for field, name in names.items()}
+    while (excess := len(template.format(**texts)) - POLICY.title) > 0:
+        longest = max(texts, key=lambda field: len(texts[field]), default=None)
+        if longest is None or len(texts[longest]) <= _LEAST_NAME:
+            break
+        texts[longest] = shortened(texts[longest], max(len(texts[longest]) - excess, _LEAST_NAME))
+    return template.format(**texts)
+
+
+def shortened(name: str, characters: int) -> str:
+    """Return the end of a dotted name, or of a name, in so many characters."""
+    if len(name) <= characters:
+        return name
+    end = name[len(name) - characters + len(_CUT) :]
+    _, dot, whole = end.partition(".")
+    return f"{_CUT}{whole if dot and len(whole) >= characters / 2 else end}"

@@ -1,0 +1,3 @@
+"""The rules, by domain."""
+
+from __future__ import annotations

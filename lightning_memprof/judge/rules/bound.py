@@ -1,0 +1,381 @@
+"""What a run is bound by where no fault is worth more: a module, a Python loop, a busy device."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+from msgspec.structs import replace
+
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, TimePart, total
+from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
+from lightning_memprof.account.ledger.work import all_pairs
+from lightning_memprof.account.ranks.hangs import first_exception
+from lightning_memprof.account.steps.lines import Spot
+from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.rules.gpu.busy import BATCH, VIEW, busy, look, of_device
+from lightning_memprof.judge.rules.gpu.holders import of_memory
+from lightning_memprof.judge.rules.gpu.idle import MOVE, NEXT, SAVE
+from lightning_memprof.judge.rules.modules import (
+    FORWARD_ONCE,
+    ROOT,
+    Heaviest,
+    faster,
+    forwards_per_step,
+    heaviest_module,
+    in_compiled,
+    operator_family,
+)
+from lightning_memprof.judge.rules.program.lines import fitting, has, of_action, of_forward
+from lightning_memprof.judge.rules.program.passes import ACCUMULATE
+from lightning_memprof.judge.traces import (
+    ALL_AT_ONCE,
+    open_trace,
+    remedies,
+    times,
+)
+from lightning_memprof.read.run.locate import shown_place
+from lightning_memprof.read.run.model import Rank, Run
+from lightning_memprof.read.snapshot.report import SnapshotReport
+from lightning_memprof.read.trace.intervals import length, union
+from lightning_memprof.read.trace.model import TraceReport
+from lightning_memprof.units import format_count, format_ns, percent, quoted
+
+# The required steps, the first step, and the steps of two windows.
+ENOUGH_STEPS: Final = 20
+# From this share of forward and backward on, the model decides how long a step takes.
+COMPUTE_BOUND: Final = 0.5
+MAX_MESSAGE: Final = 120
+LARGER: Final = "Give each step more work, such as a larger batch, before looking for a bottleneck."
+RECORD_OPERATORS: Final = 'Record the operators of some steps too: Trainer(..., profiler="memprof")'
+DOING: Final = {
+    "data_wait": "data wait",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer",
+    "callbacks": "callbacks",
+    "other": "untracked time",
+}
+OWNED: Final[Mapping[str, tuple[TimePart, ...]]] = {
+    "data_wait": ("data_wait",),
+    "forward": ("forward", "forward_hook", "self_log"),
+    "backward": ("backward", "backward_hook"),
+    "optimizer": ("optimizer",),
+    "callbacks": ("callback",),
+    "other": ("untracked",),
+}
+# Also a late rank that the program did not cause decides what the others do.
+MEETING: Final[Mapping[str, TimePart]] = {"waiting for other ranks": "rank_wait", "communication": "collective"}
+# A Trainer that has reached max_epochs ends a second fit at once.
+SECOND_FIT: Final = "; if the Trainer has reached max_epochs, increase max_epochs"
+
+
+def nothing_found(facts: Facts) -> Finding:
+    """Return the dominant phase of the step, and the command that shows more."""
+    run = facts.run
+    rank = next((rank for rank in (run.lead, *run.ranks) if rank.rank in facts.statistics), run.lead)
+    statistics = facts.statistics.get(rank.rank)
+    failed = first_exception(run.ranks)
+    early = f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else ""
+    again = "Train for" if facts.is_fit else "Run"
+    if statistics is None:
+        return Finding(
+            rule=NOTHING_FOUND,
+            severity=Severity.NONE,
+            title="No step was measured.",
+            why=f"{early}The run has no pulse: it ended before its first step did, or the pulse is disabled.",
+            remedies=(f"{again} some steps{SECOND_FIT if facts.is_fit else ''}.",),
+        )
+    first = max(DOING, key=lambda phase: statistics.breakdown_ns[phase] or 0)
+    numbers = {"dominant": first, "share": statistics.share(first), "duration_ns": statistics.mean_ns}
+    if statistics.used < POLICY.steps:
+        return Finding(
+            rule=NOTHING_FOUND,
+            severity=Severity.INFO,
+            title="Too few steps to judge.",
+            why=f"{early}Step times come from {statistics.basis}; a verdict needs {POLICY.steps}.",
+            remedies=(f"{again} at least {ENOUGH_STEPS} steps.", _look_further(run)),
+            numbers=numbers,
+        )
+    if (bound := _bound(facts, rank)) is not None:
+        return replace(bound, why=f"{early}{bound.why}")
+    ledger = facts.ledgers[rank.rank]
+    shares = {DOING[phase]: statistics.share(phase) for phase in DOING}
+    validation = ledger.ns("validation") / ledger.step_ns
+    shares[DOING["other"]] = max(shares[DOING["other"]] - validation, 0.0)
+    shares["validation"] = validation
+    leading = max(shares, key=lambda words: shares[words])
+    for words, part in MEETING.items():
+        if (met := ledger.communicates(part) / ledger.step_ns) > shares[leading] / 2:
+            shares |= {words: met, leading: shares[leading] - met}
+    (doing, most), (next_doing, next_most), *_ = sorted(shares.items(), key=lambda item: -item[1])
+    dominant = f"{doing} {'take' if doing == 'callbacks' else 'takes'} {percent(most)} of each step"
+    mean = f"The mean step takes {format_ns(statistics.mean_ns)}"
+    runner_up = f"{next_doing} {percent(next_most)}"
+    around = _around(ledger)
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE if around is None else Severity.INFO,
+        title=around or f"{dominant[0].upper()}{dominant[1:]}.",
+        why=f"{early}{mean}; {'the second largest part is' if around is None else f'{dominant},'} {runner_up}.",
+        remedies=(_look_further(run),) if around is None else (LARGER, _look_further(run)),
+        numbers=numbers,
+    )
+
+
+def _bound(facts: Facts, rank: Rank) -> Finding | None:
+    """Return the module that bounds forward and backward, None where these are less than half of the step."""
+    ledger = facts.ledgers[rank.rank]
+    passes_ns = total(_own_passes(ledger))
+    # The excess of stalls is that of the passes of a few steps.
+    if passes_ns < COMPUTE_BOUND * (ledger.step_ns - ledger.ns("stall")):
+        return None
+    trace = _of_device_on(facts, rank)
+    device = trace.device_ledger if trace is not None and trace.steady is not None else None
+    # A device that mostly waits is not what bounds the step.
+    owner = ledger if device is None or device.ns("compute") < COMPUTE_BOUND * device.step_ns else device
+    heaviest, achieved = heaviest_module(owner.passes or _own_passes(owner)), None
+    forwards, recorded = forwards_per_step(rank), facts.host_ledger(rank)
+    module, again = (recorded.forwards if recorded else None) or ("", 1)
+    if heaviest is not None and f"{heaviest.module}.".startswith(f"{module}."):
+        forwards = max(forwards, again)
+    often, once = (f" in {forwards} forwards per step", (FORWARD_ONCE,)) if forwards > 1 else ("", ())
+    if heaviest is None:
+        sentence = (
+            f"Compute-bound: forward and backward take {ledger.share_text(passes_ns)}{often} "
+            f"({format_ns(passes_ns)} of {format_ns(ledger.step_ns)})"
+        )
+        why = f"Forward takes {format_ns(ledger.ns('forward'))}, backward {format_ns(ledger.ns('backward'))} per step."
+        steps: tuple[str, ...] = (*once, _look_further(facts.run))
+    else:
+        achieved = _of_module(facts, rank, heaviest)
+        at, passes = _longest_line(rank, ledger) if owner is ledger and rank.facts.is_cpu else (None, "")
+        compiled = " (compiled)" if in_compiled(heaviest.module, rank) else ""
+        leads = f"; {heaviest.leader} has {percent(heaviest.leader_ns / heaviest.ns)} of it" if heaviest.leader else ""
+        sentence = (
+            f"Compute-bound: {heaviest.module}{compiled} takes {owner.share_text(heaviest.ns)}{often} "
+            f"({format_ns(heaviest.ns)} of {format_ns(owner.step_ns)}), "
+            f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
+            f"{has(at, passes) if at else leads}"
+        )
+        why = (
+            f"{achieved.text + ' ' if achieved else ''}Forward takes {format_ns(ledger.ns('forward'))}, backward "
+            f"{format_ns(ledger.ns('backward'))} per step."
+        )
+        batch = (PAIRS,) if achieved and achieved.pairs else (BATCH,) if achieved and achieved.is_tiny else ()
+        steps = (*once, *batch, *fitting(heaviest.family, at), *faster(heaviest, rank), _look_further(facts.run))
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE,
+        title=f"{sentence}{facts.on_rank(rank)}.",
+        why=why,
+        remedies=steps,
+        evidence=(facts.pulse(rank),),
+        numbers={
+            "rank": rank.rank,
+            "module": heaviest.module if heaviest else None,
+            "module_ns": heaviest.ns if heaviest else None,
+            "operators": heaviest.family if heaviest else None,
+            "forwards": forwards,
+            "passes_ns": passes_ns,
+            "duration_ns": ledger.step_ns,
+            **(achieved.numbers if achieved else {}),
+        },
+    )
+
+
+def _longest_line(rank: Rank, ledger: TimeLedger) -> tuple[Spot | None, str]:
+    """Return the program's longest line, and its pass: backward if it is longer and has lines, else forward."""
+    at = of_action(rank, ".backward") if ledger.ns("backward") > ledger.ns("forward") else None
+    return (at, "the backward") if at is not None else (of_forward(rank), "the forward")
+
+
+def _own_passes(ledger: TimeLedger) -> tuple[TimeLine, ...]:
+    """Return the lines of forward and backward, without the one of backward that waits for the collectives of DDP."""
+    # Waits that are lines of their own are not in the passes.
+    met = sum(ledger.communicates(part) for part in MEETING.values()) - ledger.ns("rank_wait")
+    return tuple(
+        line
+        for line in ledger.of("forward", "backward")
+        if line.module or line.operator or line.part == "forward" or line.ns / 2 > met
+    )
+
+
+PAIRS: Final = "Make no tensor of all pairs: use torch.cdist, a matrix product, or a part of the pairs at a time."
+
+
+def _of_device_on(facts: Facts, rank: Rank) -> TraceReport | None:
+    return next(
+        (trace for trace in facts.steady_traces if trace.rank in {rank.rank, None} and trace.device_ledger), None
+    )
+
+
+def _of_module(facts: Facts, rank: Rank, heaviest: Heaviest) -> Achieved | None:
+    """Return what the operators that take most of a module's time reach, on its device where that was recorded."""
+    trace = _of_device_on(facts, rank)
+    ledger = trace.device_ledger if trace is not None and trace.device_ledger else facts.ledgers[rank.rank]
+    inside = "" if heaviest.module == ROOT else f"{heaviest.module}."
+    within = [each for each in ledger.work if f"{each.module}.".startswith(inside)]
+    work = [each for each in within if operator_family(each.operator) == heaviest.family]
+    pairs = all_pairs(within, sum(each.ns for each in within) / 2)
+    if not work and not pairs:
+        return None
+    if trace is not None:
+        peaks = device_peaks(trace.devices[0]) if trace.devices else None
+    else:
+        is_here = rank.facts.is_cpu and rank.facts.host == platform.node()
+        peaks = facts.measure() if is_here and facts.measure else None
+    achieved = achieved_by(work or within, peaks, on_device=trace is not None)
+    return replace(achieved, on=f", on all pairs of {pairs}", pairs=pairs) if achieved and pairs else achieved
+
+
+def _around(ledger: TimeLedger) -> str | None:
+    """Return a sentence if callbacks, hooks and untracked time are more of a step than forward and backward."""
+    around = ledger.ns("callback", "module_hook", "untracked", "logging", "transfer")
+    if around <= ledger.ns("forward", "backward", "rank_wait", "stall"):
+        return None
+    length = "very short" if ledger.step_ns < POLICY.short_step_ns else "short"
+    return f"The steps are {length}: callbacks and untracked time take {ledger.share_text(around)}."
+
+
+def _look_further(run: Run) -> str:
+    """Return the command for the most detailed artifact of the run."""
+    if any(artifact.type == "trace" and artifact.state == "present" for artifact in run.artifacts):
+        return f"{VIEW} {quoted(shown_place(run.directory, run.root, run.url))}"
+    return RECORD_OPERATORS
+
+
+def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotReport]) -> Finding:
+    """Return how busy the device was, or the peak memory, and the command that shows more."""
+    on_device = [trace for trace in traces if trace.gpu_window is not None]
+    if on_device:
+        return of_device(min(on_device, key=lambda trace: (trace.is_sample, busy(trace))))
+    used = [snapshot for snapshot in snapshots if snapshot.devices]
+    if used:
+        return of_memory(
+            max(used, key=lambda snapshot: max(device.peak_requested_bytes for device in snapshot.devices))
+        )
+    if traces:
+        return _of_host(traces[0], is_alone=len(traces) == 1)
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE,
+        title="Nothing was recorded.",
+        why="The snapshot has no device: its process allocated no device memory."
+        if snapshots
+        else "No trace and no snapshot is readable.",
+        remedies=("Record a training run: Trainer(profiler='memprof').",),
+    )
+
+
+# From this share of the recorded time on, collectives decide how long it takes.
+COMMUNICATION_BOUND: Final = 0.5
+COLLECTIVE: Final = "c10d::"
+IN_PYTHON: Final[Mapping[TimePart, str]] = {
+    "forward": "Python outside operators takes",
+    "gc_pauses": "GC pauses take",
+    "checkpoint": "saving takes",
+}
+RECORD_RANKS: Final = "Record the other ranks too: a collective waits for the last rank to arrive."
+RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
+
+
+def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
+    """Return the owner of most of the host's time in a trace without device events."""
+    ledger = trace.host_ledger
+    span_ns = max(trace.end_ns - trace.start_ns, 1)
+    starts = np.array([call.start_ns for call in trace.arrivals], np.int64)
+    ends = np.array([call.start_ns + call.duration_ns for call in trace.arrivals], np.int64)
+    communicates_ns = length(union(starts, ends))
+    heaviest = heaviest_module(ledger.of("forward", "backward")) if ledger is not None else None
+    span = "each step" if trace.steps else "the recorded time"
+    why = f"In {format_ns(span_ns)} the trace has {format_count(trace.host_events, 'event')} on the host."
+    next_steps: tuple[str, ...] = (look(trace),)
+    if trace.runtime_calls:
+        call = trace.runtime_calls[0].name
+        sentence = f"Device activity was not recorded: the host calls {call}, and no kernel is in the trace."
+        next_steps = (RECORD_DEVICE, *next_steps)
+    elif communicates_ns >= COMMUNICATION_BOUND * span_ns or (heaviest and heaviest.family.startswith(COLLECTIVE)):
+        names = [found.name for found in sorted(trace.collectives, key=lambda found: -found.total_ns)]
+        name = names[0] if names else heaviest.family if heaviest else "a collective"
+        sentence = f"Communication-bound: {name} runs for {percent(communicates_ns / span_ns)} of the time."
+        why = _of_collectives(trace, name) or why
+        next_steps = (*((RECORD_RANKS,) if is_alone and (trace.world_size or 1) > 1 else ()), *next_steps)
+    elif ledger is None or heaviest is None:
+        sentence = "No device activity in this trace."
+    elif (optimizer := ledger.ns("optimizer")) > heaviest.ns:
+        sentence = f"Optimizer-bound on the host: the optimizer takes {percent(optimizer / ledger.step_ns)} of {span}."
+        why = f"{format_ns(optimizer)} of {format_ns(ledger.step_ns)}. {why} No device activity was recorded."
+        next_steps = (*(step for step in remedies(trace, ALL_AT_ONCE) if step != open_trace(trace)), *next_steps)
+    elif (python := _in_python(ledger, heaviest)) is not None:
+        part, ns, place = python
+        share = percent(ns / ledger.step_ns)
+        sentence = f"Host-bound: {IN_PYTHON[part]} {share} of {span}{f', mostly {place}' if place else ''}."
+        next_steps = (*_less_python(trace, part, place), *next_steps)
+        if part == "forward" and trace.program.trains and not _has_backward(ledger):
+            sentence = f"Backward was not recorded: {share} of {span} is outside operators: in backward or in Python."
+            next_steps = (RECORD_DEVICE, look(trace))
+    else:
+        sentence = (
+            f"Compute-bound on the host: {heaviest.module} takes {percent(heaviest.ns / ledger.step_ns)} of {span}, "
+            f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}."
+        )
+        why = f"{format_ns(heaviest.ns)} of {format_ns(ledger.step_ns)}. {why} No device activity was recorded."
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE,
+        title=sentence,
+        why=why,
+        remedies=next_steps,
+        numbers={"span_ns": span_ns, "collectives_ns": communicates_ns},
+        evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
+    )
+
+
+def _in_python(ledger: TimeLedger, heaviest: Heaviest) -> tuple[TimePart, float, str] | None:
+    """Return the part, ns per step and place of Python if it takes more than the operators of the heaviest module."""
+    parts: dict[TimePart, float] = {
+        "gc_pauses": ledger.ns("gc_pauses"),
+        "checkpoint": ledger.ns("checkpoint"),
+        "forward": heaviest.family_ns if heaviest.family == "Python" else 0.0,
+    }
+    part = max(parts, key=lambda each: parts[each])
+    if heaviest.family != "Python" and parts[part] <= heaviest.ns:
+        return None
+    places = Counter[str]()
+    for line in ledger.of(part):
+        places[line.name] += 0 if line.operator else line.ns  # type: ignore[assignment]  # counts may be floats
+    place, ns = next(iter(places.most_common(1)), ("", 0.0))
+    return part, parts[part], place if 2 * ns >= parts[part] else ""
+
+
+def _has_backward(ledger: TimeLedger) -> bool:
+    # The backward of a device runs in threads of its own; gradients are added up in that of the training.
+    return any(line.operator and line.operator != ACCUMULATE for line in ledger.of("backward"))
+
+
+def _less_python(trace: TraceReport, part: TimePart, place: str) -> tuple[str, ...]:
+    if part == "forward" and place:
+        return (MOVE.format(place=place),)
+    choices = SAVE if part == "checkpoint" else NEXT["gc_pauses" if part == "gc_pauses" else "python"]
+    return tuple(step for step in remedies(trace, *choices) if step != open_trace(trace))
+
+
+def _of_collectives(trace: TraceReport, name: str) -> str:
+    """Return what the collectives of a host take of a step, and how often and how long the one of a name runs."""
+    ledger, took = trace.host_ledger, [call.duration_ns for call in trace.arrivals if call.name == name]
+    found = []
+    if ledger is not None and ledger.communication:
+        waiting, transfer = (ledger.communicates(part) for part in MEETING.values())
+        wait = f"{format_ns(waiting)} of it waiting for other ranks" if waiting else "any wait for other ranks included"
+        found.append(f"Collectives take {format_ns(waiting + transfer)} per step while no operator runs, {wait}.")
+    if took:
+        ranks = f" over {trace.world_size} ranks" if trace.world_size else ""
+        each = f"{format_ns(min(took))} to {format_ns(max(took))} each" if len(took) > 1 else format_ns(took[0])
+        found.append(f"{name} runs {times(len(took))}{ranks}, {each}.")
+    return " ".join(found)

@@ -1,0 +1,205 @@
+"""What a device of a trace without a fault is bound by: operators, copies, devices that take turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
+from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity
+from lightning_memprof.judge.rules.gpu.waits import COPY
+from lightning_memprof.judge.rules.modules import operator_family
+from lightning_memprof.judge.rules.program.lines import MOVE
+from lightning_memprof.judge.traces import (
+    LATER,
+    MAIN_PART,
+    Remedy,
+    computing,
+    is_brief,
+    on_rank,
+    open_trace,
+    remedies,
+    remedy,
+    shorter_name,
+    total_ns,
+)
+from lightning_memprof.read.run.locate import shown_path
+from lightning_memprof.read.trace.model import TraceReport
+from lightning_memprof.units import format_count, format_ns, percent, quoted
+
+VIEW: Final = "See every operator on a timeline: lightning-memprof view"
+RECORD_ALL: Final = "Use a trace with all events of a few steps."
+
+
+def look(trace: TraceReport) -> str:
+    """Return the command that shows every operator of a trace."""
+    return f"{VIEW} {quoted(shown_path(trace.file))}"
+
+
+def busy(trace: TraceReport) -> float:
+    """Return the share of the time, 0 to 1, in which a device does anything; 1 for a trace without a device."""
+    window = trace.gpu_window
+    return window.busy_ns / window.window_ns if window is not None and window.window_ns else 1.0
+
+
+def of_device(trace: TraceReport) -> Finding:
+    """Return the owner of most of the device's time in a trace with a device.
+
+    Raises:
+        ValueError: the trace has no device event.
+    """
+    window = trace.gpu_window
+    if window is None:
+        raise ValueError(f"{trace.file}: has no device event")
+    parts = {"compute": window.compute_ns, "communication": window.communication_ns, "copies": window.memory_copy_ns}
+    length = max(window.window_ns, 1)
+    named = ", ".join(f"{name} {percent(ns / length)}" for name, ns in parts.items() if ns)
+    steps = trace.work_window
+    of_steps = f" (a step takes {format_ns(steps.mean_step_ns)})" if steps is not None else ""
+    family, sentence = _device_bound(trace)
+    in_turns = _take_turns(trace)
+    sentence = in_turns or sentence
+    work = [
+        each
+        for each in (trace.device_ledger.work if trace.device_ledger else ())
+        if family == operator_family(each.operator)
+    ]
+    achieved = achieved_by(work, device_peaks(trace.devices[0]) if trace.devices else None, on_device=True)
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE,
+        title=sentence or f"The device is busy {percent(busy(trace))} of the time.",
+        why=(
+            f"{achieved.text + ' ' if achieved else ''}Device time in {format_ns(window.window_ns)}{of_steps}: "
+            f"{named or 'none'}.{_by_device(trace)}"
+        ),
+        remedies=(
+            *((RECORD_ALL,) if trace.is_sample else remedies(trace, *LATER) if is_brief(trace) else ()),
+            *((AT_ONCE,) if in_turns else ()),
+            *(_faster(trace, family, achieved) if family else ()),
+            look(trace),
+        ),
+        numbers={
+            "busy_share": busy(trace),
+            "window_ns": window.window_ns,
+            **(achieved.numbers if achieved else {}),
+        },
+        evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
+    )
+
+
+# Devices that take turns have little time in common, and none works most of the time.
+TURNS: Final = 1.1
+MOST_OF_TURNS: Final = 0.75
+AT_ONCE: Final = (
+    "Let the GPUs work at once: a part of each batch on each one, or micro-batches in torch.distributed.pipelining."
+)
+
+
+def _by_device(trace: TraceReport) -> str:
+    window = trace.gpu_window
+    if not trace.devices_busy_ns or window is None or not window.window_ns:
+        return ""
+    return f" By GPU: {', '.join(percent(ns / window.window_ns) for ns in trace.devices_busy_ns)}."
+
+
+def _take_turns(trace: TraceReport) -> str | None:
+    times, window = trace.devices_busy_ns, trace.gpu_window
+    if not times or window is None or trace.is_sample or is_brief(trace) or 2 * window.busy_ns < window.window_ns:
+        return None
+    if sum(times) > TURNS * window.busy_ns or max(times) > MOST_OF_TURNS * window.busy_ns:
+        return None
+    most = percent(max(times) / window.window_ns)
+    return f"{len(times)} GPUs work one after another: the busiest one is busy {most} of the time."
+
+
+FUSE: Final = remedy("Fuse operators that are bound by memory: torch.compile(model).", "eager")
+COMPILE: Final = remedy("Fuse the operators around them: torch.compile(model).", "eager")
+LOWER: Final = (
+    remedy("Compute in bfloat16: Trainer(precision='bf16-mixed').", "lightning", "training"),
+    remedy('Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).', "other program"),
+)
+# Nearer to a peak there is little to gain with the same arithmetic.
+NEAR: Final = 0.6
+BATCH: Final = "Batch the tiny operators: stack their inputs and call one operator, or torch.compile(model)."
+SHAPE: Final = "Give each operator more work: a larger batch, and sizes that are multiples of 8."
+# It reads and writes each element for little arithmetic.
+POINTWISE: Final = "elementwise_kernel"
+# By the kind of a copy: what it is, and a next step.
+OF_COPIES: Final = {
+    "HtoD": ("copies to the GPU", COPY),
+    "DtoH": ("copies from the GPU", COPY),
+    "DtoD": ("copies within the GPU", MOVE),
+    "PtoP": (
+        "copies between GPUs",
+        "Copy less between GPUs: keep a layer and its inputs on one, and copy each tensor once per step.",
+    ),
+    "Memset": (
+        "filling memory",
+        "Fill less: torch.empty where every element is written, optimizer.zero_grad(set_to_none=True).",
+    ),
+}
+LAYOUT: Final = "Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too."
+
+
+def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple[str, ...]:
+    """Return what makes the operators faster that take most of a device's time."""
+    if (copies := OF_COPIES.get(_bare(family))) is not None:
+        return (copies[1],)
+    if achieved is None:
+        kernels = computing(trace)
+        pointwise = total_ns(kernel for kernel in kernels if POINTWISE in kernel.name)
+        fusing = remedies(trace, FUSE) if pointwise >= MAIN_PART * total_ns(kernels) else ()
+        return tuple(step for step in fusing if step != open_trace(trace))
+    peaks = device_peaks(trace.devices[0]) if trace.devices else None
+    lower = LOWER if achieved.dtype == "float32" and peaks and "bfloat16" in peaks.flops_per_s else ()
+    choices: tuple[Remedy | str, ...] = ()
+    if achieved.is_tiny:
+        choices = (remedy(BATCH, "eager"), SHAPE)
+    elif achieved.by_memory:
+        choices = (FUSE, *lower)
+    elif achieved.share is not None and achieved.share < NEAR:
+        choices = (*((LAYOUT,) if family == "convolution" else ()), *lower, SHAPE)
+    else:
+        choices = (*lower, COMPILE)
+    return tuple(step for step in remedies(trace, *choices) if step != open_trace(trace))
+
+
+def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
+    """Return the operators that take most of the device's time, and a sentence; None for what is unknown."""
+    ledger = trace.device_ledger
+    if ledger is None or not ledger.step_ns:
+        return None, None
+    if trace.is_sample:
+        return None, f"Most events are missing from the trace{on_rank(trace)}: idle times and their causes are unknown."
+    if is_brief(trace) and trace.gpu_window:
+        count = format_count(sum(kernel.count for kernel in computing(trace)), "kernel")
+        span = format_ns(trace.gpu_window.window_ns)
+        return None, f"Too little was recorded to say how busy the GPU is: {count} in {span}."
+    span = "each step" if trace.steps else "the recorded time"
+    busy_ns = ledger.ns("compute", "collective", "copy")
+    if busy_ns < ledger.step_ns / 2:
+        idle_ns = ledger.step_ns - busy_ns
+        share = percent(idle_ns / ledger.step_ns)
+        return None, f"The device is idle {share} of {span} ({format_ns(idle_ns)} of {format_ns(ledger.step_ns)})."
+    return _most_work(ledger, span)
+
+
+def _most_work(ledger: TimeLedger, span: str) -> tuple[str | None, str | None]:
+    """Return the operators or the kind of copies with most of the device's time, and a sentence."""
+    by_work: Counter[tuple[str, str]] = Counter()
+    for line in ledger.of("compute", "copy"):
+        name = line.name if line.part == "copy" else operator_family(line.operator or "unknown")
+        by_work[line.part, name] += round(line.ns)
+    if not by_work:
+        return None, None
+    (((part, name), ns),) = by_work.most_common(1)
+    share, of = percent(ns / ledger.step_ns), f"({format_ns(ns)} of {format_ns(ledger.step_ns)})"
+    if part == "copy":
+        return name, f"Copy-bound: {share} of {span} is {OF_COPIES.get(_bare(name), (name,))[0]} {of}."
+    return name, f"Compute-bound: {shorter_name(name)} takes {share} of {span} {of}."
+
+
+def _bare(copies: str) -> str:
+    return copies.partition(" (")[0]

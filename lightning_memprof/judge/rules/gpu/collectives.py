@@ -1,0 +1,283 @@
+"""Communication of devices that no computation overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from lightning_memprof.judge.finding import Finding
+from lightning_memprof.judge.traces import (
+    NOTABLE_SHARE,
+    Remedy,
+    longest_in,
+    on_rank,
+    recovered_ns,
+    remedies,
+    remedy,
+    severity_of,
+    shorter_name,
+    times,
+)
+from lightning_memprof.read.trace.model import CollectiveTotals, TraceReport
+from lightning_memprof.units import MIB, format_bytes, format_ns, percent
+
+# Below this size the start-up of a collective takes as long as its data on any link.
+SMALL_BYTES: Final = MIB
+# This many of them in a step are better sent as one.
+MANY_SMALL: Final = 20
+# The same data takes the same time: a collective that takes this many times as long waits for a late rank.
+LATE_FACTOR: Final = 3
+# Of the smaller of two sizes, the part of its time that does not grow with the bytes; and how much larger the other is.
+FIXED_SHARE: Final = 0.5
+LARGER: Final = 2
+SHOWN: Final = 3
+UNKNOWN_COLLECTIVE: Final = "an unnamed collective"
+BF16_HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
+# DistributedDataParallel sends a bucket as soon as it is full, by default with 25 MiB: the last one after backward.
+BUCKET_BYTES: Final = 25 * MIB
+FEW_BUCKETS: Final = 2
+# So many buckets leave little of the gradients for the end of backward.
+BUCKETS: Final = 8
+CAP: Final = "{bucket_cap_mb}"
+"""Placeholder in a remedy: a size of the buckets of gradients, MiB."""
+SMALLER_BUCKETS: Final = (
+    remedy(f"Send gradients earlier, in smaller buckets: DDPStrategy(bucket_cap_mb={CAP}).", "lightning", "training"),
+    remedy(
+        f"Send gradients earlier, in smaller buckets: DistributedDataParallel(model, bucket_cap_mb={CAP}).",
+        "other program",
+        "training",
+    ),
+)
+OVERLAP: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
+    "all_reduce": (
+        remedy(
+            "Overlap gradients with backward: DDPStrategy(bucket_cap_mb=50, static_graph=True).",
+            "lightning",
+            "training",
+        ),
+        remedy(
+            "Overlap gradients with backward: DistributedDataParallel(model, bucket_cap_mb=50, static_graph=True).",
+            "other program",
+            "training",
+        ),
+    ),
+    "gather_scatter": (
+        remedy(
+            "Prefetch parameters: FSDPStrategy(forward_prefetch=True), or fully_shard's "
+            "set_modules_to_forward_prefetch.",
+            "lightning",
+        ),
+        remedy("Prefetch parameters: module.set_modules_to_forward_prefetch([next_module]) of FSDP2.", "other program"),
+    ),
+    "all_to_all": (
+        "Start the all-to-all early and wait late (async_op=True), with work of another layer or batch in between.",
+    ),
+    "point_to_point": (
+        (
+            "Fill the pipeline: more micro-batches per step, stages that take as long, or an interleaved schedule "
+            "(torch.distributed.pipelining.ScheduleInterleaved1F1B)."
+        ),
+    ),
+    "other": ("Start the transfer early and wait late (async_op=True), with work in between.",),
+}
+SEND_LESS: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
+    "all_reduce": (
+        remedy("Send less often: Trainer(accumulate_grad_batches=2).", "lightning", "training"),
+        remedy("Send less often: accumulate gradients under model.no_sync().", "other program", "training"),
+        remedy(f"Send bfloat16: DDPStrategy(ddp_comm_hook={BF16_HOOK}).", "lightning", "training", "sends float32"),
+        remedy(
+            f"Send bfloat16: model.register_comm_hook(None, {BF16_HOOK}).", "other program", "training", "sends float32"
+        ),
+        remedy("Send less per token: split layers over fewer devices, or use larger batches.", "inference"),
+    ),
+    "gather_scatter": (
+        remedy(
+            'Shard within a node only: FSDPStrategy(sharding_strategy="HYBRID_SHARD"), or "SHARD_GRAD_OP" if it fits.',
+            "lightning",
+            "training",
+        ),
+        remedy(
+            "Gather parameters once per step if they fit: fully_shard(module, reshard_after_forward=False); or shard "
+            "within a node only (mesh=..., 2-D).",
+            "other program",
+            "training",
+        ),
+    ),
+    "all_to_all": (
+        remedy("Send bfloat16 instead of float32.", "sends float32"),
+        "Keep more of what is sent on the same node.",
+    ),
+    "point_to_point": (),
+    "other": ("Send less: split layers over fewer devices, or give each step a larger batch.",),
+}
+KINDS: Final = {
+    "all_reduce": ("allreduce",),
+    "gather_scatter": ("allgather", "reducescatter"),
+    "all_to_all": ("alltoall", "sendrecv"),
+    "point_to_point": ("send", "recv"),
+}
+OVERLAPPED: Final = (0.0, 1.0)
+COLLECTIVE_NUMBERS: Final = (
+    "name", "group", "bytes_each", "count", "exposed_ns", "median_ns", "max_ns", "bus_bytes_per_s",
+)  # fmt: skip
+
+
+def communication_exposed(trace: TraceReport) -> Finding | None:
+    """Find communication that no computation overlaps, and its collectives.
+
+    Excludes the wait for other ranks where their traces show it. Recovers at most the exposed collectives, as far as
+    there is computation to hide them; nothing where it depends on their result.
+    """
+    window, ledger = trace.gpu_window, trace.device_ledger
+    if window is None or not window.window_ns:
+        return None
+    waited_ns = round(ledger.communicates("rank_wait") * ledger.steps) if ledger is not None else 0
+    exposed_ns = max(window.communication_exposed_ns - waited_ns, 0)
+    share = exposed_ns / window.window_ns
+    if share <= NOTABLE_SHARE:
+        return None
+    collectives = sorted(trace.collectives, key=lambda collective: collective.exposed_ns, reverse=True)
+    worst = collectives[0] if collectives else None
+    overlapped = window.communication_overlapped_ns / window.communication_ns if window.communication_ns else 0.0
+    late = _late(collectives)
+    mostly = f", mostly {_plain(worst.name)}" if worst else ""
+    waited = f", and {format_ns(waited_ns)} wait for other ranks" if waited_ns else ""
+    return Finding(
+        rule="communication_exposed",
+        severity=severity_of(share),
+        title=f"Communication-bound: exposed collectives take {percent(share)} of the time{on_rank(trace)}{mostly}.",
+        why=(
+            f"{format_ns(exposed_ns)} of {format_ns(window.window_ns)} are exposed{waited}; {percent(overlapped)} "
+            "of all communication overlaps kernels"
+            f"{''.join(f'; {_shown(found)}' for found in collectives[:SHOWN])}."
+        ),
+        remedies=_next_steps(trace, collectives, late),
+        evidence=longest_in(trace, worst.longest_start_ns if worst else None, worst.max_ns if worst else 0),
+        numbers={
+            "exposed_share": share,
+            "exposed_ns": exposed_ns,
+            "waited_ns": waited_ns,
+            "communication_ns": window.communication_ns,
+            "overlapped_ns": window.communication_overlapped_ns,
+            "overlapped_share": overlapped,
+            "window_ns": window.window_ns,
+            "late": late.name if late else None,
+            "collectives": [
+                {name: getattr(collective, name) for name in COLLECTIVE_NUMBERS} for collective in collectives[:SHOWN]
+            ],
+        },
+        weight=share,
+        recovers=recovered_ns(ledger, OVERLAPPED, "collective", recorded_ns=min(exposed_ns, window.compute_ns)),
+    )
+
+
+def _late(collectives: list[CollectiveTotals]) -> CollectiveTotals | None:
+    """Return the collective whose durations vary as if it waits for another rank.
+
+    What a stage of a pipeline receives is late by the schedule.
+    """
+    waits = [
+        collective
+        for collective in collectives
+        if collective.count > 1
+        and _kind(collective) != "point_to_point"
+        and collective.max_ns >= LATE_FACTOR * max(collective.median_ns, 1)
+    ]
+    found = max(waits, key=lambda wait: wait.max_ns, default=None)
+    least = NOTABLE_SHARE * sum(collective.total_ns for collective in collectives)
+    return found if found is not None and found.max_ns >= least else None
+
+
+def _fixed(
+    trace: TraceReport, collectives: Sequence[CollectiveTotals]
+) -> tuple[CollectiveTotals, CollectiveTotals] | None:
+    """Return two sizes of a collective, the smaller one first, if most of the smaller one's time is waiting.
+
+    A transfer takes a time in proportion to its bytes, from some size on. What the line through both medians has left
+    at no bytes is waiting.
+    """
+    sizes: dict[tuple[str, str], list[CollectiveTotals]] = {}
+    for each in collectives:
+        if (each.bytes_each or 0) >= SMALL_BYTES:
+            sizes.setdefault((each.name, each.group), []).append(each)
+    found = []
+    for alike in sizes.values():
+        small, large = (pick(alike, key=lambda each: each.bytes_each or 0) for pick in (min, max))
+        fewer, more = small.bytes_each or 0, large.bytes_each or 0
+        if more < LARGER * fewer:
+            continue
+        fixed_ns = small.median_ns - fewer * max(large.median_ns - small.median_ns, 0) / (more - fewer)
+        waited_ns = fixed_ns * sum(each.count for each in alike)
+        is_notable = trace.gpu_window is not None and waited_ns > NOTABLE_SHARE * trace.gpu_window.window_ns
+        if is_notable and fixed_ns >= FIXED_SHARE * small.median_ns:
+            found.append((waited_ns, small, large))
+    return max(found, key=lambda pair: pair[0])[1:] if found else None
+
+
+def _plain(name: str) -> str:
+    return UNKNOWN_COLLECTIVE if name == "unknown" else shorter_name(name).removeprefix("nccl:").removeprefix("gloo:")
+
+
+def _shown(collective: CollectiveTotals) -> str:
+    size = f" of {format_bytes(collective.bytes_each)}" if collective.bytes_each is not None else ""
+    each = ""
+    if collective.count > 1:
+        each = f"median {format_ns(collective.median_ns)}, max {format_ns(collective.max_ns)}, "
+    exposed = format_ns(collective.exposed_ns)
+    fastest = ""
+    # A small one takes as long as its start-up.
+    if collective.bus_bytes_per_s is not None and (collective.bytes_each or 0) >= SMALL_BYTES:
+        fastest = f", up to {format_bytes(collective.bus_bytes_per_s)}/s of bus bandwidth"
+    return f"{_plain(collective.name)}{size}, {times(collective.count)}, {each}{exposed} exposed{fastest}"
+
+
+def _kind(collective: CollectiveTotals) -> str:
+    bare = collective.name.lower().replace("_", "").replace("-", "")
+    return next((kind for kind, names in KINDS.items() if any(name in bare for name in names)), "other")
+
+
+def _next_steps(
+    trace: TraceReport, collectives: list[CollectiveTotals], late: CollectiveTotals | None
+) -> tuple[str, ...]:
+    steps: list[str] = []
+    if late is not None:
+        steps.append(
+            f"Find the late rank: the same {_plain(late.name)} takes {format_ns(late.median_ns)} or "
+            f"{format_ns(late.max_ns)}. Record all ranks and compare them."
+        )
+    elif (sizes := _fixed(trace, collectives)) is not None:
+        fewer, more = (f"{format_ns(size.median_ns)} for {format_bytes(size.bytes_each or 0)}" for size in sizes)
+        steps.append(
+            f"Find the late rank: {_plain(sizes[0].name)} takes {fewer} and {more}, so most of that is waiting. Record "
+            "all ranks and compare them."
+        )
+    small = sum(
+        collective.count
+        for collective in collectives
+        if collective.bytes_each is not None and collective.bytes_each < SMALL_BYTES
+    )
+    if small >= MANY_SMALL * max(len(trace.steps), 1):
+        steps.append(f"Combine {small:,} collectives of less than {format_bytes(SMALL_BYTES)}.")
+    kind = _kind(collectives[0]) if collectives else "other"
+    if kind == "all_reduce" and trace.program.trains and not trace.program.is_ddp:
+        kind = "other"
+    overlap, less, window = OVERLAP[kind], SEND_LESS[kind], trace.gpu_window
+    if kind == "all_reduce" and (cap := _smaller_cap(trace, collectives)):
+        overlap = tuple(choice._replace(text=choice.text.replace(CAP, str(cap))) for choice in SMALLER_BUCKETS)
+    # Computation hides no more than it takes itself.
+    is_most = window is not None and window.communication_ns > window.compute_ns
+    return remedies(trace, *steps, *((*less, *overlap) if is_most else (*overlap, *less)))
+
+
+def _smaller_cap(trace: TraceReport, collectives: Sequence[CollectiveTotals]) -> int | None:
+    """Return the size of smaller buckets in MiB, None where it is not the last bucket of a step that is exposed.
+
+    It is where gradients are sent in one or two buckets, and where most of the time is hidden.
+    """
+    sent = [each for each in collectives if _kind(each) == "all_reduce" and (each.bytes_each or 0) >= SMALL_BYTES]
+    each_step = sum((each.bytes_each or 0) * each.count for each in sent) / max(len(trace.steps), 1)
+    window = trace.gpu_window
+    is_hidden = window is not None and 2 * window.communication_overlapped_ns > window.communication_ns
+    if not each_step or (each_step > FEW_BUCKETS * BUCKET_BYTES and not is_hidden):
+        return None
+    return max(round(min(each_step, FEW_BUCKETS * BUCKET_BYTES) / BUCKETS / MIB), 1)

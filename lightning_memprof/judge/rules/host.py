@@ -1,0 +1,321 @@
+"""Host time in the steps of a run: callbacks, hooks, logging, validation, checkpoints, GC pauses, stalls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from msgspec.structs import replace
+
+from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.steps.pauses import pauses
+from lightning_memprof.artifacts.series import GC_PAUSE
+from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.finding import Finding, Recovery, Severity
+from lightning_memprof.judge.measures import core_use, few_steps, one_by_one
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import (
+    BREAK_CYCLES,
+    CHOOSE_COLLECTIONS,
+    CODE_AROUND_BATCHES,
+    DYNAMIC_SHAPES,
+    FEW_SHAPES,
+    FIND_COLLECT,
+    FREEZE_OBJECTS,
+    IN_WORKERS,
+    LESS_OFTEN,
+    LOG_AT_ONCE,
+    LOG_CHEAPLY,
+    LOG_FEWER,
+    LOG_LESS_OFTEN,
+    LOG_RECOMPILES,
+    METRIC_OF_SUMS,
+    METRIC_PER_EPOCH,
+    REMOVE_HOOK,
+    SAVE_ASYNC,
+    SAVE_LESS,
+    SAVE_LESS_OFTEN,
+    SKIP_HOOK,
+    VALIDATE_LESS_OFTEN,
+    VALIDATE_ON_LESS,
+)
+from lightning_memprof.judge.rule import Detail, Fact, Rule, least_ns
+from lightning_memprof.judge.rules.compute import is_oversubscribed
+from lightning_memprof.judge.rules.modules import operator_family
+from lightning_memprof.judge.rules.program.python import work_of
+from lightning_memprof.read.run.model import Rank
+from lightning_memprof.units import format_bytes, format_count, format_ns, percent
+
+
+def detail(facts: Facts, fact: Fact) -> Detail:
+    """Return what the recording shows of an action: loops over an operator, forwards, lines of the program."""
+    does, steps = work_of(facts, fact.rank, replace(fact.lines[0], count=fact.count))
+    words = does.lstrip(":;, ")
+    return Detail(why=f"{words[:1].upper()}{words[1:]}." if words else "", remedies=steps)
+
+
+# Where a step mostly waits, nothing else is worth as much.
+MOST_OF_STEP: Final = 0.5
+
+
+def core_wait(facts: Facts) -> Finding | None:
+    """Find a training thread that is ready to run but waits for a core, and the processes that use the cores.
+
+    Recovers half to all of this time. Nobody can change what other programs take in the training itself: their share is
+    a note below half of the step, and a warning at most.
+    """
+    worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
+    if worst is None or is_oversubscribed(facts, worst[0]):
+        return None
+    rank, ledger = worst
+    if least_ns(Fact(rank=rank, ledger=ledger, lines=ledger.of("core_wait"))) > ledger.ns("core_wait"):
+        return None
+    ns = ledger.ns("core_wait")
+    worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.step_ns)
+    waits = f"the training thread waits {percent(ns / ledger.step_ns)} of each step for a core{facts.on_rank(rank)}"
+    use = core_use(facts, rank)
+    most = Severity.WARNING if ns >= MOST_OF_STEP * ledger.step_ns else Severity.INFO
+    return Finding(
+        rule="core_wait",
+        severity=min(worth.severity, most) if use.by_others else worth.severity,
+        title=f"{use.owner}: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
+        why=(f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step.{use.text}"),
+        remedies=use.remedies,
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "system")),
+        numbers={
+            "rank": rank.rank,
+            "core_wait_ns": round(ns),
+            "duration_ns": round(ledger.step_ns),
+            "cores": rank.facts.cpu_count,
+            "cores_of_training": use.own,
+            "cores_of_others": use.others,
+        },
+        weight=worth.share,
+        recovers=worth,
+    )
+
+
+# A busy machine delays a step by less.
+MIN_STALL_NS: Final = 50_000_000
+NOTABLE_STALLS: Final = 0.10
+# Batches of different lengths make a spread without a gap: the fastest slow step must take this many times the 90th
+# percentile of the others.
+APART: Final = 1.5
+USUAL_PART: Final = 0.9
+# Three delayed steps are equidistant by chance in one run of twenty, four hardly ever.
+MIN_RHYTHM: Final = 4
+CATCH: Final = "MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()]))"
+
+
+BENCHMARK: Final = "Leave cuDNN's benchmark off, Trainer(benchmark=False), or pad batches to a few shapes."
+
+
+def _may_convolve(ledger: TimeLedger) -> bool:
+    """Return whether the passes have a convolution, or their operators are not known."""
+    operators = {line.operator for line in ledger.of("forward", "backward") if line.operator}
+    return not operators or any(operator_family(operator) == "convolution" for operator in operators)
+
+
+def slow_steps(facts: Facts) -> Finding | None:
+    """Find the few steps that take a multiple of the others for the same work.
+
+    Recovers at most their excess. Another program on the machine makes such steps too, but none with a period.
+    """
+    if (worst := facts.heaviest(lambda ledger: ledger.ns("stall"))) is None or not worst[1].stalls:
+        return None
+    rank, ledger = worst
+    ns, longest = ledger.ns("stall"), ledger.stalls[0]
+    typical = rank.typical_steps
+    slow = {stall.step for stall in ledger.stalls}
+    durations = [(step, spent) for step, spent, _ in typical.steps] if typical else []
+    few = few_steps(rank, [(step, spent if step in slow else 0) for step, spent in durations], stands_out=0)
+    usual = sorted(spent for step, spent in durations if step not in slow)
+    if ns <= NOTABLE_STALLS * ledger.step_ns or longest.excess_ns < MIN_STALL_NS or few is None or not usual:
+        return None
+    if min(stall.duration_ns for stall in ledger.stalls) < APART * usual[round(USUAL_PART * (len(usual) - 1))]:
+        return None
+    worth = Recovery(unit="ns", min=0, max=ns, whole=ledger.step_ns)
+    is_regular = few.repeats and len(few.steps) >= MIN_RHYTHM
+    mostly = f", mostly in {longest.owner}" if longest.owner else ""
+    factor = few.mean_ns / max(ledger.median_ns, 1)
+    record = f"MemProfilerCallback(schedule=Schedule(steps=({few.steps[0]},), active=1))"
+    in_passes = longest.owner in {"forward", "backward"} and not rank.facts.is_cpu and _may_convolve(ledger)
+    tries = in_passes and rank.training is not None and bool(rank.training.cudnn_benchmark)
+    return Finding(
+        rule="slow_steps",
+        severity=worth.severity if is_regular else Severity.INFO,
+        title=(
+            f"{few.subject} {few.verb} {factor:.1f} times as long as the median{facts.on_rank(rank)}{mostly}"
+            + (", with cuDNN's benchmark on." if tries else ".")
+        ),
+        why=(
+            f"{len(few.steps)} of {few.seen} steps take {format_ns(few.mean_ns)}, the median step "
+            f"{format_ns(ledger.median_ns)}: their excess is {ledger.share_text(ns)}."
+            + (" cuDNN tries its algorithms for each new shape of the batches (benchmark=True)." if tries else "")
+            + ("" if is_regular else " Without a period, a busy machine may be the cause.")
+        ),
+        remedies=(
+            *((BENCHMARK,) if tries else ()),
+            "Compare the batches of these steps with the others: longer samples, shapes that recompile.",
+            f"Record such a step: {record}." if is_regular else f"Let the next slow step open a window: {CATCH}.",
+        ),
+        evidence=(facts.pulse(rank, few.steps), *facts.recorded(rank, "hooks", few.steps)),
+        numbers={
+            "rank": rank.rank,
+            "steps": list(few.steps),
+            "period": few.period,
+            "stall_ns": round(ns),
+            "slow_ns": few.mean_ns,
+            "median_ns": round(ledger.median_ns),
+            "cause": longest.owner,
+        },
+        weight=worth.share,
+        recovers=worth,
+    )
+
+
+# In this share of the steps the program calls gc.collect(): Python starts a full collection in one step of many.
+EXPLICIT_SHARE: Final = 0.8
+OLDEST: Final = 2
+
+
+def pauses_detail(facts: Facts, fact: Fact) -> Detail:
+    """Return the generations, what they freed, and whether the program collects itself."""
+    rank, found = fact.rank, pauses(fact.rank)
+    how, fetch_at_once = one_by_one(rank, fact.ledger) if _in_fetch(rank) else ("", ())
+    full, full_ns = found.generations.get(OLDEST, (0, 0)) if found else (0, 0)
+    recorded = sum(len(window.steps) for window in rank.windows)
+    words = [f"{format_count(full, 'full collection')} in recorded steps took {format_ns(full_ns)}"] if full else []
+    words += [f"mostly in fetches{how}"] if how else []
+    words += [f"cycles held {format_bytes(found.tensor_bytes)} of tensors"] if found and found.tensor_bytes else []
+    explicit = (FIND_COLLECT,) if recorded and full >= EXPLICIT_SHARE * recorded else ()
+    cycles = (BREAK_CYCLES,) if found and found.tensor_bytes else ()
+    text = "; ".join(words)
+    return Detail(
+        why=f"{text[0].upper()}{text[1:]}." if text else "",
+        remedies=(*fetch_at_once, *explicit, *cycles),
+        numbers={
+            "generations": {str(number): list(of) for number, of in found.generations.items()} if found else {},
+            "tensor_bytes": found.tensor_bytes if found else None,
+        },
+        evidence=facts.recorded(rank, "garbage"),
+    )
+
+
+def _in_fetch(rank: Rank) -> bool:
+    """Return whether most of the time of pauses is in fetches, whose objects cause them."""
+    spent = Counter[str]()
+    for row in rank.actions:
+        if row.action == GC_PAUSE and not row.in_window:
+            spent[row.phase or ""] += row.total_ns or 0
+    return spent["data_wait"] > spent.total() / 2
+
+
+# What an action does it can do less often, or in the background: half to all of its time. Lost: as many of its runs.
+ROWS: Final = (
+    Rule(
+        id="callback_bound",
+        of=("callback",),
+        says="The callback {owner} takes {share}{rank}.",
+        unnamed="Callbacks take {share}{rank}; which ones was not recorded.",
+        remedies=(LESS_OFTEN,),
+        saves=(0.5, 1.0),
+        each=True,
+        detail=detail,
+    ),
+    Rule(
+        id="hook_bound",
+        of=("module_hook",),
+        says="The hook {owner} of the module takes {share}{rank}.",
+        unnamed="Hooks of the module take {share}{rank}; which ones was not recorded.",
+        remedies=(LESS_OFTEN,),
+        saves=(0.5, 1.0),
+        each=True,
+        detail=detail,
+    ),
+    Rule(
+        id="transfer_bound",
+        of=("transfer",),
+        says="Moving batches to the device takes {share}{rank}, in {owner}.",
+        unnamed="Moving batches to the device takes {share}{rank}.",
+        remedies=(IN_WORKERS,),
+        saves=(0.3, 1.0),
+        each=True,
+        detail=detail,
+    ),
+    Rule(
+        id="recompilation",
+        of=("compile",),
+        says="torch.compile recompiles: compiling takes {share}{rank}.",
+        remedies=(DYNAMIC_SHAPES, FEW_SHAPES, LOG_RECOMPILES),
+        saves=(0.7, 1.0),
+        repeats=True,
+    ),
+    Rule(
+        id="registered_hook_bound",
+        of=("forward_hook", "backward_hook"),
+        says="The {kind} {owner} takes {share}{rank}.",
+        unnamed="Hooks that the program registered take {share}{rank}; which ones was not recorded.",
+        remedies=(REMOVE_HOOK, SKIP_HOOK),
+        saves=(0.8, 1.0),
+        each=True,
+        detail=detail,
+    ),
+    Rule(
+        id="metric_bound",
+        of=("metric",),
+        says="Metrics take {share}{rank}, mostly {owner}.",
+        unnamed="Metrics take {share}{rank}.",
+        remedies=(METRIC_PER_EPOCH, METRIC_OF_SUMS),
+        saves=(0.5, 1.0),
+        detail=detail,
+    ),
+    Rule(
+        id="validation_bound",
+        of=("validation",),
+        says="Validation takes {share}{rank}.",
+        remedies=(VALIDATE_LESS_OFTEN, VALIDATE_ON_LESS),
+        saves=(0.5, 0.9),
+        # Every training validates.
+        note=POLICY.verdict,
+        detail=detail,
+    ),
+    Rule(
+        id="checkpoint_bound",
+        of=("checkpoint",),
+        says="Saving checkpoints takes {share}{rank}.",
+        remedies=(SAVE_LESS_OFTEN, SAVE_LESS, SAVE_ASYNC),
+        saves=(0.5, 1.0),
+        detail=detail,
+    ),
+    Rule(
+        id="logging_bound",
+        of=("logging", "self_log"),
+        says="Logging takes {share}{rank}, mostly {owner}.",
+        unnamed="Logging takes {share}{rank}.",
+        remedies=(LOG_LESS_OFTEN, LOG_AT_ONCE, LOG_CHEAPLY),
+        saves=(0.5, 1.0),
+        detail=detail,
+    ),
+    Rule(
+        id="between_steps",
+        of=("untracked",),
+        says="{share} is outside the tracked phases{rank}.",
+        remedies=(CODE_AROUND_BATCHES, LOG_FEWER),
+        saves=(0.0, 1.0),
+        # Lightning's loop and a logger stay below this.
+        note=0.15,
+        # The Trainer's own work between phases takes 1 to 4 ms.
+        applies=lambda _, fact: fact.ns > 5_000_000,
+    ),
+    Rule(
+        id="gc_pauses",
+        of=("gc_pauses",),
+        says="GC pauses take {share}{rank}.",
+        remedies=(FREEZE_OBJECTS, CHOOSE_COLLECTIONS),
+        # Collections of young generations remain.
+        saves=(0.7, 1.0),
+        repeats=True,
+        detail=pauses_detail,
+    ),
+)

@@ -1,0 +1,311 @@
+"""The heaviest module, buffers that DDP broadcasts, and autograd graphs: unused gradients, graphs that outlive."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+from lightning_memprof.account.ledger.growth import steady_growth
+from lightning_memprof.account.ledger.host import MAX_FORWARDS
+from lightning_memprof.account.ledger.memory import UNATTRIBUTED
+from lightning_memprof.account.ledger.model import TimeLine, grouped, total
+from lightning_memprof.account.memory.model import DeviceAllocations
+from lightning_memprof.artifacts.series import SavedTensorsRow
+from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.finding import Finding, Recovery, recovered
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.rules.growth import RETAINED
+from lightning_memprof.read.run.model import Rank
+from lightning_memprof.units import MIB, format_bytes, format_ns, percent
+
+ROOT: Final = "the model"
+# A module with less of its parent's time does not explain it.
+EXPLAINS: Final = 0.5
+# What one of several submodules must have, of the whole and beside the next one, to be worth a name.
+LEADS: Final = 0.25
+AHEAD: Final = 1.25
+# Operators that do the same, under the names of forward and backward and of all libraries.
+FAMILIES: Final = (
+    (
+        "matrix multiplication",
+        re.compile(r"aten::(?:mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|_scaled_mm|mkldnn_linear\w*)\Z"),
+    ),
+    ("convolution", re.compile(r"aten::\w*conv\w*\Z")),
+    ("attention", re.compile(r"aten::_?\w*(?:scaled_dot_product|flash|efficient)_attention\w*\Z")),
+    ("compiled code", re.compile(r"## Call CompiledFxGraph|CompiledFunction|Torch-Compiled Region|TorchDynamo")),
+    ("recurrent layers", re.compile(r"aten::\w*(?:lstm|gru|rnn)\w*\Z")),
+)
+
+
+class Heaviest(msgspec.Struct, frozen=True, kw_only=True):
+    """The innermost module that takes most of the time of forward and backward, and the operators most of its time.
+
+    ``ns`` is per step, ``family`` names the operators, ``family_ns`` is their part; ``operators`` are all that run.
+    ``leader`` is the submodule that stands out, ``leader_ns`` its time.
+    """
+
+    module: str
+    ns: float
+    family: str
+    family_ns: float
+    leader: str = ""
+    leader_ns: float = 0.0
+    operators: frozenset[str] = frozenset()
+
+
+def heaviest_module(owners: Iterable[TimeLine]) -> Heaviest | None:
+    """Return the innermost module with at least half of the time of the lines of forward and backward.
+
+    None where they are not divided among operators.
+    """
+    lines = grouped(owners)
+    if not any(line.operator for line in lines):
+        return None
+    path: tuple[str, ...] = ()
+    inside = lines
+    while True:
+        below: dict[str, list[TimeLine]] = defaultdict(list)
+        for line in inside:
+            parts = (line.module or "").split(".") if line.module else []
+            if len(parts) > len(path):
+                below[parts[len(path)]].append(line)
+        name = max(below, key=lambda child: total(below[child]), default=None)
+        if name is None or total(below[name]) < EXPLAINS * total(lines):
+            break
+        path, inside = (*path, name), below[name]
+    families = Counter[str]()
+    for line in inside:
+        families[operator_family(line.operator)] += line.ns  # type: ignore[assignment]  # counts may be floats
+    unfused = total(_unfused(inside))
+    if unfused >= UNFUSED_SHARE * total(inside):
+        families = Counter({UNFUSED: round(unfused)})
+    family, family_ns = families.most_common(1)[0]
+    leader, leader_ns = _leader({child: total(of_child) for child, of_child in below.items()}, total(inside))
+    return Heaviest(
+        module=".".join(path) or ROOT,
+        ns=total(inside),
+        family=family,
+        family_ns=family_ns,
+        leader=".".join((*path, leader)) if leader else "",
+        leader_ns=leader_ns,
+        operators=frozenset(line.operator for line in inside if line.operator),
+    )
+
+
+def _leader(submodules: Mapping[str, float], whole: float) -> tuple[str, float]:
+    """Return the submodule whose time stands out, and this time; an empty name where none does."""
+    first, second, *_ = [*sorted(((ns, name) for name, ns in submodules.items()), reverse=True), (0.0, ""), (0.0, "")]
+    return (first[1], first[0]) if first[0] >= max(LEADS * whole, AHEAD * second[0]) else ("", 0.0)
+
+
+# Attention that keeps its weights: batched products around a softmax. Projections are products of two matrices.
+UNFUSED: Final = "attention without the fused kernel"
+UNFUSED_SHARE: Final = 0.3
+BATCHED: Final = frozenset({"aten::bmm", "aten::baddbmm"})
+SOFTMAX: Final = "aten::_softmax"
+PROJECTION: Final = re.compile(r"aten::(?:mm|addmm|linear|mkldnn_linear\w*)\Z")
+
+
+def _unfused(lines: Iterable[TimeLine]) -> list[TimeLine]:
+    """Return the lines of modules that compute attention with operators of their own, without the projections."""
+    of_modules: dict[str | None, list[TimeLine]] = defaultdict(list)
+    for line in lines:
+        of_modules[line.module].append(line)
+    found = []
+    for own in of_modules.values():
+        calls: dict[str, float] = defaultdict(float)
+        for line in own:
+            if line.part == "forward":
+                calls[line.operator or ""] += line.count
+        if 0 < calls[SOFTMAX] <= sum(calls[name] for name in BATCHED) / 2:
+            found += [line for line in own if line.operator and not PROJECTION.match(line.operator)]
+    return found
+
+
+def operator_family(operator: str | None) -> str:
+    """Return the usual name of an operator's work, ``matrix multiplication``, else its own.
+
+    Outside operators it is ``Python``; None, where nothing is recorded, is ``unprofiled``.
+    """
+    if operator is None:
+        return "unprofiled"
+    return next((name for name, matches in FAMILIES if matches.match(operator)), operator or "Python")
+
+
+FORWARD_ONCE: Final = (
+    "Run the forward once per step and reuse its output; where the inputs differ, join them into one batch (torch.cat)."
+)
+
+
+def forwards_per_step(rank: Rank) -> int:
+    """Return how often each recorded step calls the whole model before its one backward; 1 where steps or parts differ.
+
+    The whole model is the LightningModule, else all outermost modules with parameters: around a block that one forward
+    repeats, others run once.
+    """
+    rows = [row for window in rank.windows for row in window.read(SavedTensorsRow).recorded]
+    trained = {path for row in rows for path, sizes in row.parameters.items() if sizes[0]}
+    backwards, found = [row for row in rows if row.modules], set[int]()
+    for row in backwards:
+        calls = {path: cells[2] for path, cells in row.modules.items() if cells[2] and path in trained}
+        found |= {count for path, count in calls.items() if not path or not _is_inside(path, calls)}
+    count, *others = found or {1}
+    is_once = others or len({row.step for row in backwards}) < len(backwards) or count > MAX_FORWARDS
+    return 1 if is_once else count
+
+
+def _is_inside(path: str, others: Container[str]) -> bool:
+    return any(path[:end] in others for end in (0, *(dot.start() for dot in re.finditer(r"\.", path))))
+
+
+def in_compiled(module: str, rank: Rank) -> bool:
+    """Return whether torch.compile has compiled a module, or one around it."""
+    found = _places(module)
+    return any(found[: len(place)] == place for place in _compiled(rank))
+
+
+def _compiled(rank: Rank) -> list[list[str]]:
+    return [_places(path) for path in (rank.training.compiled if rank.training else ())]
+
+
+def _places(module: str) -> list[str]:
+    """Return the parts of a path; numbers and ranges of numbers, ``0-5``, are alike."""
+    parts = module.split(".") if module not in {"", ROOT} else []
+    return ["" if part.replace("-", "").isdigit() else part for part in parts]
+
+
+# channels_last is a layout of images.
+SIGNALS: Final = "aten::conv1d"
+IMAGES: Final = frozenset({"aten::conv2d", "aten::conv3d"})
+# Fusing leaves its arithmetic as it is, and its kernels are those of a library.
+ARITHMETIC: Final = frozenset({"matrix multiplication", "convolution", "attention", "recurrent layers"})
+LESS: Final = (
+    "Give {module} less work (fewer or smaller layers, shorter inputs), or use a GPU: {family} leaves little to fuse."
+)
+
+
+def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
+    """Return what makes the operators of a module faster on this run's device."""
+    precision = (rank.training.precision if rank.training else None) or "32-true"
+    found = _places(heaviest.module)
+    overlaps = any(all(a == b for a, b in zip(found, place, strict=False)) for place in _compiled(rank))
+    compiled = () if overlaps else (f"Fuse its operators: compile {heaviest.module} with torch.compile(module).",)
+    lower = ("Compute in bfloat16: Trainer(precision='bf16-mixed').",) if precision == "32-true" else ()
+    if heaviest.family == "convolution" and not (SIGNALS in heaviest.operators and not IMAGES & heaviest.operators):
+        return ("Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too.", *lower)
+    if heaviest.family in ARITHMETIC and heaviest.family_ns >= EXPLAINS * heaviest.ns:
+        less = (LESS.format(module=heaviest.module, family=heaviest.family),) if rank.facts.is_cpu else ()
+        return (*less, *lower, *compiled)
+    return (*compiled, *lower)
+
+
+# A smaller graph is that of a loss, or of a few outputs.
+MIN_RETAINED: Final = 32 * MIB
+MOSTLY: Final = 0.5
+
+
+def retained_graph(facts: Facts) -> Finding | None:
+    """Find saved activations of a step that are live at the peak of a later one: backward did not free its graph.
+
+    Recovers one to two times these bytes, at most the saved activations and the unattributed bytes of the byte ledger.
+    With retain_graph=True the step's own graph, too, stays whole until its backward ends, instead of being freed on the
+    way; on a host, the C allocator also keeps free blocks between the two graphs. Memory that grows from step to step
+    is not this finding's.
+    """
+    for memory in facts.memory.ranks if facts.memory is not None else ():
+        rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
+        saved, ledger = memory.activations, facts.byte_ledgers.get(rank.rank)
+        kept = max((_outliving(device) for window in memory.allocations for device in window.devices), default=0)
+        if saved is None or kept < max(MIN_RETAINED, MOSTLY * saved.total_bytes):
+            continue
+        once = recovered(ledger, min(kept, saved.total_bytes), "activation")
+        columns = ("rss_bytes", "device_peak_bytes")
+        if ledger is None or once is None or any(steady_growth(rank.pulse, column) for column in columns):
+            continue
+        # The ledger's activations are those of one step; the earlier graph is among the unattributed bytes.
+        twice = min(2 * once.min, ledger.bytes("activation") + ledger.bytes(UNATTRIBUTED))
+        worth = Recovery(unit="bytes", min=once.min, max=twice, whole=once.whole)
+        return Finding(
+            rule="retained_graph",
+            title=(
+                f"Graphs outlive their step: {format_bytes(worth.min)} of saved activations are live in the "
+                f"next one{facts.on_rank(rank)}."
+            ),
+            why=(
+                f"A step saves {format_bytes(saved.total_bytes)} of activations; at the peak, {format_bytes(kept)} "
+                f"from the previous forward are live, {percent(once.share)} of {format_bytes(ledger.peak_bytes)}: "
+                "retain_graph=True or a stored loss or output keeps its graph."
+            ),
+            remedies=(RETAINED,),
+            evidence=facts.pulse_and_trace(rank),
+            numbers={"rank": rank.rank, "retained_bytes": kept, "activation_bytes": saved.total_bytes},
+            **worth.parts,
+        )
+    return None
+
+
+def _outliving(device: DeviceAllocations) -> int:
+    """Return the bytes at the peak of a window that the forward of an earlier step allocated."""
+    peak = device.peak_step or 0
+    return sum(site.bytes for site in device.sites if site.phase == "forward" and (site.step or peak) < peak)
+
+
+BROADCAST: Final = "broadcast"
+IN_FORWARD: Final = "c10d::broadcast_"
+WRAPPER: Final = "DDP"
+# Another collective of the step may wait for the same rank instead.
+OF_BROADCAST: Final = (0.5, 1.0)
+OWN_BUFFERS: Final = (
+    "Do not send them: DDPStrategy(broadcast_buffers=False). Each rank then keeps its own, those of BatchNorm too, "
+    "which SyncBatchNorm averages."
+)
+
+
+def buffer_broadcast(facts: Facts) -> Finding | None:
+    """Find the broadcast of buffers in each step, on the host.
+
+    Recovers half to all of the time in which nothing hides it. Lost: the ranks' buffers may differ.
+    """
+    if (worst := facts.heaviest(lambda ledger: ledger.communicates("collective"))) is None:
+        return None
+    rank, ledger = worst
+    recorded = facts.host_ledger(rank)
+    calls = sum(line.count for line in recorded.of("forward") if line.operator == IN_FORWARD) if recorded else 0.0
+    ns = total(line for line in ledger.communication if line.part == "collective" and line.name == BROADCAST)
+    worth = Recovery(unit="ns", min=ns * OF_BROADCAST[0], max=ns * OF_BROADCAST[1], whole=ledger.step_ns)
+    buffers = rank.training.largest_buffers if rank.training else []
+    if not calls or worth.share < POLICY.note or not buffers or not is_wrapped(rank):
+        return None
+    largest = f"{buffers[0].name} ({format_bytes(buffers[0].bytes)})"
+    return Finding(
+        rule="buffer_broadcast",
+        title=(
+            f"Buffers are broadcast to all ranks in each step, mostly {largest}: "
+            f"{ledger.share_text(ns)}{facts.on_rank(rank)}."
+        ),
+        why=(
+            f"{format_ns(ns)} of {ledger.length_text}: DistributedDataParallel sends the buffers of rank 0 before each "
+            "forward."
+        ),
+        remedies=(
+            OWN_BUFFERS,
+            f"Or keep {buffers[0].name} as a plain attribute, not as a registered buffer.",
+        ),
+        evidence=facts.pulse_and_trace(rank),
+        numbers={
+            "rank": rank.rank,
+            "broadcast_ns": round(ns),
+            "buffers": {buffer.name: buffer.bytes for buffer in buffers},
+            "duration_ns": round(ledger.step_ns),
+        },
+        **worth.parts,
+    )
+
+
+def is_wrapped(rank: Rank) -> bool:
+    """Return whether DistributedDataParallel wraps the model."""
+    return (rank.facts.strategy or "").startswith(WRAPPER)

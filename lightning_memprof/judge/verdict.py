@@ -1,0 +1,236 @@
+"""All rules over all facts: the findings, the most severe first, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from lightning_memprof.judge.facts import Facts, Judge
+from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.rule import Rule
+from lightning_memprof.judge.rules import (
+    communication,
+    compute,
+    data,
+    growth,
+    host,
+    kernels,
+    memory,
+    modules,
+    profiler,
+    snapshot,
+)
+from lightning_memprof.judge.rules.bound import nothing_found, nothing_in_files
+from lightning_memprof.judge.rules.gpu import allocator, collectives, holders, idle, waits
+from lightning_memprof.judge.rules.program import lines, loops, passes, python, slowing
+from lightning_memprof.read.run.model import Run
+from lightning_memprof.read.snapshot.report import DeviceReport, SnapshotReport
+from lightning_memprof.read.trace.model import TraceReport
+
+__all__ = [
+    "NOTHING_FOUND",
+    "TRACE_RULES",
+    "Evidence",
+    "Facts",
+    "Finding",
+    "Severity",
+    "examine",
+    "examine_files",
+    "nothing_in_files",
+]
+
+# About memory and the end of a run: valid after any number of steps.
+RULES: Final[tuple[Judge, ...]] = (
+    profiler.hang,
+    profiler.worker_died,
+    memory.out_of_memory,
+    profiler.other_profiler,
+    growth.memory_growth,
+    growth.device_memory_growth,
+    memory.worker_memory,
+    memory.validation_memory,
+    modules.retained_graph,
+    snapshot.allocator_retries,
+    communication.memory_imbalance,
+    memory.peak_elsewhere,
+    memory.activation_peak,
+    memory.optimizer_state,
+    memory.data_memory,
+)
+# About step time.
+STEP_RULES: Final[tuple[Judge, ...]] = (
+    communication.straggler,
+    modules.buffer_broadcast,
+    loops.synced_passes,
+    data.input_bound,
+    data.workers_restart,
+    data.worker_start,
+    data.padding,
+    compute.anomaly_detection,
+    compute.double_precision,
+    loops.python_loop,
+    lines.costly_line,
+    python.python_time,
+    compute.broadcast_loss,
+    python.busy_thread,
+    passes.unused_gradients,
+    passes.double_backward,
+    passes.recomputation,
+    compute.thread_oversubscription,
+    compute.idle_cores,
+    compute.dense_embedding,
+    compute.optimizer_bound,
+    loops.small_batch,
+    host.core_wait,
+    host.slow_steps,
+    slowing.slower_steps,
+    profiler.profiler_overhead,
+)
+# The same, as rows.
+ROWS: Final[tuple[Rule, ...]] = (*host.ROWS,)
+TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (
+    data.input_bound_trace,
+    allocator.allocator_thrash,
+    collectives.communication_exposed,
+    idle.gpu_idle,
+    waits.synchronization,
+    waits.blocking_transfers,
+    waits.exposed_copies,
+    kernels.tensor_cores_unused,
+    kernels.unfused_attention,
+    kernels.optimizer_loop,
+    kernels.many_small_kernels,
+    kernels.many_small_operators,
+    profiler.recording_overhead,
+)
+RULES_OF_ALL_TRACES: Final[tuple[Callable[[Sequence[TraceReport]], Finding | list[Finding] | None], ...]] = (
+    communication.straggler_trace,
+)
+SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | None], ...]] = (
+    snapshot.failed_request,
+    holders.steady_growth,
+    snapshot.allocator_churn,
+    snapshot.fragmentation,
+    snapshot.pending_frees,
+    snapshot.private_pools,
+    holders.peak_holder,
+)
+# A run's rule sees more steps than its trace or snapshot: the same fault is reported once.
+SAME_FAULT: Final[Mapping[str, str]] = {
+    "input_bound_trace": "input_bound",
+    "straggler_trace": "straggler",
+    "failed_request": "out_of_memory",
+    "steady_growth": "device_memory_growth",
+    "optimizer_loop": "optimizer_bound",
+}
+# What a few recorded steps show is not the run's, whose pulse has every step.
+OF_FEW_STEPS: Final = frozenset({"input_bound_trace"})
+# A person opens a few of thousands of traces.
+MAX_EVIDENCE: Final = 16
+
+
+def examine(facts: Facts) -> tuple[Finding, ...]:
+    """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first.
+
+    A rule that raises is a finding of its own: it hides nothing else.
+    """
+    judged = _with_enough_steps(facts)
+    of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
+    of_run += [finding for rule in (STEP_RULES if judged else ()) for finding in _guarded(rule, judged)]
+    of_run += [finding for row in (ROWS if judged else ()) for finding in _guarded(row.findings, judged, name=row.id)]
+    reported = {finding.rule for finding in of_run}
+    of_files = [
+        finding
+        for finding in examine_files(facts.steady_traces if judged else (), facts.snapshots)
+        if SAME_FAULT.get(finding.rule, "") not in reported and not (facts.ledgers and finding.rule in OF_FEW_STEPS)
+    ]
+    found = _by_severity([*of_run, *of_files])
+    if any(finding.severity > Severity.INFO for finding in found):
+        return found
+    return (*_guarded(nothing_found, facts), *found)
+
+
+def _with_enough_steps(facts: Facts) -> Facts | None:
+    """Return the facts of the ranks with enough steps to judge step time; None if no rank has enough."""
+    judged = {rank: found for rank, found in facts.statistics.items() if found.used >= POLICY.steps}
+    if len(judged) == len(facts.statistics):
+        return facts
+    return replace(facts, statistics=judged) if judged else None
+
+
+def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:
+    """Return the findings of traces and snapshots, the most severe first; empty if no rule fires.
+
+    A trace with a part of its events tells neither what a device waits for nor what overlaps.
+    """
+    of_snapshots = [
+        finding
+        for report in snapshots
+        for rule in SNAPSHOT_RULES
+        for device in report.devices
+        for finding in _guarded(rule, report, device)
+    ]
+    read = tuple(trace for trace in traces if not trace.is_sample)
+    of_all = [finding for rule in RULES_OF_ALL_TRACES for finding in _guarded(rule, read)]
+    return _by_severity([*of_all, *_of_traces(read), *of_snapshots])
+
+
+def _of_traces(traces: Iterable[TraceReport]) -> list[Finding]:
+    """Return one finding per rule for all traces: the worst, with the evidence of all."""
+    found: dict[tuple[str, object], list[Finding]] = {}
+    for trace in traces:
+        for rule in TRACE_RULES:
+            for finding in _guarded(rule, trace):
+                # A rule about two directions names the direction.
+                found.setdefault((finding.rule, finding.numbers.get("kind")), []).append(finding)
+    merged = map(_merged, found.values())
+    # As those of a run: of one severity, what recovers most comes first.
+    return [replace(each, weight=each.recovers.share) if each.recovers else each for each in merged]
+
+
+def _guarded(
+    rule: Callable[..., Iterable[Finding] | Finding | None], *facts: object, name: str | None = None
+) -> list[Finding]:
+    """Return the findings of a rule, and where it raises one that names it: the page shows the rest."""
+    try:
+        found = rule(*facts)
+        return [found] if isinstance(found, Finding) else [*(found or ())]
+    except Exception as error:  # noqa: BLE001 a faulty rule must not hide the others
+        return [
+            Finding(
+                rule="rule_failed",
+                severity=Severity.WARNING,
+                title=f"The rule {name or rule.__name__} failed ({type(error).__name__}: {error}).",
+                why="All other findings and figures are complete.",
+                remedies=("Report this error to the developers of lightning-memprof.",),
+                numbers={"failed": name or rule.__name__},
+            )
+        ]
+
+
+def _merged(alike: list[Finding]) -> Finding:
+    worst, *others = _by_severity(alike)
+    if not others:
+        return worst
+    more = "1 other trace" if len(others) == 1 else f"{len(others):,} other traces"
+    seen = (*worst.evidence, *(finding.evidence[0] for finding in others if finding.evidence))
+    if any(each.rank is None for each in seen):
+        # Of another program, perhaps, that has the same fault for another reason.
+        why = f"In {Path(seen[0].artifact).name}: {worst.why} {worst.rule} is found in {more}, too."
+    else:
+        why = f"{worst.why} {more} {'shows' if len(others) == 1 else 'show'} it too."
+    return replace(worst, why=why, evidence=seen[:MAX_EVIDENCE])
+
+
+def _by_severity(found: list[Finding]) -> tuple[Finding, ...]:
+    worth = (finding for finding in found if finding.severity > Severity.NONE)
+    return tuple(sorted(worth, key=lambda finding: (finding.severity, finding.weight), reverse=True))
+
+
+def verdict_of(run: Run) -> Finding:
+    """Return the first finding of a run: its main problem, the evidence, and the next step."""
+    return examine(Facts.of(run))[0]

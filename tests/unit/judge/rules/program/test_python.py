@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_runs import HEALTHY, FakeRun, add_series, make_run
+from kineto import write_trace
+from lightning_memprof.judge import Facts, Finding, examine
+from lightning_memprof.read.run.load import load_run
+from lightning_memprof.read.trace.model import TraceReport
+from lightning_memprof.read.trace.report import trace_report
+
+MS = 1_000_000
+STEPS = 29
+LOADER = {"num_workers": 0, "dataset": "Images", "persistent_workers": False}
+
+
+def findings_of(directory: Path, *traces: TraceReport) -> dict[str, Finding]:
+    return {finding.rule: finding for finding in examine(Facts.of(load_run(directory), traces))}
+
+
+def line(functions: list[str], place: str, source: str, **of: Any) -> dict[str, Any]:
+    return {"functions": functions, "place": place, "source": source, "looks": 40, "ns": 60 * MS, **of}
+
+
+@pytest.mark.parametrize(
+    ("source", "does", "step"),
+    [
+        ("best = copy.deepcopy(module)", "ostly keep.py:7: `best = copy.deepcopy(module)`.", "Copy less in Keeper."),
+        ('print(f"{name}: {loss}")', 'ostly keep.py:7: `print(f"{name}: {loss}")`.', "Write less often in Keeper."),
+        ("total = sum(values)", "ostly keep.py:7: `total = sum(values)`.", "Do the work of Keeper."),
+    ],
+)
+def test_a_callback_is_named_with_its_line_and_a_step_that_fits_it(
+    tmp_path: Path, source: str, does: str, step: str
+) -> None:
+    directory = make_run(tmp_path, FakeRun(phases=lambda *_: {**HEALTHY, "callbacks": 9 * MS}))
+    name = "[Callback]Keeper.on_train_batch_end"
+    row = {
+        "kind": "total", "action": name, "phase": "callbacks", "in_window": False, "steps": STEPS, "count": STEPS,
+        "total_ns": 8 * MS * STEPS, "max_ns": 8 * MS, "max_step": 3,
+    }  # fmt: skip
+    (directory / "actions.rank00000.jsonl").write_text(json.dumps(row) + "\n")
+    # Another callback has the same hook.
+    other = line(["Other.on_train_batch_end"], "other.py:1", "print(loss)")
+    add_series(directory, "lines", [line(["Keeper.on_train_batch_end"], "keep.py:7", source), other])
+    found = findings_of(directory)["callback_bound"]
+    assert found.why.endswith(does)
+    assert found.next_steps[0].startswith(step)
+
+
+@pytest.mark.parametrize(
+    ("part", "functions", "named"),
+    [
+        ("fetch", ["Images.__getitem__", "decode"], "; decode (read.py:3) has 100% of it: `np.load(self.path)`."),
+        ("fetch", ["Images.__getitem__"], "; mostly read.py:3: `np.load(self.path)`."),
+        ("collate", ["joined"], "; joined (read.py:3) has 100% of it: `np.load(self.path)`."),
+        ("sampler", ["joined"], "."),
+    ],
+)
+def test_loading_in_the_training_process_is_named_with_its_line(
+    tmp_path: Path, part: str, functions: list[str], named: str
+) -> None:
+    waits = {**HEALTHY, "data_wait": 60 * MS}
+    fake = FakeRun(phases=lambda *_: waits, training={"dataloaders": [LOADER]}, loading=(f"Images.{part}",))
+    directory = make_run(tmp_path, fake)
+    add_series(directory, "lines", [line(functions, "read.py:3", "np.load(self.path)")])
+    found = findings_of(directory)["input_bound"]
+    assert found.title.endswith(f"(num_workers=0){named}")
+    assert found.next_steps[0].startswith("Open and parse a file") == (part != "sampler")
+
+
+@pytest.mark.parametrize(("operators", "each", "is_named"), [(12, 1, True), (1, 1, True), (12, 150, False)])
+def test_python_of_the_training_step_is_named_with_its_line_where_it_has_most_of_the_time(
+    tmp_path: Path, operators: int, each: float, is_named: bool
+) -> None:
+    events = [
+        ("user_annotation", "ProfilerStep#2", 0, 4000),
+        ("cpu_op", "[pl][profile][Strategy]SingleDeviceStrategy.training_step", 0, 2000),
+        ("cpu_op", "[pl][profile][Strategy]SingleDeviceStrategy.backward", 2000, 3000),
+        ("cpu_op", "aten::mm", 2000, 2900),
+        *(("cpu_op", "aten::add", 10 + 160 * at, 10 + 160 * at + each) for at in range(operators)),
+    ]
+    rows = [
+        {"ph": "X", "cat": cat, "name": name, "pid": 9, "tid": 9, "ts": start, "dur": end - start, "args": {}}
+        for cat, name, start, end in events
+    ]
+    trace = trace_report(write_trace(tmp_path / "made.json", rows))
+    directory = make_run(tmp_path / "log")
+    parsing = line(["Net.training_step", "Net.parse"], "net.py:5", "words = [w.lower() for w in text]")
+    add_series(directory, "lines", [parsing])
+    found = findings_of(directory, trace).get("python_time")
+    assert (found is not None) == is_named
+    if found is not None:
+        assert "; Net.parse (net.py:5) has 100% of this time: `words = [w.lower() for w in text]`." in found.title
+        assert found.next_steps[0].startswith("Do the work of Net.parse for all values at once")

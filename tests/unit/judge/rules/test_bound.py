@@ -1,0 +1,362 @@
+"""What traces without a fault, and without a device, are bound by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from device_traces import Recording
+from fake_runs import FakeRun, make_run
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, TimePart
+from lightning_memprof.judge import Facts, Finding, examine_files, nothing_in_files
+from lightning_memprof.judge.rules.bound import nothing_found
+from lightning_memprof.read.run.load import load_run
+from lightning_memprof.read.trace.report import trace_report
+
+
+def bound(made: Recording, path: Path) -> Finding:
+    return nothing_in_files([trace_report(made.write(path / "trace.pt.trace.json"))], [])
+
+
+def test_a_trace_of_a_host_names_the_operators_that_take_most_of_a_step(tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            made.work(7_500, "aten::addmm")
+            made.work(1_500, "aten::relu")
+            made.python(1_000)
+    finding = bound(made, tmp_path)
+    assert finding.title == (
+        "Compute-bound on the host: the model takes 100% of each step, 75% of it in matrix multiplication."
+    )
+    assert "10.0 ms of 10.0 ms" in finding.why
+
+
+def test_a_step_in_python_is_not_called_compute_bound(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(1_500, "aten::relu")
+        made.python(8_500)
+    assert bound(made, tmp_path).title == "Host-bound: Python outside operators takes 85% of each step."
+
+
+FUNCTION = "shop/run.py(12): train_step"
+
+
+@pytest.mark.parametrize(
+    ("called", "us", "title", "step"),
+    [
+        pytest.param(
+            "<built-in function sleep>",
+            8_000,
+            "Host-bound: Python outside operators takes 90% of each step, mostly sleep in train_step (shop/run.py:12).",
+            "Move this code out of the step: sleep in train_step (shop/run.py:12).",
+            id="a call of the function",
+        ),
+        pytest.param(
+            "numpy/core/fromnumeric.py(1015): argsort",
+            100,
+            "Host-bound: Python outside operators takes 90% of each step, mostly train_step (shop/run.py:12).",
+            "Move this code out of the step: train_step (shop/run.py:12).",
+            id="the function itself",
+        ),
+        pytest.param(
+            "<built-in function collect>",
+            8_000,
+            "Host-bound: GC pauses take 80% of each step, mostly collect in train_step (shop/run.py:12).",
+            "Collect garbage between steps",
+            id="a forced collection",
+        ),
+        pytest.param(
+            "torch/serialization.py(944): save",
+            8_000,
+            "Host-bound: saving takes 80% of each step, mostly save in train_step (shop/run.py:12).",
+            "Save checkpoints less often",
+            id="a checkpoint",
+        ),
+    ],
+)
+def test_python_of_a_step_is_named_by_the_programs_function_and_its_call(
+    tmp_path: Path, called: str, us: int, title: str, step: str
+) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(1_000, "aten::relu")
+        with made.inside("torch/utils/_contextlib.py(116): decorate_context", "python_function"):
+            made.python(100)
+            with made.inside(FUNCTION, "python_function"):
+                made.python(100)
+                with made.inside(called, "python_function"):
+                    made.python(us)
+                made.python(8_800 - us)
+    finding = bound(made, tmp_path)
+    assert finding.title == title
+    assert finding.next_steps[0].startswith(step)
+
+
+def test_without_stacks_python_asks_for_them(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(1_000, "aten::relu")
+        made.python(9_000)
+    assert "with_stack=True" in bound(made, tmp_path).next_steps[0]
+
+
+def test_python_of_a_lightning_trace_belongs_to_its_actions(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"), made.inside("[pl][profile]run_training_batch"):
+        made.work(1_000, "aten::relu")
+        with made.inside(FUNCTION, "python_function"):
+            made.python(9_000)
+    ledger = trace_report(made.write(tmp_path / "trace.pt.trace.json")).host_ledger
+    assert ledger is not None
+    assert not any("train_step" in line.name for line in ledger.lines)
+
+
+@pytest.mark.parametrize(("node", "is_recorded"), [("torch::autograd::AccumulateGrad", False), ("ReluBackward0", True)])
+def test_a_training_whose_backward_is_in_no_recorded_thread_is_not_called_host_bound(
+    node: str, is_recorded: bool, tmp_path: Path
+) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(1_000, "aten::relu")
+        made.work(50, f"autograd::engine::evaluate_function: {node}")
+        made.python(8_950)
+        with made.inside("Optimizer.step#SGD.step"):
+            made.python(1)
+    finding = bound(made, tmp_path)
+    if is_recorded:
+        assert finding.title == "Host-bound: Python outside operators takes 89% of each step."
+    else:
+        assert finding.title == (
+            "Backward was not recorded: 89% of each step is outside operators: in backward or in Python."
+        )
+        assert "ProfilerActivity.CUDA" in finding.next_steps[0]
+
+
+def test_a_trace_with_launches_and_no_kernel_asks_for_the_devices_activity(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(5):
+        made.work(20, "aten::addmm")
+        made.call("cudaLaunchKernel", 5)
+    finding = bound(made, tmp_path)
+    assert finding.title.startswith("Device activity was not recorded: the host calls cudaLaunchKernel")
+    assert "ProfilerActivity.CUDA" in finding.next_steps[0]
+
+
+def test_collectives_of_a_host_that_overlap_count_once(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        with made.inside("gloo:all_reduce"), made.inside("gloo:all_reduce"):
+            made.python(8_000)
+        made.work(2_000, "aten::relu")
+    finding = bound(made, tmp_path)
+    assert finding.title == "Communication-bound: all_reduce runs for 80% of the time."
+    assert finding.why.startswith(
+        "Collectives take 8.00 ms per step while no operator runs, any wait for other ranks included."
+    )
+    assert finding.why.endswith(" all_reduce runs 2 times, 8.00 ms to 8.00 ms each.")
+    assert len(finding.next_steps) == 1
+    rank = replace(trace_report(tmp_path / "trace.pt.trace.json"), rank=0, world_size=2)
+    assert nothing_in_files([rank], []).next_steps[0].startswith("Record the other ranks too")
+    assert len(nothing_in_files([rank, replace(rank, rank=1)], []).next_steps) == 1
+
+
+def test_events_of_a_host_are_told_without_those_that_only_name_threads(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(2_000, "aten::relu")
+    names = [{"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": "main"}} for tid in range(9)]
+    made.events += names
+    assert "the trace has 2 events on the host" in bound(made, tmp_path).why
+
+
+def test_the_call_of_a_collective_computes_nothing(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(3_000, "aten::relu")
+        with made.inside("c10d::allreduce_", "cpu_op"), made.inside("gloo:all_reduce"):
+            made.python(4_000)
+        made.work(2_500, "aten::sin")
+    assert bound(made, tmp_path).title == "Communication-bound: all_reduce runs for 42% of the time."
+
+
+def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            for name in ("aten::mm", "aten::addmm", "aten::relu"):
+                with made.inside(name, "cpu_op"):
+                    made.python(1)
+                    made.launch(3_000)
+            made.synchronize()
+    assert bound(made, tmp_path).title.startswith("Compute-bound: matrix multiplication takes 67% of each step")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_copies", "advice"),
+    [
+        ("Memcpy DtoD (Device -> Device)", "copies within the GPU", "Copy less: write into one tensor"),
+        ("Memcpy HtoD (Host -> Device)", "copies to the GPU", "Copy from pinned memory without blocking"),
+        ("Memcpy PtoP (Device -> Device)", "copies between GPUs", "Copy less between GPUs: keep a layer"),
+    ],
+)
+def test_copies_that_take_most_of_a_step_are_what_it_is_bound_by(
+    name: str, is_copies: str, advice: str, tmp_path: Path
+) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            with made.inside("aten::mm", "cpu_op"):
+                made.launch(2_000)
+            made.copy(8_000, name, 1 << 20)
+            made.synchronize()
+    finding = bound(made, tmp_path)
+    assert finding.title.startswith(f"Copy-bound: 80% of each step is {is_copies} (8.00 ms of")
+    assert finding.next_steps[0].startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_ms", "says"), [(6, "Optimizer-bound on the host: the optimizer takes 60%"), (3, "Compute-bound")]
+)
+def test_an_optimizer_that_takes_more_than_the_model_is_what_a_host_is_bound_by(
+    optimizer_ms: int, says: str, tmp_path: Path
+) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            made.work(10_000 - 1_000 * optimizer_ms, "aten::addmm")
+            with made.inside("Optimizer.step#AdamW.step"):
+                made.work(1_000 * optimizer_ms, "aten::_foreach_add_")
+    assert bound(made, tmp_path).title.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("void at::native::vectorized_elementwise_kernel<4, Mul>(int)", "Fuse operators that are bound by memory"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "See every operator on a timeline"),
+    ],
+)
+def test_kernels_that_read_and_write_each_element_are_to_be_fused_also_where_no_shapes_are(
+    name: str, advice: str, tmp_path: Path
+) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            with made.inside("aten::mul", "cpu_op"):
+                made.launch(3_000, name)
+            made.synchronize()
+    assert bound(made, tmp_path).next_steps[0].startswith(advice)
+
+
+@pytest.mark.parametrize(("us", "says"), [(2, "Too little was recorded"), (3_000, "The GPU is idle")])
+def test_a_kernel_or_two_do_not_tell_how_busy_a_device_is(us: int, says: str, tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        for _ in range(2):
+            with made.inside("aten::mm", "cpu_op"):
+                made.python(us)
+                made.launch(us)
+            made.synchronize()
+            made.python(20 * us)
+    trace = trace_report(made.write(tmp_path / "trace.pt.trace.json"))
+    (verdict, *_) = [*examine_files([trace], ()), nothing_in_files([trace], [])]
+    assert verdict.title.startswith(says)
+    missing = replace(trace, is_sample=True)
+    assert not examine_files([missing], ())
+    assert nothing_in_files([missing], []).title.startswith("Most events are missing from the trace")
+
+
+def on_two_devices(path: Path, us: tuple[int, int], *, overlap: float = 0.0, idle_us: int = 0) -> Finding:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            for device, each in enumerate(us):
+                with made.inside("aten::mm", "cpu_op"):
+                    made.python(1)
+                    made.launch(each)
+                kernel = made.events[-2]
+                kernel["pid"] = device
+                if device == 0:
+                    made.free -= round(overlap * each)
+            made.synchronize()
+            made.python(idle_us)
+    return bound(made, path)
+
+
+def test_devices_that_take_turns_are_not_called_busy(tmp_path: Path) -> None:
+    finding = on_two_devices(tmp_path, (5_000, 5_000))
+    assert finding.title == "2 GPUs work one after another: the busiest one is busy 50% of the time."
+    assert finding.why.endswith("By GPU: 50%, 50%.")
+    assert finding.next_steps[0].startswith("Let the GPUs work at once")
+
+
+@pytest.mark.parametrize(
+    ("us", "overlap", "idle_us"),
+    [((5_000, 5_000), 0.5, 0), ((9_000, 1_000), 0.0, 0), ((5_000, 5_000), 0.0, 20_000)],
+)
+def test_devices_that_overlap_or_rest_or_of_which_one_does_it_all_do_not_take_turns(
+    us: tuple[int, int], overlap: float, idle_us: int, tmp_path: Path
+) -> None:
+    assert "one after another" not in on_two_devices(tmp_path, us, overlap=overlap, idle_us=idle_us).title
+
+
+def test_devices_at_once_say_how_busy_each_is(tmp_path: Path) -> None:
+    finding = on_two_devices(tmp_path, (10_000, 3_000), overlap=1.0)
+    assert finding.title.startswith("Compute-bound")
+    assert "By GPU: " in finding.why
+
+
+def test_a_busy_device_says_what_its_operators_reach_and_what_makes_them_faster(tmp_path: Path) -> None:
+    made = Recording()
+    arguments = {"Input Dims": [[4096, 4096], [4096, 4096]], "Input type": ["float", "float"]}
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            with made.inside("aten::mm", "cpu_op"):
+                made.python(1)
+                made.launch(20_000)
+            made.events[-1]["args"] = arguments
+            made.synchronize()
+    finding = bound(made, tmp_path)
+    assert finding.why.startswith("aten::mm in float32 reaches 6.87 TFLOP/s, 35% of the 19.5 TFLOP/s of NVIDIA A100")
+    assert finding.numbers["flops_per_s"] == pytest.approx(2 * 4096**3 / 0.02)
+    assert finding.next_steps[0] == 'Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).'
+
+
+def test_waiting_for_a_late_rank_is_not_called_the_backward_pass(tmp_path: Path) -> None:
+    usual = {"data_wait": 1, "forward": 5, "backward": 10, "optimizer": 2, "callbacks": 1, "other": 1}
+
+    def phases(rank: int, _step: int) -> dict[str, int]:
+        late = {"forward": 30 * (rank == 1), "backward": 30 * (rank == 0)}
+        return {name: (ms + late.get(name, 0)) * 1_000_000 for name, ms in usual.items()}
+
+    run = load_run(make_run(tmp_path, FakeRun(world_size=2, phases=phases, trace=False)))
+    found = nothing_found(Facts.of(run))
+    assert found.title == "Waiting for other ranks takes 60% of each step."
+    assert "the second largest part is the backward pass 20%" in found.why
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "apart_ms", "title"),
+    [
+        (40, 0, "Compute-bound: the model takes 60% of each step"),
+        (5, 0, "Compute-bound: the model takes 100% of each step"),
+        (40, 40, "Compute-bound: the model takes 100% of each step"),
+    ],
+)
+def test_backward_outside_operators_is_no_computation_where_its_collectives_wait(
+    wait_ms: int, apart_ms: int, title: str, tmp_path: Path
+) -> None:
+    def line(part: TimePart, ms: int, module: str = "", operator: str = "") -> TimeLine:
+        return TimeLine(part=part, module=module, operator=operator, ns=ms * 1e6)
+
+    passes = (*(line("forward", 20, module, "aten::addmm") for module in ("a", "b", "c")), line("backward", 40))
+    met = (line("rank_wait", wait_ms), line("collective", 2))
+    lines = (*passes, line("rank_wait", apart_ms))
+    ledger = TimeLedger(step_ns=1e8, median_ns=1e8, steps=20, basis="", lines=lines, communication=met)
+    facts = Facts.of(load_run(make_run(tmp_path, FakeRun(world_size=2))))
+    vars(facts)["ledgers"] = {0: ledger, 1: ledger}
+    assert nothing_found(facts).title.startswith(title)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from fake_runs import HEALTHY, FakeRun, make_run
+from kineto import write_trace
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
+from lightning_memprof.judge import Facts, Finding, Severity, examine
+from lightning_memprof.read.run.load import load_run
+from lightning_memprof.read.trace.report import trace_report
+from lightning_memprof.units import GIB
+
+DENSE = {"name": "table.weight", "module": "Embedding", "bytes": 900, "sparse": False}
+
+
+def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
+    return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
+
+
+def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
+    return lambda _rank, _step: {**HEALTHY, **changes}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "is_found"),
+    [
+        ({"float64": 800}, True),
+        ({"float64": 400, "float32": 400}, True),
+        ({"float64": 8, "float32": 800}, False),
+        ({"float32": 800, "int64": 8000}, False),
+        ({}, False),
+    ],
+)
+def test_float64_is_found_by_its_share_of_the_floating_point_bytes(
+    tmp_path: Path, dtypes: dict[str, int], is_found: bool
+) -> None:
+    rules = found(tmp_path, FakeRun(memory=None, training={"parameter_dtypes": dtypes}))
+    assert ("double_precision" in rules) == is_found
+
+
+def test_float64_recovers_no_more_than_half_of_the_time_in_the_model(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(memory=None, training={"parameter_dtypes": {"float64": 800}}))["double_precision"]
+    assert finding.recovers is not None
+    assert finding.recovers.max == pytest.approx((6e6 + 10e6 + 1.2e6) / 2, rel=0.05)
+    assert finding.severity is Severity.CRITICAL
+
+
+@pytest.mark.parametrize(("threads", "is_found"), [(1, False), (8, False), (16, True), (64, True)])
+def test_twice_as_many_threads_as_cores_are_found(tmp_path: Path, threads: int, is_found: bool) -> None:
+    rules = found(tmp_path, FakeRun(training={"threads": threads}))
+    assert ("thread_oversubscription" in rules) == is_found
+
+
+def test_the_threads_of_all_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(world_size=4, training={"threads": 8}))["thread_oversubscription"]
+    assert "8 threads in each of 4 ranks on 8 cores" in finding.title
+    assert "torch.set_num_threads(2)" in finding.next_steps[0]
+
+
+def test_anomaly_detection_is_found_where_it_is_on(tmp_path: Path) -> None:
+    on: dict[str, Any] = {"detect_anomaly": True}
+    assert "detect_anomaly=False" in found(tmp_path / "on", FakeRun(training=on))["anomaly_detection"].next_steps[0]
+    assert "anomaly_detection" not in found(tmp_path / "off", FakeRun(training={"detect_anomaly": False}))
+
+
+@pytest.mark.parametrize(
+    ("largest", "is_found"),
+    [
+        (DENSE, True),
+        ({**DENSE, "sparse": True}, False),
+        ({**DENSE, "module": "Linear"}, False),
+        ({**DENSE, "bytes": 100}, False),
+    ],
+)
+def test_a_dense_embedding_that_the_optimizer_updates_is_named(
+    tmp_path: Path, largest: dict[str, Any], is_found: bool
+) -> None:
+    training = {"largest_parameters": [largest], "parameter_dtypes": {"float32": 1000}}
+    rules = found(tmp_path, FakeRun(phases=phases(optimizer=10_000_000), training=training))
+    assert ("dense_embedding" in rules) == is_found
+    if is_found:
+        assert "mostly to update all rows of the embedding table.weight." in rules["dense_embedding"].title
+
+
+def test_of_two_optimizers_each_has_its_own_time(tmp_path: Path) -> None:
+    looping = {"name": "SGD", "foreach": None, "fused": None, "parameters": 900, "device": "cpu", "modules": ["net"]}
+    of_table = {**looping, "name": "Adam", "parameters": 1, "modules": ["table"]}
+    training = {
+        "optimizers": [of_table, looping],
+        "largest_parameters": [DENSE],
+        "parameter_dtypes": {"float32": 1500},
+    }
+    lines = (
+        TimeLine(part="optimizer", name="Adam", operator="aten::addcdiv_", ns=9e6, count=1),
+        TimeLine(part="optimizer", name="SGD", operator="aten::add_", ns=1e6, count=900),
+    )
+    host = TimeLedger(step_ns=10e6, median_ns=10e6, steps=2, basis="", lines=lines)
+    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
+    fake = FakeRun(phases=phases(optimizer=20_000_000), training=training)
+    findings = examine(Facts.of(load_run(make_run(tmp_path, fake)), (trace,)))
+    recovers = {finding.rule: finding.recovers for finding in findings}
+    assert findings[0].rule == "dense_embedding"
+    assert recovers["dense_embedding"] is not None
+    assert recovers["dense_embedding"].max == pytest.approx(0.9 * 20e6)
+    assert "optimizer_bound" not in recovers
+
+
+def test_no_remedy_recovers_more_than_its_lines_hold(tmp_path: Path) -> None:
+    training = {
+        "parameter_dtypes": {"float64": 1000}, "threads": 64, "detect_anomaly": True, "largest_parameters": [DENSE],
+        "optimizers": [{"name": "Adam", "foreach": None, "fused": None, "parameters": 900, "device": "cpu"}],
+    }  # fmt: skip
+    rules = found(tmp_path, FakeRun(phases=phases(optimizer=10_000_000), training=training))
+    recoveries = [finding.recovers for finding in rules.values() if finding.recovers is not None]
+    assert len(recoveries) >= 4
+    assert all(0 <= worth.min <= worth.max <= worth.whole for worth in recoveries)
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_fused_is_for_dense_gradients(tmp_path: Path, is_sparse: bool) -> None:
+    training = {
+        "largest_parameters": [{**DENSE, "sparse": is_sparse, "module": "Linear"}],
+        "optimizers": [{"name": "Adagrad", "foreach": None, "fused": None, "parameters": 900, "device": "cpu"}],
+    }
+    step = found(tmp_path, FakeRun(phases=phases(optimizer=30_000_000), training=training))["optimizer_bound"]
+    assert step.next_steps[0].startswith("Use a separate optimizer for the parameters with dense") is is_sparse
+    assert "torch.optim.Adagrad(..., fused=True)" in step.next_steps[0]
+
+
+def with_ledger(tmp_path: Path, fake: FakeRun, **changes: Any) -> dict[str, Finding]:
+    """The findings of a run whose trace has one operator of 10 ms in backward, in ``count`` calls."""
+    count = changes.pop("count", 1.0)
+    line = TimeLine(part="backward", module="", operator="aten::mm", ns=10e6, count=count, called=count)
+    host = TimeLedger(step_ns=10e6, median_ns=10e6, steps=2, basis="", lines=(line,), **changes)
+    run = load_run(make_run(tmp_path, fake))
+    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
+    return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
+
+
+@pytest.mark.parametrize(
+    ("threads", "count", "workers", "is_found"),
+    [(1, 1.0, 0, True), (2, 1.0, 0, True), (4, 1.0, 0, False), (1, 500.0, 0, False), (1, 1.0, 3, False)],
+    ids=["one thread", "half of the cores", "the cores without hyperthreads", "short calls", "workers have the cores"],
+)
+def test_long_operators_on_few_of_the_cores_are_found(
+    tmp_path: Path, threads: int, count: float, workers: int, is_found: bool
+) -> None:
+    loaders = [{"num_workers": workers, "persistent_workers": True}]
+    rules = with_ledger(tmp_path, FakeRun(training={"threads": threads, "dataloaders": loaders}), count=count)
+    assert ("idle_cores" in rules) == is_found
+    if is_found:
+        finding = rules["idle_cores"]
+        assert f"Operators use {threads} thread{'s' if threads > 1 else ''} on 4 cores" in finding.title
+        assert "torch.set_num_threads(4)" in finding.next_steps[0]
+        assert finding.recovers is not None
+        assert finding.recovers.max == pytest.approx(10e6 * (1 - threads / 4), rel=0.1)
+
+
+def test_the_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
+    assert "idle_cores" not in with_ledger(tmp_path, FakeRun(world_size=4, training={"threads": 1}))
+
+
+def test_double_backward_has_its_share_of_forward_and_backward(tmp_path: Path) -> None:
+    rules = with_ledger(tmp_path / "double", FakeRun(training={"threads": 8}), double_backward_ns=5e6)
+    finding = rules["double_backward"]
+    assert finding.title == "Double backward: gradients of gradients take 44% of each step."
+    assert "every 16th step" in finding.next_steps[0]
+    assert finding.recovers is not None
+    assert finding.recovers.max == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
+    assert "double_backward" not in with_ledger(tmp_path / "single", FakeRun(training={"threads": 8}))
+
+
+@pytest.mark.parametrize(("memory_bytes", "severity"), [(64 * GIB, Severity.CRITICAL), (GIB, Severity.INFO)])
+def test_recomputed_forwards_are_a_fault_where_memory_is_ample(
+    tmp_path: Path, memory_bytes: int, severity: Severity
+) -> None:
+    directory = make_run(tmp_path, FakeRun(training={"threads": 8}))
+    manifest = directory / "manifest.rank00000.jsonl"
+    known = f'"memory_bytes":{memory_bytes},"cpu_count":'
+    manifest.write_text(manifest.read_text().replace('"cpu_count":', known, 1))
+    host = TimeLedger(
+        step_ns=10e6,
+        median_ns=10e6,
+        steps=2,
+        basis="",
+        lines=(TimeLine(part="backward", module="", operator="aten::mm", ns=10e6, count=1, called=1),),
+        recomputed_ns=5e6,
+    )
+    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
+    finding = next(each for each in examine(Facts.of(load_run(directory), (trace,))) if each.rule == "recomputation")
+    assert finding.title == "Activation checkpointing: backward runs forwards again, 44% of each step."
+    assert finding.severity is severity
+    assert finding.recovers is not None
+    assert finding.recovers.max == pytest.approx((6e6 + 10e6) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("groups", "settings", "fused", "first"),
+    [
+        (120, 2, True, "Join the parameter groups that have the same settings: 2 instead of 120"),
+        (120, 120, False, "Update all parameters in one kernel"),
+        (2, 2, True, "Step less often"),
+    ],
+)
+def test_groups_with_the_same_settings_are_needless(
+    tmp_path: Path, groups: int, settings: int, fused: bool, first: str
+) -> None:
+    optimizer = {"name": "AdamW", "fused": fused, "parameters": 120, "device": "cpu"}
+    fake = FakeRun(
+        training={"optimizers": [{**optimizer, "groups": groups, "settings": settings}]},
+        phases=lambda _rank, _step: {**HEALTHY, "optimizer": 20_000_000},
+    )
+    found = {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
+    assert found["optimizer_bound"].next_steps[0].startswith(first)

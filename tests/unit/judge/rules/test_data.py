@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fake_runs import HEALTHY, FakeRun, add_series, make_run
+from lightning_memprof.account.steps.workers import calls
+from lightning_memprof.artifacts.sink import RunPlace, Sink
+from lightning_memprof.judge import Facts, Finding, examine, examine_files
+from lightning_memprof.judge.measures import worker_advice
+from lightning_memprof.judge.rules.data import input_bound
+from lightning_memprof.read.run.load import load_run
+from lightning_memprof.schedule import Window
+from trace_reports import MS, idle, trace
+
+
+def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
+    return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
+
+
+def test_what_costs_nothing_is_no_rank_s_heaviest(tmp_path: Path) -> None:
+    facts = Facts.of(load_run(make_run(tmp_path, FakeRun())))
+    assert facts.heaviest(lambda ledger: ledger.step_ns) is not None
+    assert facts.heaviest(lambda _: 0.0) is None
+
+
+@pytest.mark.parametrize(("padded", "is_found"), [(0, False), (150, False), (250, True), (900, True)])
+def test_batches_of_which_a_fifth_is_padding_are_found(tmp_path: Path, padded: int, is_found: bool) -> None:
+    findings = found(tmp_path, FakeRun(padding=(1000, padded, 0)))
+    assert ("padding" in findings) == is_found
+
+
+def test_padding_recovers_its_share_of_forward_and_backward_at_most(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(padding=(1000, 500, 0)))["padding"]
+    assert finding.title == "Padding: 50% of the positions in a batch are padding."
+    assert finding.recovers is not None
+    assert finding.recovers.max == pytest.approx((6e6 + 10e6) * 0.5, rel=0.05)
+    assert finding.recovers.min == pytest.approx(finding.recovers.max * 0.4)
+
+
+@pytest.mark.parametrize(("beyond", "advice"), [(0, "similar length"), (400, "longest sample in collate_fn")])
+def test_the_remedy_depends_on_where_the_padding_is(tmp_path: Path, beyond: int, advice: str) -> None:
+    finding = found(tmp_path, FakeRun(padding=(1000, 500, beyond)))["padding"]
+    assert advice in finding.next_steps[0]
+
+
+def test_loading_in_a_recorded_window_is_not_the_runs_whose_pulse_has_every_step(tmp_path: Path) -> None:
+    window = trace(2, loading_ns=80 * MS, causes=(idle("data_loading", 80 * MS),))
+    assert "input_bound_trace" in {finding.rule for finding in examine_files([window], [])}
+    facts = Facts.of(load_run(make_run(tmp_path, FakeRun(trace=False))), traces=(window,))
+    assert not {"input_bound", "input_bound_trace"} & {finding.rule for finding in examine(facts)}
+
+
+NO_WORKERS = {"dataloaders": [{"num_workers": 0}]}
+
+
+def waits(_: int, step: int) -> Mapping[str, int]:
+    """A wait of 40 ms, in the recorded steps of 4 ms."""
+    return {**HEALTHY, "data_wait": 4_000_000 if step in {2, 3} else 40_000_000}
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "advice"),
+    [
+        ("Images.fetch", "Images.__getitem__", "decode and tokenize once"),
+        ("Images.collate", "collate_fn", "whole tensors"),
+        ("Images.sampler", "the sampler", "the indices of an epoch at once"),
+    ],
+)
+def test_the_part_of_loading_is_named_also_where_the_recorded_steps_wait_less(
+    tmp_path: Path, part: str, place: str, advice: str
+) -> None:
+    finding = found(tmp_path, FakeRun(phases=waits, training=NO_WORKERS, loading=(part,)))["input_bound"]
+    assert f"mostly in {place} (num_workers=0)" in finding.title
+    assert advice in finding.next_steps[0]
+    # A sampler runs in the training process, whatever the workers are.
+    assert ("DataLoader(num_workers=" in finding.next_steps[0]) == (part != "Images.sampler")
+
+
+def test_a_slow_sampler_is_named_for_workers_which_do_not_run_it(tmp_path: Path) -> None:
+    loaders = {"dataloaders": [{"num_workers": 2}]}
+    finding = found(tmp_path, FakeRun(phases=waits, training=loaders, loading=("Images.sampler",)))["input_bound"]
+    assert finding.title.endswith(", mostly in the sampler.")
+    assert finding.next_steps[0].startswith("Make the sampler faster")
+
+
+@pytest.mark.parametrize(
+    ("threads", "busy", "least", "most"),
+    [
+        # Sleeps: workers take the whole wait away, but for what they cannot.
+        (8, 1.0, 1, 40),
+        # Computes, and operators use all cores: workers may save nothing, faster code up to the whole wait.
+        (8, 4.0, 0, 40),
+        (8, 8.0, 0, 40),
+        # Computes, and cores are left.
+        (2, 1.3, 1, 40),
+    ],
+)
+def test_workers_need_cores_for_a_loader_that_computes(
+    tmp_path: Path, threads: int, busy: float, least: int, most: int
+) -> None:
+    run = make_run(tmp_path, FakeRun(phases=slow_loading, training={**NO_WORKERS, "threads": threads}))
+    row = {"step": 2, "recorded": True, "time_ns": 1, "process_cpu_percent": 100 * busy, "machine_cpu_percent": 90.0}
+    with closing(Sink(RunPlace(tmp_path, 1), 0)) as sink:
+        sink.write_rows(Window(0, (1,), (2, 3)), "system", [row])
+    (finding,) = (of for of in examine(Facts.of(load_run(run))) if of.rule == "input_bound")
+    assert finding.recovers is not None
+    assert finding.recovers.max == pytest.approx(most * 1e6, rel=0.05)
+    assert (finding.recovers.min > 0) == bool(least)
+
+
+def slow_loading(_: int, step: int) -> Mapping[str, int]:
+    """Steps of 60 ms, of which 40 are a wait."""
+    return {**dict.fromkeys(HEALTHY, 0), "forward": 20_000_000, "data_wait": 40_000_000}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 64])
+def test_an_iterable_data_set_has_no_getitem_and_shares_its_samples_among_workers(tmp_path: Path, workers: int) -> None:
+    loaders = {"dataloaders": [{"num_workers": workers, "is_iterable": True}]}
+    finding = found(tmp_path, FakeRun(phases=waits, training=loaders, loading=("Stream.fetch",)))["input_bound"]
+    said = " ".join((finding.title, *finding.next_steps))
+    assert "__iter__" in said
+    assert "__getitem__" not in said
+    assert "get_worker_info()" in finding.next_steps[0]
+
+
+def test_no_part_is_named_where_two_take_less_than_half_each(tmp_path: Path) -> None:
+    fake = FakeRun(phases=waits, training=NO_WORKERS, loading=("A.sampler", "A.fetch", "A.collate"))
+    assert "waits for data" in (sentence := found(tmp_path, fake)["input_bound"].title)
+    assert "mostly" not in sentence
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_short_loader_that_begins_again_within_an_epoch_keeps_its_workers(tmp_path: Path, *, restart: bool) -> None:
+    def every_fifth(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "data_wait": 80_000_000 if step % 5 == 0 else 1_000_000}
+
+    loader = {"num_workers": 1, "persistent_workers": False, "prefetch_factor": 2}
+    fake = FakeRun(steps=60, phases=every_fifth, training={"dataloaders": [loader, loader]}, trace=False)
+    directory = make_run(tmp_path, fake)
+    rows = [{"kind": "worker", "step": step, "pid": 7 + restart * step, "worker": 0} for step in range(0, 60, 5)]
+    path = directory / "processes.rank00000.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (finding,) = (each for each in examine(Facts.of(load_run(directory))) if each.rule == "input_bound")
+    assert ("every 5th step waits 80.0 ms for workers that start again" in finding.title) == restart
+    assert ("persistent_workers=True" in finding.next_steps[0]) == restart
+    assert ("prefetch_factor is 2" in finding.next_steps[0]) != restart
+
+
+def test_a_wait_in_every_tenth_step_is_told_with_its_length(tmp_path: Path) -> None:
+    def shards(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "data_wait": 400_000_000 if step % 10 == 9 else 100_000}
+
+    fake = FakeRun(steps=100, phases=shards, training=NO_WORKERS, loading=("Shards.fetch",))
+    finding = found(tmp_path, fake)["input_bound"]
+    assert ": every 10th step waits 400 ms for Shards (num_workers=0)." in finding.title
+
+
+@pytest.mark.parametrize(("collate_ms", "method"), [(20, "__getitem__"), (280, "collate_fn")])
+def test_the_slow_part_of_workers_is_named_by_their_counters(tmp_path: Path, collate_ms: int, method: str) -> None:
+    loader = {"num_workers": 2, "dataset": "Images", "persistent_workers": True}
+    fake = FakeRun(phases=lambda *_: {**HEALTHY, "data_wait": 60 * MS}, training={"dataloaders": [loader]})
+    directory = make_run(tmp_path, fake)
+    rows = [
+        {"kind": "worker", "pid": 7, "worker": 0, "step": n, "time_ns": n * 10**9, "batches": 10 * n,
+         "fetch_ns": 4000 * MS * n, "fetch_cpu_ns": 3990 * MS * n, "collate_ns": 10 * collate_ms * MS * n}
+        for n in (1, 3)
+    ]  # fmt: skip
+    (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = Facts.of(load_run(directory))
+    advice = worker_advice(facts, facts.run.lead, facts.ledgers[0])
+    assert advice is not None
+    assert advice.startswith(f"Make {method} faster: a worker needs 400 ms per batch")
+
+
+@pytest.mark.parametrize(
+    ("lock_waits", "next_step"),
+    [
+        (60, "Let each worker load without the lock in read (data.py:7), "),
+        (20, "Use DataLoader(num_workers=7): a worker needs 400 ms per batch"),
+    ],
+)
+def test_workers_that_take_turns_at_a_lock_need_no_more_workers(
+    tmp_path: Path, lock_waits: int, next_step: str
+) -> None:
+    loader = {"num_workers": 3, "dataset": "Images", "persistent_workers": True}
+    usual = sum(HEALTHY.values()) - HEALTHY["data_wait"]
+    fake = FakeRun(phases=lambda *_: {**HEALTHY, "data_wait": 60 * MS}, training={"dataloaders": [loader]})
+    directory = make_run(tmp_path, fake)
+    rows = [
+        {"kind": "worker", "pid": 7, "worker": 0, "step": n, "time_ns": n * 10**9, "batches": 10 * n,
+         "fetch_ns": 4000 * MS * n, "fetch_cpu_ns": 10 * MS * n, "collate_ns": 0, "looks": 100,
+         "lock_waits": lock_waits, "lock": "read (data.py:7)"}
+        for n in (1, 3)
+    ]  # fmt: skip
+    (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = input_bound(Facts.of(load_run(directory)))
+    assert found is not None
+    assert found.next_steps[0].startswith(next_step.replace("=7", f"={-(-400 * MS // usual)}"))
+    assert ("its 3 workers take turns at a lock in read (data.py:7)" in found.title) == (lock_waits == 60)
+    assert found.recovers is not None
+    assert found.recovers.max <= 60 * MS
+
+
+@pytest.mark.parametrize(("share", "is_named"), [(0.71, True), (0.45, False)])
+def test_a_function_with_most_of_a_fetch_is_the_cause(tmp_path: Path, share: float, is_named: bool) -> None:
+    loader = {"num_workers": 2, "dataset": "Images", "persistent_workers": True}
+    fake = FakeRun(phases=lambda *_: {**HEALTHY, "data_wait": 60 * MS}, training={"dataloaders": [loader]})
+    directory = make_run(tmp_path, fake)
+    decode, whole = round(800 * MS * share), {"pid": 7, "worker": 0, "dataset": "Images", "recorded": True}
+    rows = [
+        {**whole, "count": 2, "self_ns": 0, "total_ns": 800 * MS},
+        {**whole, "function": "Decode.__call__", "count": 16, "self_ns": decode, "total_ns": decode},
+        {**whole, "function": "Flip.forward", "count": 16, "self_ns": 40 * MS, "total_ns": 40 * MS},
+        {**whole, "function": "Images.__getitem__", "count": 16, "self_ns": 760 * MS - decode, "total_ns": 800 * MS},
+    ]
+    add_series(directory, "loader_calls", rows)
+    run = load_run(directory)
+    (first, *_) = calls(run.lead)
+    assert (first.function, first.count) == (("Decode.__call__", 8) if is_named else ("Images.__getitem__", 8))
+    finding = input_bound(Facts.of(run))
+    assert finding is not None
+    if is_named:
+        assert finding.title.endswith("of each step: Decode.__call__ takes 71% of a fetch.")
+        assert all("__getitem__" not in step for step in finding.next_steps)
+        assert "make Decode.__call__ faster" in finding.next_steps[0]
+    else:
+        # The rest is the data set's own: 50% of a fetch.
+        assert finding.title.endswith("of each step: Images.__getitem__ takes 50% of a fetch.")
+
+
+@pytest.mark.parametrize(
+    ("workers", "waits_ms", "cpu_ms", "wanted"),
+    [
+        (32, (800, 700), 390, 8),
+        (32, (800, 700), 10, 23),  # they mostly wait, and a step of 18 ms needs 23 of them
+        (20, (800, 700), 10, None),
+        (8, (800, 700), 390, None),  # as many as cores
+        (32, (800, 20), 390, None),  # the first batches do not wait for cores
+        (32, (40, 700), 390, None),  # nor the training for them
+    ],
+)
+def test_a_start_of_more_workers_than_cores_is_found(
+    tmp_path: Path, workers: int, waits_ms: tuple[int, int], cpu_ms: int, wanted: int | None
+) -> None:
+    start_ms, core_wait_ms = waits_ms
+    loader = {"num_workers": workers, "persistent_workers": True}
+    fake = FakeRun(
+        steps=120,
+        phases=lambda _, step: {**HEALTHY, "data_wait": start_ms * MS if step == 0 else HEALTHY["data_wait"]},
+        training={"dataloaders": [loader]},
+    )
+    directory = make_run(tmp_path, fake)
+    rows = [
+        {"kind": "worker", "pid": pid, "worker": pid, "step": n, "time_ns": n * 10**9, "batches": 2 * n,
+         "fetch_ns": 800 * MS * n, "fetch_cpu_ns": 2 * cpu_ms * MS * n, "core_wait_ns": core_wait_ms * MS}
+        for n in (1, 3)
+        for pid in range(workers)
+    ]  # fmt: skip
+    (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
+    assert ("worker_start" in findings) == (wanted is not None)
+    if wanted is not None:
+        finding = findings["worker_start"]
+        assert finding.title.startswith("32 DataLoader workers for 8 cores: their start takes 800 ms, 27% of the")
+        assert f"num_workers={wanted}): a worker needs 400 ms per batch" in finding.next_steps[0]
+        assert finding.numbers["saved_ns"] == (pytest.approx((1 - wanted / 32) * 700 * MS, rel=1e-6), 700 * MS)

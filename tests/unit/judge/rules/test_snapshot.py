@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof.judge import Finding, Severity, examine_files
+from lightning_memprof.judge.finding import Recovery
+from lightning_memprof.judge.rules.gpu.holders import of_memory
+from lightning_memprof.read.snapshot.report import snapshot_report
+from lightning_memprof.units import GIB, MIB
+from snapshots import (
+    EMPTY_CACHE,
+    LINEAR,
+    MODEL,
+    MODEL_LINE,
+    START_US,
+    TRAIN,
+    TRAIN_LINE,
+    History,
+    block,
+    event,
+    failed,
+    frame,
+    freed,
+    segment,
+    snapshot,
+    unused,
+    write_snapshot,
+)
+
+
+def found(directory: Path, data: Any) -> dict[str, Finding]:
+    path = write_snapshot(directory / "cuda_alloc_rank_3.training_step.4.end.pickle", data)
+    return {finding.rule: finding for finding in examine_files((), [snapshot_report(path)])}
+
+
+def pieces(count: int, used: int, free: int, *, at: int = 0) -> list[dict[str, Any]]:
+    """Blocks in use with as many free ones between them."""
+    size = used + free
+    return [
+        piece for n in range(count) for piece in (block(at + n * size, used, MODEL), unused(at + n * size + used, free))
+    ]
+
+
+def healthy_step() -> dict[str, Any]:
+    """A step's activations are made and freed; what is kept holds on; a second segment was needed."""
+    ring = [event("segment_alloc", 4 * GIB, GIB)]
+    ring += [event("alloc", 4 * GIB + n * 256 * MIB, 256 * MIB, MODEL if n % 2 else TRAIN) for n in range(4)]
+    ring += [ring_event for n in range(4) for ring_event in freed(4 * GIB + n * 256 * MIB, 256 * MIB)]
+    return snapshot([segment(block(0, GIB, TRAIN)), segment(unused(4 * GIB, GIB))], ring)
+
+
+def test_a_healthy_step_has_no_finding_above_info(tmp_path):
+    assert {finding.severity for finding in found(tmp_path, healthy_step()).values()} <= {Severity.INFO}
+
+
+def test_a_request_that_fits_into_no_piece_is_called_fragmented_with_the_setting_that_helps(tmp_path):
+    ring = [event("alloc", 0, 100 * MIB, MODEL), failed(500 * MIB, 10 * MIB)]
+    data = snapshot([segment(*pieces(10, 100 * MIB, 80 * MIB))], ring, conf="max_split_size_mb:64")
+    finding = found(tmp_path, data)["failed_request"]
+    assert finding.severity is Severity.CRITICAL
+    assert finding.title == "Allocation of 500 MiB failed on cuda:0: enough was free, but not in one piece."
+    assert "800 MiB were unused in pieces of at most 80.0 MiB; 10.0 MiB were free on the device" in finding.why
+    assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True" in finding.next_steps[0]
+    assert finding.numbers["cause"] == "fragmented"
+    (evidence,) = finding.evidence
+    assert (evidence.rank, evidence.start_ns, evidence.end_ns) == (3, *[(START_US + 1000) * 1000] * 2)
+
+
+def test_a_request_to_a_full_device_names_who_holds_the_most(tmp_path):
+    data = snapshot([segment(block(0, GIB, MODEL), block(GIB, 9, TRAIN))], [failed(GIB, MIB)])
+    finding = found(tmp_path, data)["failed_request"]
+    assert (finding.numbers["cause"], finding.severity) == ("full", Severity.CRITICAL)
+    assert f"{MODEL_LINE} had 1.00 GiB live." in finding.why
+    assert finding.next_steps[0] == f"Look at {MODEL_LINE}: it has the most live bytes."
+
+
+def test_a_full_device_whose_small_rest_would_have_sufficed_is_full(tmp_path):
+    data = snapshot([segment(block(0, GIB, MODEL), unused(GIB, 30 * MIB))], [failed(500 * MIB, 480 * MIB)])
+    assert found(tmp_path, data)["failed_request"].numbers["cause"] == "full"
+
+
+def test_a_request_that_no_process_could_have_is_too_large_and_one_that_was_caught_is_a_warning(tmp_path):
+    ring = [failed(100 * GIB, GIB), event("alloc", 0, 9, MODEL)]
+    finding = found(tmp_path, snapshot([segment(block(0, 9))], ring))["failed_request"]
+    assert (finding.numbers["cause"], finding.severity) == ("too large", Severity.WARNING)
+    assert "and the program continued" in finding.title
+
+
+@pytest.mark.parametrize("is_expandable", [True, False])
+def test_a_setting_that_is_in_effect_is_no_advice(tmp_path, is_expandable):
+    ring = [event("alloc", 0, 100 * MIB, MODEL), failed(500 * MIB, 10 * MIB)]
+    data = snapshot(
+        [segment(*pieces(10, 100 * MIB, 80 * MIB), is_expandable=is_expandable)],
+        ring,
+        conf="max_split_size_mb:64,expandable_segments:True",
+    )
+    first, second, *_ = found(tmp_path, data)["failed_request"].next_steps
+    assert first.startswith("Pad batches to a few lengths")
+    assert second.endswith("=max_split_size_mb:64,expandable_segments:True,roundup_power2_divisions:8.")
+    data["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] += ",roundup_power2_divisions:8"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in " ".join(found(tmp_path, data)["failed_request"].next_steps)
+
+
+LIGHTNING = frame("/venv/lib/python3.11/site-packages/lightning/pytorch/trainer/trainer.py", "fit")
+TRAINING_STEP = frame("/home/a/model.py", "training_step")
+BACKWARD = frame("/venv/lib/python3.11/site-packages/torch/autograd/graph.py", "_engine_run_backward")
+
+
+@pytest.mark.parametrize(
+    ("stack", "advice"),
+    [
+        ((), ("accumulate_grad_batches=2", "Trainer(precision='bf16-mixed')")),
+        ((TRAINING_STEP, LIGHTNING), ("accumulate_grad_batches=2", "Trainer(precision='bf16-mixed')")),
+        ((BACKWARD, TRAIN), ("step the optimizer after several", "torch.autocast")),
+        ((MODEL, LIGHTNING), ("shorter inputs", "dtype=torch.bfloat16")),
+        ((MODEL, TRAIN), ("shorter inputs", "dtype=torch.bfloat16")),
+    ],
+    ids=["unknown", "Lightning", "training", "prediction", "inference"],
+)
+def test_a_request_to_a_full_device_is_answered_for_the_program_that_the_stacks_tell(tmp_path, stack, advice):
+    ring = [event("alloc", 0, GIB, *stack), {**failed(GIB, MIB), "frames": []}]
+    *_, smaller, fewer = found(tmp_path, snapshot([segment(block(0, GIB))], ring))["failed_request"].next_steps
+    assert advice[0] in smaller
+    assert advice[1] in fewer
+    assert ("Trainer" in smaller + fewer) == ("Trainer" in advice[1])
+
+
+def test_memory_that_runs_out_twice_says_where_it_did_first(tmp_path):
+    rings: list[list[dict[str, Any]]] = [
+        [event("alloc", 0, 5), event("alloc", 8, 5), failed(GIB, 0)],
+        [event("alloc", 0, 5), failed(2 * GIB, 0)],
+    ]
+    data = snapshot([segment(block(0, 5)), segment(block(0, 5), device=1)], *rings)
+    finding = found(tmp_path, data)["failed_request"]
+    assert finding.title.startswith("Allocation of 1.00 GiB failed on cuda:0")
+    assert finding.why.endswith(" 2 allocations failed in the recorded history; the first was 2.00 GiB on cuda:1.")
+    rings[1].pop()
+    assert "allocations failed" not in found(tmp_path, data)["failed_request"].why
+
+
+KEPT = frame("/home/a/train.py", "log_loss", 97)
+KEPT_LINE = "/home/a/train.py(97): log_loss"
+
+
+def kept_in_steps(steps: int, size: int, *outer: dict[str, Any]) -> History:
+    """A block of forward is freed in each step, and one is not."""
+    history = History()
+    for _ in range(steps):
+        history.free(history.allocate(GIB, MODEL, TRAIN, *outer), history.allocate(MIB))
+        history.allocate(size, KEPT, TRAIN, *outer)
+    return history
+
+
+def test_blocks_that_pile_up_step_by_step_are_named_with_what_frees_them(tmp_path):
+    finding = found(tmp_path, kept_in_steps(10, 64 * MIB).data())["steady_growth"]
+    assert finding.severity is Severity.WARNING
+    assert finding.title == f"Memory of cuda:0 grows by 64.0 MiB per step: the blocks of {KEPT_LINE} are not freed."
+    assert finding.why.startswith("640 MiB in 10 blocks of 10 steps are live at the end of the recorded history, 40%")
+    (step,) = finding.next_steps
+    assert f"Find what keeps the tensors of {KEPT_LINE}" in step
+    assert ".item()" in step
+    assert finding.recovers is not None
+    assert (finding.recovers.min, finding.recovers.max) == (512 * MIB, 576 * MIB)
+
+
+def test_blocks_that_pile_up_in_lightning_have_a_variable_that_the_callback_names(tmp_path):
+    finding = found(tmp_path, kept_in_steps(10, 64 * MIB, LIGHTNING).data())["steady_growth"]
+    assert "MemProfilerCallback()" in finding.next_steps[1]
+
+
+def test_blocks_that_pile_up_are_neither_saved_activations_nor_a_batch_that_is_too_large(tmp_path):
+    history = kept_in_steps(20, 256 * MIB)
+    history.events.append(failed(GIB, 0))
+    findings = found(tmp_path, history.data())
+    assert findings["steady_growth"].severity is Severity.CRITICAL
+    for rule in ("failed_request", "peak_holder"):
+        assert findings[rule].next_steps == findings["steady_growth"].next_steps
+
+
+def churned(rounds: int, *frames: dict[str, Any]) -> dict[str, Any]:
+    ring: list[dict[str, Any]] = []
+    for _ in range(rounds):
+        ring += [event("segment_free", 8 * GIB, GIB, *frames), event("segment_alloc", 8 * GIB, GIB, MODEL)]
+    return snapshot([segment(block(0, GIB, MODEL)), segment(unused(8 * GIB, GIB))], ring)
+
+
+def test_memory_that_is_returned_and_taken_again_is_a_warning_with_the_times(tmp_path):
+    finding = found(tmp_path, churned(3))["allocator_churn"]
+    assert finding.severity is Severity.WARNING
+    assert finding.title == ("The allocator returned memory of cuda:0 and requested it again 3 times in 0.005 s.")
+    assert (finding.numbers["rounds"], finding.numbers["again_bytes"], finding.numbers["empty_cache"]) == (
+        3,
+        3 * GIB,
+        None,
+    )
+    assert "nearly full" in finding.why
+    assert "expandable_segments:True" in finding.next_steps[1]
+
+
+def test_who_calls_empty_cache_is_named(tmp_path):
+    finding = found(tmp_path, churned(2, EMPTY_CACHE, TRAIN))["allocator_churn"]
+    assert finding.numbers["empty_cache"] == TRAIN_LINE
+    assert "empty_cache() from the training loop" in finding.next_steps[0]
+
+
+def test_one_empty_cache_and_small_segments_are_no_churn(tmp_path):
+    assert "allocator_churn" not in found(tmp_path, churned(1))
+    ring = [event("segment_free", 8 * GIB, MIB), event("segment_alloc", 8 * GIB, MIB)] * 50
+    assert "allocator_churn" not in found(tmp_path, snapshot([segment(block(0, GIB, MODEL))], [dict(e) for e in ring]))
+
+
+def test_pieces_at_the_peak_are_a_warning_where_they_forced_new_segments(tmp_path):
+    ring = [event("segment_alloc", 64 * GIB, GIB), event("alloc", 64 * GIB, GIB, MODEL)]
+    held = [segment(*pieces(20, 100 * MIB, 100 * MIB)), segment(block(64 * GIB, GIB))]
+    finding = found(tmp_path, snapshot(held, ring))["fragmentation"]
+    assert (finding.severity, finding.numbers["forced_segments"], finding.numbers["pieces"]) == (
+        Severity.WARNING,
+        1,
+        20,
+    )
+    assert finding.title == "40% of reserved memory of cuda:0 is in unused pieces at the peak."
+    assert finding.recovers == Recovery(unit="bytes", min=GIB, max=2000 * MIB, whole=GIB + 4000 * MIB)
+    assert "expandable_segments:True" in finding.next_steps[0]
+
+
+def test_pieces_that_forced_nothing_are_worth_knowing_only(tmp_path):
+    held = [segment(*pieces(20, 100 * MIB, 100 * MIB), is_expandable=True)]
+    finding = found(tmp_path, snapshot(held, [event("alloc", 0, 100 * MIB, MODEL)]))["fragmentation"]
+    assert finding.severity is Severity.INFO
+    assert "expandable" not in " ".join(finding.next_steps)
+    assert finding.recovers is not None
+    assert finding.recovers.min == 0
+
+
+def test_findings_of_a_snapshot_are_ranked_by_the_bytes_that_they_recover(tmp_path):
+    held = [segment(*pieces(20, 100 * MIB, 100 * MIB)), segment(block(64 * GIB, 3 * GIB, TRAIN))]
+    findings = found(tmp_path, snapshot(held, [event("alloc", 0, 100 * MIB, MODEL)]))
+    assert list(findings) == ["peak_holder", "fragmentation"]
+    held[1] = segment(block(64 * GIB, GIB + GIB // 2, TRAIN))
+    findings = found(tmp_path, snapshot(held, [event("alloc", 0, 100 * MIB, MODEL)]))
+    assert next(iter(findings)) == "fragmentation"
+
+
+def test_pieces_after_the_peak_are_what_backward_leaves_and_no_finding(tmp_path):
+    ring = [event("alloc", n * 200 * MIB + 100 * MIB, 100 * MIB, MODEL) for n in range(20)]
+    ring += [ring_event for n in range(20) for ring_event in freed(n * 200 * MIB + 100 * MIB, 100 * MIB)]
+    assert "fragmentation" not in found(tmp_path, snapshot([segment(*pieces(20, 100 * MIB, 100 * MIB))], ring))
+
+
+def pending(waiting: int, meanwhile: int) -> dict[str, Any]:
+    ring = [
+        event("alloc", 0, waiting, MODEL),
+        event("free_requested", 0, waiting),
+        event("alloc", 8 * GIB, meanwhile, MODEL),
+        event("free_completed", 0, waiting),
+    ]
+    return snapshot([segment(unused(0, 8 * GIB)), segment(block(8 * GIB, meanwhile))], ring)
+
+
+@pytest.mark.parametrize(("waiting", "severity"), [(GIB, Severity.INFO), (4 * GIB, Severity.WARNING)])
+def test_what_waits_for_another_stream_is_said_with_its_moment_and_what_it_adds_to_the_peak(
+    tmp_path, waiting, severity
+):
+    finding = found(tmp_path, pending(waiting, waiting))["pending_frees"]
+    assert (finding.severity, finding.numbers["pending_bytes"]) == (severity, waiting)
+    assert finding.evidence[0].start_ns == (START_US + 1000) * 1000
+    assert finding.recovers == Recovery(unit="bytes", min=waiting, max=waiting, whole=8 * GIB + waiting)
+
+
+def test_memory_that_waits_for_another_stream_while_nothing_else_is_allocated_adds_nothing(tmp_path):
+    finding = found(tmp_path, pending(4 * GIB, 512))["pending_frees"]
+    assert (finding.severity, finding.recovers) == (Severity.INFO, None)
+
+
+def test_what_is_freed_at_once_waits_for_nothing(tmp_path):
+    data = snapshot([segment(unused(0, 8 * GIB))], [event("alloc", 0, 4 * GIB, MODEL), *freed(0, 4 * GIB)])
+    assert "pending_frees" not in found(tmp_path, data)
+
+
+def test_unused_memory_of_private_pools_is_worth_knowing(tmp_path):
+    graph = segment(block(0, MIB, MODEL), unused(MIB, 2 * GIB), segment_pool_id=(0, 1))
+    finding = found(tmp_path, snapshot([graph, segment(block(8 * GIB, GIB))], []))["private_pools"]
+    assert (finding.severity, finding.numbers["unused_bytes"], finding.numbers["pools"]) == (Severity.INFO, 2 * GIB, 1)
+    graph["segment_pool_id"] = (0, 0)
+    assert "private_pools" not in found(tmp_path, snapshot([graph, segment(block(8 * GIB, GIB))], []))
+
+
+def test_a_line_that_holds_half_of_the_peak_is_named(tmp_path):
+    finding = found(tmp_path, snapshot([segment(block(0, 3 * GIB, MODEL), block(3 * GIB, GIB, TRAIN))], []))[
+        "peak_holder"
+    ]
+    assert (finding.severity, finding.numbers["line"]) == (Severity.INFO, MODEL_LINE)
+    assert finding.title == f"75% of the live memory of cuda:0 is allocated by {MODEL_LINE}."
+    assert finding.why.endswith("The history has no allocation: the peak was not recorded; 4.00 GiB are reserved.")
+    halves = [block(n * GIB, GIB, {**MODEL, "line": n}) for n in range(3)]
+    assert "peak_holder" not in found(tmp_path, snapshot([segment(*halves)], []))
+
+
+def holder_of(directory: Path, *frames: dict[str, Any], others: tuple[dict[str, Any], ...] = ()) -> Finding:
+    """The finding of one recorded allocation, with blocks of other stacks."""
+    small = [block(3 * GIB + n * MIB, MIB, frame) for n, frame in enumerate(others)]
+    return found(
+        directory,
+        snapshot([segment(block(0, 3 * GIB, *frames), *small)], [event("alloc", 0, 3 * GIB, *frames)]),
+    )["peak_holder"]
+
+
+def native(node: str) -> dict[str, Any]:
+    return {"filename": "??", "line": 0, "name": f"torch::autograd::{node}::apply(std::vector<at::Tensor>&&)"}
+
+
+KV_CACHE = {"filename": "/venv/lib/python3.11/site-packages/vllm/worker/w.py", "line": 8, "name": "_allocate_kv_cache"}
+OPTIMIZER = {"filename": "/venv/lib/python3.11/site-packages/torch/optim/optimizer.py", "line": 4, "name": "wrapper"}
+MODULE = {"filename": "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", "line": 6, "name": "_call_impl"}
+
+
+@pytest.mark.parametrize(
+    ("frames", "others", "remedy"),
+    [
+        ((MODEL,), (native("AccumulateGrad"),), "torch.utils.checkpoint"),
+        ((MODEL,), (), "dtype=torch.bfloat16"),
+        ((KV_CACHE, TRAIN), (native("AccumulateGrad"),), "Make the cache smaller"),
+        ((native("generated::DivBackward0"),), (), "one fused operator"),
+        ((native("AccumulateGrad"),), (), "Free gradients earlier"),
+        ((TRAIN, OPTIMIZER), (), "smaller states"),
+    ],
+)
+def test_the_remedy_for_the_largest_line_is_that_of_its_stacks(tmp_path, frames, others, remedy):
+    finding = holder_of(tmp_path, *frames, others=others)
+    assert "of the peak of cuda:0" in finding.title
+    (step,) = finding.next_steps
+    assert remedy in step
+
+
+@pytest.mark.parametrize(("outer", "how"), [((LIGHTNING,), "Trainer(strategy='fsdp')."), ((), "fully_shard(model).")])
+def test_optimizer_states_are_sharded_as_the_program_does_it(tmp_path, outer, how):
+    (step,) = holder_of(tmp_path, TRAIN, OPTIMIZER, *outer).next_steps
+    assert step.endswith(how)
+
+
+def test_what_a_line_mostly_calls_is_said_with_its_own_bytes(tmp_path):
+    whole = [block(0, 3 * GIB, KV_CACHE, TRAIN)]
+    assert (
+        f"{TRAIN_LINE} (in _allocate_kv_cache)."
+        in found(tmp_path, snapshot([segment(*whole)], []))["peak_holder"].title
+    )
+    finding = found(tmp_path, snapshot([segment(*whole, block(3 * GIB, GIB, LINEAR, TRAIN))], []))["peak_holder"]
+    assert f"{TRAIN_LINE} (mostly in _allocate_kv_cache)." in finding.title
+    assert "4.00 GiB of 4.00 GiB, in 2 blocks; _allocate_kv_cache has 3.00 GiB in 1 block." in finding.why
+    third = [block(at * GIB, GIB, frame, TRAIN) for at, frame in enumerate((KV_CACHE, LINEAR, MODULE))]
+    assert "in _allocate_kv_cache" not in found(tmp_path, snapshot([segment(*third)], []))["peak_holder"].title
+
+
+def quiet(directory: Path, data: Any) -> Finding:
+    path = write_snapshot(directory / "snapshot.pickle", data)
+    return of_memory(snapshot_report(path))
+
+
+def parts(*sizes: int) -> list[dict[str, Any]]:
+    return [
+        block(sum(sizes[:n]), size, *stack)
+        for n, (size, stack) in enumerate(
+            zip(sizes, ((), (TRAIN, OPTIMIZER), (native("ToCopyBackward0"),)), strict=True)
+        )
+    ]
+
+
+def test_a_peak_in_forward_with_gradients_says_who_allocated_it_and_to_clear_them(tmp_path):
+    ring = [event("alloc", 9 * GIB, GIB, MODEL, MODULE)]
+    finding = quiet(tmp_path, snapshot([segment(*parts(GIB, GIB, GIB)), segment(block(9 * GIB, GIB))], ring))
+    assert "1.00 GiB without a stack, 1.00 GiB by" in finding.why
+    assert "1.00 GiB by ToCopyBackward0" in finding.why
+    assert "zero_grad(set_to_none=True)" in finding.next_steps[0]
+
+
+def test_gradients_at_a_peak_in_the_optimizer_are_needed(tmp_path):
+    ring = [event("alloc", 9 * GIB, GIB, TRAIN, OPTIMIZER, MODULE)]
+    finding = quiet(tmp_path, snapshot([segment(*parts(GIB, GIB, GIB)), segment(block(9 * GIB, GIB))], ring))
+    (step,) = finding.next_steps
+    assert "smaller states" in step
+
+
+def test_a_line_with_little_of_a_peak_from_before_the_recording_is_no_start(tmp_path):
+    ring = [event("alloc", 9 * GIB, 64 * MIB, MODEL)]
+    data = snapshot([segment(block(0, 2 * GIB)), segment(block(9 * GIB, 64 * MIB))], ring)
+    assert quiet(tmp_path, data).next_steps == (
+        "Record stacks from the start of the program: most of the peak has none.",
+    )
+    data = snapshot([segment(block(0, GIB)), segment(block(9 * GIB, GIB))], [event("alloc", 9 * GIB, GIB, MODEL)])
+    assert quiet(tmp_path, data).next_steps == (f"To lower the peak, start with {MODEL_LINE}.",)
