@@ -41,7 +41,8 @@ def trained(
             event("[pl][profile][Strategy]DDPStrategy.backward", start + 6_500, start + 17_000),
             event("aten::mul", start + 6_510, start + 6_550),
             *(event("aten::add_", start + 6_600 + 10 * at, start + 6_605 + 10 * at) for at in range(added)),
-            *({**event("gloo:all_reduce", start + at + 500, start + at + 500 + reduce_us), "cat": "user_annotation", "tid": 10}
+            *({**event("gloo:all_reduce", start + at + 500, start + at + 500 + reduce_us),
+                "cat": "user_annotation", "tid": 10}
               for at in reduced),
         ]  # fmt: skip
         inside = [("[Precision]Precision.backward", at, 2_000) for at in passes]
