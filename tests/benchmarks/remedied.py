@@ -55,41 +55,54 @@ class Case:
 
 CASES: Final = (
     Case(
-        "workers=2", "data.py", "no_workers",
+        "workers=2", "workers.py", "no_workers",
         '{} if fault else {"num_workers": 1, "persistent_workers": True}',
         '{"num_workers": 2, "persistent_workers": True}',
     ),
     Case(
-        "workers=2", "data.py", "slow_decode",
+        "workers=2", "loading.py", "slow_decode",
         "dataset, batch_size=BATCH, num_workers=1", "dataset, batch_size=BATCH, num_workers=2",
     ),
     Case(
-        "persistent_workers", "data.py", "restarted_workers",
-        "persistent_workers=not fault", "persistent_workers=True",
+        "persistent_workers", "workers.py", "restarted_workers",
+        "Vectors(5), batch_size=BATCH, num_workers=2, persistent_workers=not fault",
+        "Vectors(5), batch_size=BATCH, num_workers=2, persistent_workers=True",
     ),
-    Case("no_anomaly_detection", "host.py", "anomaly_detection", "detect_anomaly=fault", "detect_anomaly=False"),
-    Case("fused_optimizer", "host.py", "looping_optimizer", "fused=self.fused", "fused=True"),
-    Case("foreach_optimizer", "host.py", "looping_optimizer", "foreach=False, fused=self.fused", "foreach=True"),
     Case(
-        "gc_freeze", "host.py", "live_objects",
+        "no_anomaly_detection", "process.py", "anomaly_detection",
+        "vector_batches(128), detect_anomaly=fault", "vector_batches(128), detect_anomaly=False",
+    ),
+    Case("fused_optimizer", "optimizers.py", "looping_optimizer", "fused=self.fused", "fused=True"),
+    Case("foreach_optimizer", "optimizers.py", "looping_optimizer", "foreach=False, fused=self.fused", "foreach=True"),
+    Case(
+        "gc_freeze", "process.py", "live_objects",
         "        self.recent: deque[Any] = deque(maxlen=24)\n",
         "        self.recent: deque[Any] = deque(maxlen=24)\n\n"
         "    def on_train_start(self, *_: Any) -> None:\n        import gc; gc.collect(); gc.freeze()\n",
     ),
-    Case("without_callback=ConditionProbe", "styles.py", "pre_hook", "[ConditionProbe()] if fault else []", "[]"),
-    Case("threads=2", "machine.py", "one_thread", "set_num_threads(1)", "set_num_threads(2)"),
     Case(
-        "precision=bf16-mixed", "compute.py", "dominant_module",
+        "without_callback=ConditionProbe", "callbacks_and_hooks.py", "pre_hook",
+        "[ConditionProbe()] if fault else []", "[]",
+    ),
+    Case(
+        "threads=2", "process.py", "one_thread",
+        "set_num_threads(1)\n    fit(", "set_num_threads(2)\n    fit(",
+    ),
+    Case(
+        "precision=bf16-mixed", "forward.py", "dominant_module",
         "fault else 1024), DataLoader(Vectors(), batch_size=BATCH))",
         'fault else 1024), DataLoader(Vectors(), batch_size=BATCH), precision="bf16-mixed")',
     ),
     Case(
-        "compile", "compute.py", "looped_attention", "    fit(model, DataLoader(Tokens(",
+        "compile", "loops.py", "looped_attention", "    fit(model, DataLoader(Tokens(",
         "    for child in (model.embedding, *model.layers, model.head):\n"
         "        child.forward = torch.compile(child.forward)\n"
         "    fit(model, DataLoader(Tokens(",
     ),
-    Case("checkpointing", "memory.py", "activations", "recompute=not fault", "recompute=True"),
+    Case(
+        "checkpointing", "memory_peaks.py", "activations",
+        "LongContext(recompute=not fault)", "LongContext(recompute=True)",
+    ),
 )  # fmt: skip
 
 

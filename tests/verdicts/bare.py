@@ -1,6 +1,6 @@
 """Mean step time, CPU time per step of the main process, and peak memory of a training script without the profiler.
 
-``python tests/verdicts/bare.py faults/data.py slow_decode [--healthy]`` prints one JSON object.
+``python tests/verdicts/bare.py faults/loading.py slow_decode [--healthy]`` prints one JSON object.
 """
 
 from __future__ import annotations

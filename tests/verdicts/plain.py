@@ -1,6 +1,6 @@
 """What the training scripts share: synthetic data, a classifier, a small language model and the command line.
 
-A script calls :func:`main` with its trainings; ``python faults/data.py slow_decode --healthy`` runs one.
+A script calls :func:`main` with its trainings; ``python faults/loading.py slow_decode --healthy`` runs one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ WIDTH = 512
 BATCH = 256
 CLASSES = 10
 STEPS = 60
+RANKS: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
 
 
 def main(*trainings: Callable[[bool], None]) -> None:
@@ -50,6 +51,11 @@ def quiet(steps: int, **options: Any) -> lightning.Trainer:
     return trainer(steps, **{"logger": False} | options)
 
 
+def one_epoch(**options: Any) -> lightning.Trainer:
+    """Make a Trainer of one epoch, without a logger, if no option says otherwise."""
+    return quiet(-1, **{"max_epochs": 1} | options)
+
+
 def fit(
     model: lightning.LightningModule,
     training: DataLoader,
@@ -78,6 +84,15 @@ class Vectors(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.features[index], self.labels[index]
+
+
+def vector_batches(batch: int = BATCH) -> DataLoader:
+    return DataLoader(Vectors(STEPS, batch), batch_size=batch)
+
+
+def labeled(samples: int, *shape: int, classes: int = CLASSES) -> TensorDataset:
+    """Give random samples with random labels."""
+    return TensorDataset(torch.randn(samples, *shape), torch.randint(classes, (samples,)))
 
 
 class Residual(nn.Module):
