@@ -1,6 +1,9 @@
-"""Write the texts with which the report explains each rule, from the pages of the domains.
+"""Write the sections of the rules that are rows into the pages of their domains, and the texts of all rules.
 
-python docs/finding_texts.py
+    python docs/finding_texts.py
+
+A row's section is made from the row and its remedies; the sections of other rules are written by hand. The texts are
+those with which the report explains each rule.
 """
 
 from __future__ import annotations
@@ -8,6 +11,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import Remedy
+from lightning_memprof.judge.rule import Rule
+from lightning_memprof.judge.verdict import ROWS
+from lightning_memprof.units import percent
 
 PAGES = Path(__file__).parent / "reference" / "findings"
 OUT = PAGES.parents[2] / "lightning_memprof" / "report" / "printers" / "templates" / "findings.json"
@@ -24,6 +33,50 @@ def plain(markdown: str) -> list[str]:
     return [re.sub(r"\s+", " ", re.sub(r"[`*]", "", paragraph)).strip() for paragraph in paragraphs]
 
 
+def section(row: Rule) -> str:
+    """Return the section of a row."""
+    of = " and ".join(f"`{part}`" for part in row.of)
+    when = f"From {percent(row.note)} of each step in {of}, {percent(2 * row.note)} if it runs only once or twice"
+    when += f", and {POLICY.action_ns / 1e6:g} ms per step"
+    when += ", if it returns in several steps." if row.repeats else "."
+    when += " Each owner is a finding of its own." if row.each else ""
+    least, most = (percent(share).removesuffix("%") for share in row.saves)
+    loses = f"{row.trade_off[:1].lower()}{row.trade_off[1:]}"
+    steps = "\n".join(f"- {shown(remedy)} (`{remedy.id}`)" for remedy in row.remedies)
+    parts = [
+        f"## `{row.id}`\n\n{row.about}",
+        f"### When it fires\n\n{when}",
+        f"### What it recovers\n\n{least}–{most}% of this time. Trade-off: {loses}",
+        f"### What to do\n\n{steps}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def shown(remedy: Remedy) -> str:
+    """Return the text of a remedy with the names of its fields."""
+    return re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), remedy.text).rstrip(".")
+
+
+def page_with_rows(text: str, rows: dict[str, Rule]) -> str:
+    """Return a page whose sections of rows are made anew; rows without a section are appended."""
+    head, *found = RULE.split(text)
+    sections = dict(zip(found[::2], found[1::2], strict=True))
+    made = {name: section(row) for name, row in rows.items()}
+    whole = {name: made.get(name, f"## `{name}`\n{body}") for name, body in sections.items()} | {
+        name: body for name, body in made.items() if name not in sections
+    }
+    return head + "\n".join(part.rstrip("\n") + "\n" for part in whole.values())
+
+
+def pages() -> dict[Path, str]:
+    """Return the pages of the domains; a row is on the page of the module that has it."""
+    found = {page: page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))}
+    for domain, rows in ROWS.items():
+        page = PAGES / f"{domain}.md"
+        found[page] = page_with_rows(found[page], {row.id: row for row in rows if row.about})
+    return found
+
+
 def texts() -> dict[str, dict[str, str | list[str]]]:
     """Return, by rule, its page, its meaning and when it fires.
 
@@ -32,8 +85,8 @@ def texts() -> dict[str, dict[str, str | list[str]]]:
 
     """
     found: dict[str, dict[str, str | list[str]]] = {}
-    for page in sorted(PAGES.glob("*.md")):
-        _, *parts = RULE.split(page.read_text(encoding="utf-8"))
+    for page, markdown in pages().items():
+        _, *parts = RULE.split(markdown)
         for rule, text in zip(parts[::2], parts[1::2], strict=True):
             means, section, rest = text.partition(WHEN)
             if not section:
@@ -43,7 +96,9 @@ def texts() -> dict[str, dict[str, str | list[str]]]:
 
 
 def main() -> None:
-    """Write the file into the package."""
+    """Write the pages, and the texts into the package."""
+    for page, markdown in pages().items():
+        page.write_text(markdown, encoding="utf-8")
     OUT.write_text(json.dumps(texts(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -97,6 +97,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: stable.
+        about: what it is and why it matters, for the documentation.
+        trade_off: what the remedy loses, for the documentation.
         of: the parts of the ledger.
         says: the title, with the fields ``owner``, ``kind`` (the part), ``share`` and ``rank`` (``" on rank 3"``).
         unnamed: the title where the recording does not tell the owner; default: ``says``.
@@ -111,6 +113,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
+    about: str = ""
+    trade_off: str = ""
     of: tuple[TimePart, ...]
     says: str
     unnamed: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -90,8 +91,8 @@ STEP_RULES: Final[tuple[Judge, ...]] = (
     slowing.slower_steps,
     profiler.profiler_overhead,
 )
-# The same, as rows.
-ROWS: Final[tuple[Rule, ...]] = (*host.ROWS,)
+# The same as rows, by the page that describes them.
+ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {"host": host.ROWS}
 TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (
     data.input_bound_trace,
     allocator.allocator_thrash,
@@ -141,7 +142,11 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     judged = _with_enough_steps(facts)
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
     of_run += [finding for rule in (STEP_RULES if judged else ()) for finding in _guarded(rule, judged)]
-    of_run += [finding for row in (ROWS if judged else ()) for finding in _guarded(row.findings, judged, name=row.id)]
+    of_run += [
+        finding
+        for row in (itertools.chain.from_iterable(ROWS.values()) if judged else ())
+        for finding in _guarded(row.findings, judged, name=row.id)
+    ]
     reported = {finding.rule for finding in of_run}
     of_files = [
         finding

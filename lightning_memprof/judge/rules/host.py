@@ -215,6 +215,11 @@ def _in_fetch(rank: Rank) -> bool:
 ROWS: Final = (
     Rule(
         id="callback_bound",
+        about=(
+            "Hooks of a callback run between batches, on the thread that launches work; an accelerator that has "
+            "finished its queue waits. This package's own callback is not counted."
+        ),
+        trade_off="It runs less often.",
         of=("callback",),
         says="The callback {owner} takes {share}{rank}.",
         unnamed="Callbacks take {share}{rank}; which ones was not recorded.",
@@ -225,6 +230,11 @@ ROWS: Final = (
     ),
     Rule(
         id="hook_bound",
+        about=(
+            "A hook of the LightningModule (on_train_batch_end, on_before_optimizer_step) or of the data module "
+            "(train_dataloader) takes much of the step; lr_scheduler_step is the time of the learning rate schedules."
+        ),
+        trade_off="It runs less often.",
         of=("module_hook",),
         says="The hook {owner} of the module takes {share}{rank}.",
         unnamed="Hooks of the module take {share}{rank}; which ones was not recorded.",
@@ -235,6 +245,12 @@ ROWS: Final = (
     ),
     Rule(
         id="transfer_bound",
+        about=(
+            "batch_to_device, or one of the hooks on_before_batch_transfer, transfer_batch_to_device and "
+            "on_after_batch_transfer, runs on the training thread between loading and forward. Without a device "
+            "nothing is copied, but each object of a batch is visited."
+        ),
+        trade_off="None, or the time in worker processes.",
         of=("transfer",),
         says="Moving batches to the device takes {share}{rank}, in {owner}.",
         unnamed="Moving batches to the device takes {share}{rank}.",
@@ -245,6 +261,11 @@ ROWS: Final = (
     ),
     Rule(
         id="recompilation",
+        about=(
+            "torch.compile compiles again and again during the run. A compilation takes as long as tens or hundreds "
+            "of steps; at the limit of recompilations torch runs the code uncompiled."
+        ),
+        trade_off="Code for all shapes is somewhat slower than code for one.",
         of=("compile",),
         says="torch.compile recompiles: compiling takes {share}{rank}.",
         remedies=(DYNAMIC_SHAPES, FEW_SHAPES, LOG_RECOMPILES),
@@ -253,6 +274,11 @@ ROWS: Final = (
     ),
     Rule(
         id="registered_hook_bound",
+        about=(
+            "A hook that the program registered on modules or parameters runs in each forward or backward of each of "
+            "its modules. It is named with its file and line. Needs an operator trace."
+        ),
+        trade_off="The hook's results.",
         of=("forward_hook", "backward_hook"),
         says="The {kind} {owner} takes {share}{rank}.",
         unnamed="Hooks that the program registered take {share}{rank}; which ones was not recorded.",
@@ -263,6 +289,11 @@ ROWS: Final = (
     ),
     Rule(
         id="metric_bound",
+        about=(
+            "update and compute of torchmetrics take much of the step. Curves such as the area under the ROC curve "
+            "sort all predictions since the last reset, which becomes slower with every step."
+        ),
+        trade_off="No values in every step.",
         of=("metric",),
         says="Metrics take {share}{rank}, mostly {owner}.",
         unnamed="Metrics take {share}{rank}.",
@@ -272,6 +303,8 @@ ROWS: Final = (
     ),
     Rule(
         id="validation_bound",
+        about="Validation inside fit takes much of the time; nothing is trained meanwhile.",
+        trade_off="Validation metrics are updated less often.",
         of=("validation",),
         says="Validation takes {share}{rank}.",
         remedies=(VALIDATE_LESS_OFTEN, VALIDATE_ON_LESS),
@@ -282,6 +315,8 @@ ROWS: Final = (
     ),
     Rule(
         id="checkpoint_bound",
+        about="Training waits until a checkpoint is written; with several ranks, all wait for the one that writes.",
+        trade_off="A failed run loses the steps since its last checkpoint.",
         of=("checkpoint",),
         says="Saving checkpoints takes {share}{rank}.",
         remedies=(SAVE_LESS_OFTEN, SAVE_LESS, SAVE_ASYNC),
@@ -290,6 +325,12 @@ ROWS: Final = (
     ),
     Rule(
         id="logging_bound",
+        about=(
+            "The logger's log_metrics and save, or the calls of self.log, take much of the step. Reading a logged "
+            "value from the device waits for all work before it, and a logger that sends, draws or rewrites its file "
+            "takes time in addition."
+        ),
+        trade_off="No values for the steps that are not logged.",
         of=("logging", "self_log"),
         says="Logging takes {share}{rank}, mostly {owner}.",
         unnamed="Logging takes {share}{rank}.",
@@ -299,6 +340,11 @@ ROWS: Final = (
     ),
     Rule(
         id="between_steps",
+        about=(
+            "Much of the time is outside all phases, callbacks, hooks and loggers: code of the program around the "
+            "batches, or Lightning's loop, which takes 1 to 4 ms."
+        ),
+        trade_off="None.",
         of=("untracked",),
         says="{share} is outside the tracked phases{rank}.",
         remedies=(CODE_AROUND_BATCHES, LOG_FEWER),
@@ -310,6 +356,11 @@ ROWS: Final = (
     ),
     Rule(
         id="gc_pauses",
+        about=(
+            "A pause of Python's garbage collector stops the whole process, and its next kernels launch late. With "
+            "several ranks, pauses occur at different times, and each rank waits for the pauses of all others."
+        ),
+        trade_off="Reference cycles are freed later.",
         of=("gc_pauses",),
         says="GC pauses take {share}{rank}.",
         remedies=(FREEZE_OBJECTS, CHOOSE_COLLECTIONS),

@@ -122,7 +122,10 @@ def test_the_documentation_has_every_peak_in_the_same_words() -> None:
 
 
 def test_what_the_page_says_of_the_rules_is_what_their_documentation_says() -> None:
-    script = "import finding_texts, json; print(json.dumps(finding_texts.texts()))"
+    script = (
+        "import finding_texts, json; print(json.dumps(finding_texts.texts())); "
+        "assert all(page.read_text() == text for page, text in finding_texts.pages().items())"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=DOCS, capture_output=True, text=True, check=True)
     held = Path(html_module.__file__).with_name("templates") / "findings.json"
     assert json.loads(held.read_text(encoding="utf-8")) == json.loads(done.stdout), "python docs/finding_texts.py"
