@@ -106,10 +106,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         saves: least and most share of this time that the first of them recovers.
         each: whether each owner is a finding of its own.
         repeats: whether only time that returns in several steps is a fault.
-        note: share of the step below which nothing is said; another one than the policy's has its reason beside it.
+        note: share of the step below which nothing is reported; another one than the policy's has its reason beside it.
         applies: whether a fact is this rule's, apart from its time.
         detail: what else the recording shows.
-        least_ns: time per step below which nothing is said: the Trainer itself takes some.
+        least_ns: time per step below which nothing is reported: the Trainer itself takes some.
     """
 
     id: str
@@ -176,6 +176,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def least_ns(fact: Fact) -> int:
-    """Return the time per step below which nothing is said: the Trainer's own hooks take a millisecond per step."""
+    """Return the time per step below which nothing is reported: the Trainer's own hooks take a millisecond per step."""
     is_short = fact.ledger.step_ns < POLICY.short_step_ns and any(line.part != "module_hook" for line in fact.lines)
     return POLICY.action_short_ns if is_short else POLICY.action_ns
