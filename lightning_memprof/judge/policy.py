@@ -11,8 +11,7 @@ class Policy:
     """From which figures on a finding is made, a verdict is given, and a word is used.
 
     Attributes:
-        note: share of the step, or of the peak, below which nothing is reported: without it, the training is less than 1.05
-            times as fast.
+        note: share of the step, or of the peak, below which nothing is reported: less than 1.05 times as fast.
         verdict: share from which on a finding may be the verdict: 1.1 times as fast.
         severe: share from which on it is severe: 1.4 times as fast.
         bound: share of the step from which on it is bound by a part.
@@ -20,8 +19,8 @@ class Policy:
             checkpoint is most of a short run.
         short_step_ns: the Trainer itself takes 1 to 4 ms per step; in shorter steps its share hides the model's.
         title: characters of a title.
-        action_ns: time per step of an action below which nothing is reported: the Trainer's own hooks and its progress bar
-            take a millisecond.
+        action_ns: time per step of an action below which nothing is reported: the Trainer's own hooks and its progress
+            bar take a millisecond.
         action_short_ns: the same in short steps.
         calls: an action that runs less often in the whole run starts or ends it.
         repeated: what returns in several steps takes this many times its longest step: Python collects everything, and
