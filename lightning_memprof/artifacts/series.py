@@ -10,7 +10,6 @@ import msgspec
 
 from lightning_memprof.artifacts.rows import Int64, Row
 
-PHASES: Final = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
 # Actions of the pulse that Lightning does not have: time outside all actions, GC pauses, the collectors' work at marks.
 UNTRACKED, GC_PAUSE, PROFILER = "untracked", "gc_pause", "[MemProfiler]"
 COMPILATION: Final = "torch.compile"
@@ -22,10 +21,10 @@ MAX_DIGITS: Final = 19
 class PulseRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """A step of the run: counts, nanoseconds by phase on both clocks, and bytes; ``row["step"]`` is ``row.step``.
 
-    The order of the fields is that of the columns; the phases are those of ``PHASES``, in their order. A new column is
-    the last one: pulses without it stay readable. ``core_wait_ns`` is how long the training thread was ready to run but
-    waited for a core, since the previous row that has it. ``other_profiler`` is the key in ``PROFILERS`` of
-    another profiler that recorded at the end of the step, outside windows.
+    The order of the fields is that of the columns. A new column is the last one: pulses without it stay readable.
+    ``core_wait_ns`` is how long the training thread was ready to run but waited for a core, since the previous row that
+    has it. ``other_profiler`` is the key in ``PROFILERS`` of another profiler that recorded at the end of the step,
+    outside windows.
     """
 
     step: int | None
@@ -62,6 +61,12 @@ class PulseRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
 
 
 PULSE_COLUMNS: Final = PulseRow.__struct_fields__
+# On both clocks, after the whole step.
+PHASES: Final = tuple(
+    column.removeprefix("device_").removesuffix("_ns")
+    for column in PULSE_COLUMNS[PULSE_COLUMNS.index("device_duration_ns") + 1 :]
+    if column.startswith("device_")
+)
 TORCH_PROFILER: Final = 1
 PYTHON_PROFILER: Final = 2
 # In the column ``other_profiler``.

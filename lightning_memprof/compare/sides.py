@@ -16,9 +16,9 @@ from lightning_memprof.account.ledger.ranks import across_ranks
 from lightning_memprof.account.memory.allocations import run_allocations, window_allocations
 from lightning_memprof.account.memory.model import DeviceAllocations, Site
 from lightning_memprof.account.memory.report import RankMemory, memory_report
+from lightning_memprof.account.parts import PHASE_PARTS
 from lightning_memprof.account.steps.statistics import window_steps
 from lightning_memprof.account.steps.throughput import rank_throughput
-from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.compare.model import QUANTITIES, Measure, Side, SideKind
 from lightning_memprof.compare.significance import drift
 from lightning_memprof.errors import ArtifactError
@@ -159,7 +159,7 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
         found.add(_mean("mean_step_ns", [duration for duration, _ in rows], source))
     # A slow phase of the machine slows every phase of a step.
     share = step.noise / step.value if step is not None and step.value else 0.0
-    for phase in PHASES:
+    for phase in PHASE_PARTS:
         known = [ns for _, breakdown in rows if (ns := breakdown.get(phase)) is not None]
         found.add(typical(f"{phase}_ns", known, source, share, of_steps=True))
 

@@ -10,13 +10,14 @@ from typing import Final
 import msgspec
 
 from lightning_memprof.account.ledger.memory import ByteLedger, run_bytes
-from lightning_memprof.account.ledger.model import TimeLedger, TimePart, total
+from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.ledger.peaks import Peaks
 from lightning_memprof.account.ledger.ranks import log_waits, with_waits
 from lightning_memprof.account.ledger.run import run_ledger, typical_in_windows
 from lightning_memprof.account.ledger.steady import in_steady_state
 from lightning_memprof.account.memory.report import MemoryReport
 from lightning_memprof.account.oom.autopsy import owned_at_failure
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.report import RankReport, rank_report
 from lightning_memprof.account.steps.statistics import PulseStatistics, pulse_statistics
 from lightning_memprof.artifacts.naming import pulse_name
@@ -26,8 +27,8 @@ from lightning_memprof.read.snapshot.report import SnapshotReport
 from lightning_memprof.read.trace.model import TraceReport
 
 # What the host does in a step beside the passes and the optimizer; a median step has none of what is rare.
-_ALWAYS: Final = ("data_wait", "transfer")
-_BESIDE: Final[tuple[TimePart, ...]] = (*_ALWAYS, "callback", "module_hook", "logging", "self_log", "metric")
+_ALWAYS: Final = (Part.DATA_WAIT, Part.TRANSFER)
+_BESIDE: Final = (*_ALWAYS, Part.CALLBACK, Part.MODULE_HOOK, Part.LOGGING, Part.SELF_LOG, Part.METRIC)
 _OFTEN: Final = 0.5
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, TimePart, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, titled
 from lightning_memprof.judge.policy import POLICY
@@ -43,8 +44,8 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """The part, for people."""
-        return self.lines[0].part.replace("_", " ")
+        """The part, for people, as one of its kind."""
+        return self.lines[0].part.label.removesuffix("s")
 
     @property
     def count(self) -> float:
@@ -115,7 +116,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     about: str = ""
     trade_off: str = ""
-    of: tuple[TimePart, ...]
+    of: tuple[Part, ...]
     says: str
     unnamed: str = ""
     remedies: tuple[Remedy, ...]

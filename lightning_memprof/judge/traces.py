@@ -8,13 +8,13 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
-from lightning_memprof.account.ledger.model import TimeLedger, TimePart, total
+from lightning_memprof.account.ledger.model import TimeLedger, total
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import Evidence, Recovery, Severity
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.rules.compute import FOREACH, FUSED
 from lightning_memprof.read.trace.kernel_names import kernel_name, kernel_names
 from lightning_memprof.read.trace.model import (
-    Cause,
     CollectiveTotals,
     IdleCause,
     Kernel,
@@ -145,24 +145,16 @@ def longest_in(trace: TraceReport, start_ns: int | None, duration_ns: int) -> tu
     return seen_in(trace) if start_ns is None else (*seen_in(trace), *seen_in(trace, start_ns, duration_ns))
 
 
-def idle_ns(trace: TraceReport, *causes: Cause) -> int:
+def idle_ns(trace: TraceReport, *causes: Part) -> int:
     """Return the idle time of the devices that has one of these causes."""
     return sum(cause.total_ns for cause in trace.idle if cause.cause in causes)
 
 
-# The causes of idle time, by the ledger's parts.
-PARTS: Final[dict[TimePart, Cause]] = {
-    "idle_data": "data_loading",
-    "idle_synchronization": "synchronization",
-    "idle_allocator": "allocator",
-    "idle_gc_pauses": "gc_pauses",
-    "idle_python": "python",
-    "idle_operators": "operators",
-    "idle_launch": "launch",
-    "idle_graph": "launch",
-    "idle_loading": "launch",
-    "idle_queue": "queue",
-}
+# Causes of idle time that a program can change.
+CAUSES: Final = tuple(
+    part for part in Part if part.group == "device idle" and part not in {Part.IDLE_UNKNOWN, Part.COLD_START}
+)
+LAUNCHING: Final = (Part.IDLE_PYTHON, Part.IDLE_OPERATORS, Part.IDLE_LAUNCH, Part.IDLE_GRAPH, Part.IDLE_LOADING)
 # A smaller part of the time changes no statement.
 UNSURE: Final = 0.01
 
@@ -198,10 +190,10 @@ def idle_time(trace: TraceReport) -> IdleTime | None:
     certain_ns = max(window.idle_ns, total_ns - window.busy_ns // ledger.steps)
     if certain_ns - window.idle_ns <= NOTABLE_SHARE * span_ns:
         return inside
-    causes: dict[Cause, IdleCause] = {}
+    causes: dict[Part, IdleCause] = {}
     between = {cause.cause: cause for cause in trace.idle}
-    for line in ledger.of(*PARTS):
-        cause = PARTS[line.part]
+    for line in ledger.of(*CAUSES):
+        cause = line.part
         ns, longest = round(line.ns * ledger.steps), line.longest_ns or 0
         sooner = causes.get(cause)  # lines are sorted: the first one is the example
         so_far = sooner.total_ns if sooner else 0
@@ -244,7 +236,7 @@ def after_waits(trace: TraceReport) -> AfterWaits | None:
     calls = sorted((call for call in trace.synchronizations if call.gap_ns > 0), key=lambda call: -call.gap_ns)
     if window is None or not window.window_ns or not calls or is_brief(trace):
         return None
-    gap_ns = min(sum(call.gap_ns for call in calls), window.idle_ns - idle_ns(trace, "data_loading"))
+    gap_ns = min(sum(call.gap_ns for call in calls), window.idle_ns - idle_ns(trace, Part.IDLE_DATA))
     number = sum(call.count for call in calls)
     if gap_ns <= NOTABLE_GAP * window.window_ns or number < MIN_CALLS:
         return None
@@ -300,7 +292,7 @@ def _loading_without_steps(trace: TraceReport) -> Loading | None:
     window, loads = trace.gpu_window, trace.loads
     if not loads.count:
         return None
-    exposed_ns = loads.total_ns if window is None else idle_ns(trace, "data_loading")
+    exposed_ns = loads.total_ns if window is None else idle_ns(trace, Part.IDLE_DATA)
     return Loading(
         total_ns=loads.total_ns if window is None else min(loads.total_ns, window.window_ns),
         exposed_ns=exposed_ns,
@@ -319,7 +311,7 @@ def _exposed_ns(trace: TraceReport, loading_ns: int) -> int:
     window = trace.work_window
     if window is None:
         return loading_ns
-    inside_ns = min(idle_ns(trace, "data_loading"), loading_ns)
+    inside_ns = min(idle_ns(trace, Part.IDLE_DATA), loading_ns)
     known_ns = window.data_loading_exposed_ns
     # Time that is neither busy nor loading can be no longer than the rest.
     exposed_ns = min(loading_ns, max(inside_ns, loading_ns - window.busy_ns) if known_ns is None else known_ns)
@@ -374,7 +366,7 @@ def times(count: int) -> str:
 def recovered_ns(
     ledger: TimeLedger | None,
     saves: tuple[float, float],
-    *parts: TimePart,
+    *parts: str,
     recorded_ns: float | None = None,
     name: str | None = None,
 ) -> Recovery | None:

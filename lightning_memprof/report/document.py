@@ -314,7 +314,7 @@ class Chart(msgspec.Struct, frozen=True):
     words: Words = ""
 
 
-Part = Table | Facts | Figures | Stack | Findings | Lines | Paragraph | Chart
+Item = Table | Facts | Figures | Stack | Findings | Lines | Paragraph | Chart
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -323,7 +323,7 @@ class Section(msgspec.Struct, frozen=True):
     id: str
     title: str
     lead: Words = ""
-    parts: Sequence[Part] = ()
+    parts: Sequence[Item] = ()
     summary: bool = False
 
 

@@ -21,7 +21,7 @@ from lightning_memprof.artifacts.pulse import parse_pulse_row
 from lightning_memprof.read.run.confined import refuse_links
 from lightning_memprof.read.run.following import Follower
 from lightning_memprof.read.run.locate import MAX_DEPTH, MAX_DIRECTORIES
-from lightning_memprof.report.document import Chart, Document, Lines, Part, Stack, Table
+from lightning_memprof.report.document import Chart, Document, Item, Lines, Stack, Table
 from lightning_memprof.report.printers.layout import tops
 from lightning_memprof.report.printers.values import cell_text, words_text
 from lightning_memprof.report.sections.live import SILENT_NS, Watched, live_document, passed
@@ -304,7 +304,7 @@ def _parts(document: Document) -> Iterator[dict[str, Any]]:
         yield from map(_part, section.parts)
 
 
-def _part(part: Part) -> dict[str, Any]:
+def _part(part: Item) -> dict[str, Any]:
     """Return a part of the live page; shares and curve points are numbers, all other values are texts."""
     match part:
         case Lines():

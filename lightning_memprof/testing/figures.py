@@ -12,12 +12,13 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lightning_memprof.account.memory.report import TRACKERS, RankMemory, memory_report
+from lightning_memprof.account.parts import Part
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.read.trace.columns import Kind, TraceColumns, read_columns, step_spans
 from lightning_memprof.read.trace.communication import collective_calls
 from lightning_memprof.read.trace.device import device_events
-from lightning_memprof.read.trace.idle import call_kind, training_lane
+from lightning_memprof.read.trace.idle import call_part, training_lane
 from lightning_memprof.read.trace.intervals import Column, nearest
 from lightning_memprof.read.trace.kernel_names import plain_kernel
 from lightning_memprof.read.trace.modules import HostThreads, Makers, Modules
@@ -210,7 +211,9 @@ def _of_thread(
     lines = _names_at(names, nearest(parents, is_line))
     if on_device:
         operator = nearest(parents, is_operator)
-        waits = (kinds == Kind.RUNTIME) & columns.named(lambda name: call_kind(name) == "synchronization")[names]
+        waits = (kinds == Kind.RUNTIME) & columns.named(lambda name: call_part(name) == Part.IDLE_SYNCHRONIZATION)[
+            names
+        ]
         starts = columns.starts[rows]
         waits &= np.any([(step.start <= starts) & (starts < step.end) for step in step_spans(columns)], axis=0)
         names = np.where(waits & (operator >= 0), names[operator], names)

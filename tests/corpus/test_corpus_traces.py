@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from corpus_files import TRACES, recorded_file, reference_figures
-from lightning_memprof.account.ledger.model import DevicePart
+from lightning_memprof.account.parts import BUSY, Part
 from lightning_memprof.artifacts.trace_rewriting import tensorboard_categories
 from lightning_memprof.read.trace.model import GpuTimes, KernelKind, TraceReport
 from lightning_memprof.read.trace.report import trace_report
@@ -138,9 +138,9 @@ def test_where_the_batches_come_late_the_idle_device_waits_for_them():
     late, window = found["kineto_resnet50_nw0"], found["kineto_resnet50_nw0"].step_window
     assert window is not None
     assert window.data_loading_ns / window.window_ns == pytest.approx(0.396, abs=0.0005)
-    assert late.idle[0].cause == "data_loading"
+    assert late.idle[0].cause == Part.IDLE_DATA
     assert late.idle[0].example.startswith("enumerate(DataLoader)#_SingleProcessDataLoaderIter")
-    assert "data_loading" not in {cause.cause for cause in found["hta_ns_resolution"].idle}
+    assert Part.IDLE_DATA not in {cause.cause for cause in found["hta_ns_resolution"].idle}
 
 
 def test_a_file_that_is_rewritten_for_the_profiler_tab_gives_the_same_report(path: Path, tmp_path: Path) -> None:
@@ -170,10 +170,10 @@ def test_the_device_ledger_owns_every_ns_of_the_steps(path):
         return
     whole_ns = figures["window_us"] * 1000
     assert ledger.step_ns * ledger.steps == pytest.approx(whole_ns, rel=1e-3)
-    parts: dict[str, tuple[DevicePart, ...]] = {
-        "busy_us": ("compute", "collective", "copy"),
-        "compute_us": ("compute",),
-        "comm_exposed_us": ("collective",),
+    parts: dict[str, tuple[Part, ...]] = {
+        "busy_us": BUSY,
+        "compute_us": (Part.COMPUTE,),
+        "comm_exposed_us": (Part.COLLECTIVE,),
     }
     for name, of in parts.items():
         assert ledger.ns(*of) * ledger.steps == pytest.approx(figures[name] * 1000, abs=whole_ns * 1e-3)

@@ -31,7 +31,7 @@ NAPS = {
     "forward": 6,
     "backward": 5,
     "optimizer": 4,
-    "callbacks": 7,
+    "callback": 7,
     "validation": 8,
     "checkpoint": 9,
     "logging": 10,
@@ -118,7 +118,7 @@ class Napping(pl.Callback):
     """Sleeps after each batch."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        nap("callbacks")
+        nap("callback")
 
 
 class SlowLogger(CSVLogger):
@@ -166,7 +166,7 @@ def slept(step: StepEvents, *parts: str) -> None:
         assert step.parts_ns[part] == 0, part
 
 
-EVERY_STEP = ("data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "logging")
+EVERY_STEP = ("data_wait", "transfer", "forward", "backward", "optimizer", "callback", "logging")
 
 
 @pytest.mark.parametrize("model", [Automatic, Scheduled, Manual])
@@ -176,7 +176,7 @@ def test_a_steps_time_lies_in_the_part_that_took_it(tmp_path: Path, model: type[
     steps = fit(tmp_path, model())
     for step in steps:
         slept(step, *EVERY_STEP)
-        assert step.callbacks_ns["Napping"] >= NAPS["callbacks"] * MS
+        assert step.callbacks_ns["Napping"] >= NAPS["callback"] * MS
         # Of our hooks Lightning calls those at the end of the epoch.
         assert set(step.callbacks_ns) == {"Napping"} | ({"MemProfilerCallback"} if step.step == 5 else set())
     assert methods == (Precision.optimizer_step, CSVLogger.save, SlowSGD.step, _EvaluationLoop.run)

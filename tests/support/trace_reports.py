@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from lightning_memprof.account.parts import Part
 from lightning_memprof.read.trace.model import (
-    Cause,
     CollectiveTotals,
     GpuTimes,
     IdleCause,
@@ -38,7 +38,7 @@ def gpu_times(window_ns: int, idle_ns: int = 0, *, exposed_ns: int = 0, overlapp
     )
 
 
-def idle(cause: Cause, total_ns: int, example: str = "", at_ns: int | None = None) -> IdleCause:
+def idle(cause: Part, total_ns: int, example: str = "", at_ns: int | None = None) -> IdleCause:
     return IdleCause(
         cause=cause,
         total_ns=total_ns,
@@ -99,7 +99,7 @@ def trace(steps: int = 5, *, loading_ns: int = 0, causes: tuple[IdleCause, ...] 
             for i in range(steps)
         ),
         "kernels": (kernel("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_tn", 100 * steps, STEP_NS // 110),),
-        "idle": (*causes, idle("launch", window_ns // 100)),
+        "idle": (*causes, idle(Part.IDLE_LAUNCH, window_ns // 100)),
         "runtime_calls": (),
         "collectives": (),
         "copies": (),

@@ -7,22 +7,23 @@ the thread that launches the next work, up to the launch; then to the launch, an
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.model import DevicePart, HostPart, TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.table import Table, joined, summed
 from lightning_memprof.account.ledger.work import operator_work, shaped
+from lightning_memprof.account.parts import BUSY, PARTS, PHASE_PARTS, Part
 from lightning_memprof.read.trace.columns import Kind, is_loading, launches
 from lightning_memprof.read.trace.device import copy_kind, device_steps
 from lightning_memprof.read.trace.idle import (
     COLLECTS,
     LOADING,
     READS_BACK,
-    call_kind,
+    call_part,
     cold_calls,
     gap_ends,
     is_own_work,
@@ -42,7 +43,7 @@ from lightning_memprof.read.trace.intervals import (
 from lightning_memprof.read.trace.modules import HostThreads, Modules, is_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -54,12 +55,11 @@ if TYPE_CHECKING:
 
     _Numbers: TypeAlias = NDArray[np.signedinteger[Any]] | int
 
-_PARTS: Final[tuple[DevicePart, ...]] = get_args(DevicePart)
 # Time inside an event of these parts is theirs, whatever runs in it; of several the last one.
-_ENCLOSING: Final[tuple[DevicePart, ...]] = ("cold_start", "idle_synchronization", "idle_data", "idle_gc_pauses")
+_ENCLOSING: Final = (Part.COLD_START, Part.IDLE_SYNCHRONIZATION, Part.IDLE_DATA, Part.IDLE_GC_PAUSES)
 _BACKWARD: Final = "autograd::engine::evaluate_function: "
 # The passes whose kernels have lines of their own, and the action around those of forward.
-_PASSES: Final[Mapping[str, HostPart]] = {"forward": "forward", "backward": "backward"}
+_PASSES: Final = (Part.FORWARD, Part.BACKWARD)
 _FORWARD: Final = re.compile(r"\[pl\]\[profile\]\[Strategy\]\w+\.training_step\Z")
 _NONE: Final = -1
 # The recording does not have the launch.
@@ -111,8 +111,8 @@ def device_ledger(
         steps=len(ranges),
         basis=basis,
         lines=owners,
-        communication=tuple(line for line in owners if line.part == "collective"),
-        work=operator_work(columns, [computed], _PARTS, host.modules.path, len(ranges)),
+        communication=tuple(line for line in owners if line.part == Part.COLLECTIVE),
+        work=operator_work(columns, [computed], host.modules.path, len(ranges)),
         exposed=stretches(difference(intersection(device.communication, spans), device.compute), columns.origin_ns),
         passes=_of_all_kernels(passes.lines(len(ranges)), owners),
     )
@@ -161,7 +161,7 @@ class _Lines:
         keys, sums, longest = table[:4].T.tolist(), table[4:6].tolist(), table[6].tolist()
         found = [
             TimeLine(
-                part=_PARTS[part],
+                part=PARTS[part],
                 name="" if label < 0 else self._texts[label],
                 module=None if module == _UNKNOWN else self._modules.path(module),
                 operator=None if operator < 0 else self._texts[operator].removeprefix(_BACKWARD),
@@ -179,7 +179,7 @@ class _Host:
     """What the threads that launch work do, by row of the trace; -1 for events of others.
 
     Attributes:
-        part: ``(n,)`` place in ``_PARTS`` of the time in which the event is the innermost one.
+        part: ``(n,)`` ``Part.number`` of the time in which the event is the innermost one.
         label: ``(n,)`` number of the name that says more than the part; ``module`` and ``operator`` likewise.
         shaped: ``(n,)`` row of the innermost operator with recorded inputs; one -1 where the trace has none.
         modules: the trace's.
@@ -200,7 +200,7 @@ class _Host:
         for tree in found.values():
             self.part[tree.rows] = names.parts(tree.rows)
         cold = cold_calls(columns, work.device, ranges)
-        self.part[cold[self.part[cold] >= 0]] = _PARTS.index("cold_start")
+        self.part[cold[self.part[cold] >= 0]] = Part.COLD_START.number
         # The training thread first: the others run the nodes that it makes.
         self._forward: Makers | None = None
         self.trees = found
@@ -228,10 +228,10 @@ class _Host:
         self.label[rows] = np.where(is_python & (places[rows] >= 0), places[rows], self.label[rows])
         self.label[rows[is_python & names.own[known] & (places[rows] < 0)]] = _NONE
         own = self.part[rows]
-        for part in map(_PARTS.index, _ENCLOSING):
-            at = nearest(parents, own == part)
+        for part in _ENCLOSING:
+            at = nearest(parents, own == part.number)
             inside = rows[at >= 0]
-            self.part[inside] = part
+            self.part[inside] = part.number
             self.label[inside] = known[at[at >= 0]]
 
     def shares(self, lane: int, when: Intervals) -> tuple[Column, Column, Intervals]:
@@ -263,34 +263,23 @@ class _Names:
         self._collects = columns.named(COLLECTS.search)
 
     def parts(self, rows: Column) -> NDArray[np.int8]:
-        """Return the part of each event by its kind and name alone, as the place in ``_PARTS``."""
+        """Return the part of each event by its kind and name alone, by its number."""
         columns = self._columns
         kinds, known = columns.kinds[rows], columns.names[rows]
-        of_kind: dict[int, list[DevicePart]] = {
-            Kind.RUNTIME: [_part_of_call(name) for name in columns.name_of],
+        of_kind: dict[int, list[Part]] = {
+            Kind.RUNTIME: [call_part(name) for name in columns.name_of],
             Kind.OPERATOR: [
-                "idle_synchronization" if name in READS_BACK else "idle_operators" for name in columns.name_of
+                Part.IDLE_SYNCHRONIZATION if name in READS_BACK else Part.IDLE_OPERATORS for name in columns.name_of
             ],
-            Kind.ANNOTATION: ["idle_data" if is_loading(name) else "idle_python" for name in columns.name_of],
-            Kind.PYTHON: ["idle_python"] * len(columns.name_of),
+            Kind.ANNOTATION: [Part.IDLE_DATA if is_loading(name) else Part.IDLE_PYTHON for name in columns.name_of],
+            Kind.PYTHON: [Part.IDLE_PYTHON] * len(columns.name_of),
         }
         found = np.full(len(rows), _NONE, np.int8)
         for kind, parts in of_kind.items():
-            numbers = np.array([_PARTS.index(part) for part in parts], np.int8)
+            numbers = np.array([part.number for part in parts], np.int8)
             found[kinds == kind] = numbers[known[kinds == kind]]
-        found[self._collects[known] & (kinds != Kind.RUNTIME)] = _PARTS.index("idle_gc_pauses")
+        found[self._collects[known] & (kinds != Kind.RUNTIME)] = Part.IDLE_GC_PAUSES.number
         return found
-
-
-def _part_of_call(name: str) -> DevicePart:
-    kinds: dict[str, DevicePart] = {
-        "synchronization": "idle_synchronization",
-        "allocator": "idle_allocator",
-        "graph": "idle_graph",
-        "loading": "idle_loading",
-        "launch": "idle_launch",
-    }
-    return kinds[call_kind(name)]
 
 
 def _add_busy(lines: _Lines, passes: _Lines, host: _Host, work: _Work) -> Table:
@@ -317,8 +306,7 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, work: _Work) -> Table:
     known = work.launched >= 0
     operator = np.where(known, host.operator[work.launched], _NONE)
     module = np.where(known & ~device.communicates, host.module[work.launched], _UNKNOWN)
-    parts: tuple[DevicePart, ...] = ("compute", "collective", "copy")
-    numbers = [_PARTS.index(part) for part in parts]
+    numbers = [part.number for part in BUSY]
     lines.add(
         np.where(computes, numbers[0], np.where(device.communicates, numbers[1], numbers[2])),
         _labels(lines, work, computes),
@@ -356,10 +344,10 @@ def _pass_of(columns: TraceColumns, launched: Column, training: int) -> Column:
 
 def _of_all_kernels(passes: Sequence[TimeLine], owners: Sequence[TimeLine]) -> tuple[TimeLine, ...]:
     """Return the lines of passes for all computation: kernels that were launched before the recording are like them."""
-    computed = [line for line in owners if line.part == "compute"]
+    computed = [line for line in owners if line.part == Part.COMPUTE]
     known = total(line for line in computed if line.module is not None)
     scale = total(computed) / known if known else 1.0
-    return tuple(replace(line, part=_PASSES[line.name], name="", ns=scale * line.ns) for line in passes)
+    return tuple(replace(line, part=PHASE_PARTS[line.name], name="", ns=scale * line.ns) for line in passes)
 
 
 def _labels(lines: _Lines, work: _Work, computes: NDArray[np.bool_]) -> Column:
@@ -392,8 +380,9 @@ def _add_idle(lines: _Lines, host: _Host, work: _Work) -> None:
     loads = loads[columns.named(LOADING.__contains__)[columns.names[loads]]]
     for row in loads.tolist():
         loading = intersection(idle, union(columns.starts[[row]], columns.ends[[row]]))
-        part = _PARTS.index("idle_loading")
-        lines.add(part, int(columns.names[row]), _NONE, _NONE, ns=length(loading), longest=length(loading))
+        lines.add(
+            Part.IDLE_LOADING.number, int(columns.names[row]), _NONE, _NONE, ns=length(loading), longest=length(loading)
+        )
         idle = difference(idle, loading)
     ends = gap_ends(columns, work.device, idle)
     known = np.flatnonzero(ends.calls >= 0)
@@ -407,8 +396,7 @@ def _add_idle(lines: _Lines, host: _Host, work: _Work) -> None:
         ns=spent,
         longest=np.maximum(spent, columns.ends[launch] - columns.starts[launch]),
     )
-    queue = _PARTS.index("idle_queue")
-    lines.add(queue, _NONE, host.module[launch], host.operator[launch], ns=queued, longest=queued)
+    lines.add(Part.IDLE_QUEUE.number, _NONE, host.module[launch], host.operator[launch], ns=queued, longest=queued)
     lanes = np.where(ends.calls >= 0, columns.lanes[ends.calls], host.training)
     for lane in np.unique(lanes).tolist():
         mine = lanes == lane
@@ -422,5 +410,5 @@ def _add_idle(lines: _Lines, host: _Host, work: _Work) -> None:
                 host.part[rows], host.label[rows], host.module[rows], host.operator[rows], ns=own, longest=longest
             )
         rest = left.ends - left.starts
-        part = _PARTS.index("idle_python" if host.training >= 0 else "idle_unknown")
+        part = (Part.IDLE_PYTHON if host.training >= 0 else Part.IDLE_UNKNOWN).number
         lines.add(part, _NONE, _NONE, _NONE, ns=rest, longest=rest)

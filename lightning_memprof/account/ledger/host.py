@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, get_args
+from typing import Final
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lightning_memprof.account.ledger.model import HostPart, TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.table import Table, joined, summed
 from lightning_memprof.account.ledger.work import operator_work, shaped
-from lightning_memprof.account.steps.events import MODULES, action_name, is_profiler, meeting, part_of
+from lightning_memprof.account.parts import PARTS, Part
+from lightning_memprof.account.steps.events import MODULES, RANGES, action_name, is_profiler, meeting, part_of
 from lightning_memprof.read.trace.columns import STEP_NAME, Kind, Step, TraceColumns
 from lightning_memprof.read.trace.communication import common_name
 from lightning_memprof.read.trace.idle import COLLECTS
@@ -36,30 +37,25 @@ from lightning_memprof.read.trace.intervals import (
 )
 from lightning_memprof.read.trace.modules import HostThreads, Modules, Places, Tree
 
-_PARTS: Final[tuple[HostPart, ...]] = get_args(HostPart)
 _NODE: Final = "autograd::engine::evaluate_function: "
 _ACTION: Final = "[pl][profile]"
-# Ranges of torch itself, in every program.
-_RANGES: Final[Mapping[str, HostPart]] = {
-    "Optimizer.step#": "optimizer",
-    "Optimizer.zero_grad#": "optimizer",
-    "enumerate(DataLoader)": "data_wait",
-    _NODE: "backward",
-    "<built-in method run_backward": "backward",
-    "_compile.compile_inner (dynamo_timed)": "compile",
-    "[pl][forward_hook]": "forward_hook",
-    "[pl][backward_hook]": "backward_hook",
+_RANGES: Final[Mapping[str, Part]] = {
+    **RANGES,
+    _NODE: Part.BACKWARD,
+    "<built-in method run_backward": Part.BACKWARD,
+    "_compile.compile_inner (dynamo_timed)": Part.COMPILE,
+    "[pl][forward_hook]": Part.FORWARD_HOOK,
+    "[pl][backward_hook]": Part.BACKWARD_HOOK,
 }
 # Python functions of a program without Lightning, whose actions would say it.
-_CALLS_OF: Final[tuple[tuple[re.Pattern[str], HostPart], ...]] = (
-    (COLLECTS, "gc_pauses"),
-    (re.compile(r"torch/serialization\.py\(\d+\): save\Z|torch/distributed/checkpoint/.*: save\Z"), "checkpoint"),
+_CALLS_OF: Final[tuple[tuple[re.Pattern[str], Part], ...]] = (
+    (COLLECTS, Part.GC_PAUSES),
+    (re.compile(r"torch/serialization\.py\(\d+\): save\Z|torch/distributed/checkpoint/.*: save\Z"), Part.CHECKPOINT),
 )
 _STEP: Final = "Optimizer.step#"
 # A hook of Python that begins or ends a range takes less.
 RANGE_NS: Final = 50_000
 _HOOKS: Final = ("[pl][forward_hook]", "[pl][backward_hook]")
-_OF_PART: Final[Mapping[str, HostPart]] = {"callbacks": "callback", "other": "untracked"}
 _NONE: Final = -1
 # Pairs and triplets of inputs; more forwards are a loop over time, or over samples.
 MAX_FORWARDS: Final = 3
@@ -67,21 +63,17 @@ MAX_FORWARDS: Final = 3
 _COLLECTIVES: Final = ("gloo:", "mpi:", "ucc:")
 _CALLS: Final = "c10d::"
 # A validation inside a fit is one part, as in the hook timings, less these.
-_VALIDATION: Final = _PARTS.index("validation")
-_BESIDE_VALIDATION: Final = tuple(
-    _PARTS.index(part) for part in ("callback", "logging", "checkpoint", "profiler", "gc_pauses")
-)
+_BESIDE_VALIDATION: Final = (
+    Part.CALLBACK.number, Part.LOGGING.number, Part.CHECKPOINT.number, Part.PROFILER.number, Part.GC_PAUSES.number,
+)  # fmt: skip
 # The other parts say it all.
-_LABELLED: Final = tuple(
-    _PARTS.index(part)
-    for part in (
-        *("data_wait", "transfer", "callback", "module_hook", "logging", "validation", "checkpoint"),
-        *("forward_hook", "backward_hook", "self_log", "metric"),
-    )
-)
-
+_LABELLED: Final = (
+    Part.DATA_WAIT.number, Part.TRANSFER.number, Part.CALLBACK.number, Part.MODULE_HOOK.number, Part.LOGGING.number,
+    Part.VALIDATION.number, Part.CHECKPOINT.number, Part.FORWARD_HOOK.number, Part.BACKWARD_HOOK.number,
+    Part.SELF_LOG.number, Part.METRIC.number,
+)  # fmt: skip
 # Parts whose time outside operators has the place in the program.
-_PLACED: Final = tuple(map(_PARTS.index, ("forward", "gc_pauses", "checkpoint")))
+_PLACED: Final = (Part.FORWARD.number, Part.GC_PAUSES.number, Part.CHECKPOINT.number)
 
 
 def host_ledger(
@@ -120,7 +112,7 @@ def host_ledger(
         steps=count,
         basis=basis,
         lines=_summed(found, joined(tables), count),
-        work=operator_work(columns, computed, _PARTS, found.modules.path, count),
+        work=operator_work(columns, computed, found.modules.path, count),
         double_backward_ns=_double_backward(found, steps),
         recomputed_ns=_recomputed(found, spans) / count,
         forwards=_forwards(found, steps),
@@ -181,7 +173,7 @@ class _Thread(msgspec.Struct, frozen=True, kw_only=True):
         parents: ``(m,)`` position of the event around each, -1 for none.
         ends: ``(m,)`` ends at which each moment has one innermost event.
         called: ``(m,)`` whether it is an operator that no operator called.
-        part: ``(m,)`` place in ``_PARTS``, -1 where no event says it; ``label``, ``module`` and ``operator`` likewise
+        part: ``(m,)`` ``Part.number``, -1 where no event says it; ``label``, ``module`` and ``operator`` likewise
             are numbers of names, and ``place`` of a text of ``Places``.
     """
 
@@ -210,7 +202,7 @@ class _Threads:
         # With a device, its ledger has the places.
         self._is_placed = not self.is_lightning and not len(columns.rows(Kind.RUNTIME))
         for pattern, part in () if self.is_lightning else _CALLS_OF:
-            self._parts[columns.named(pattern.search)] = _PARTS.index(part)
+            self._parts[columns.named(pattern.search)] = part.number
         self.training = self._thread(threads.tree(lane), None)
         runs_node = columns.runs_node | columns.named(lambda name: name.startswith(_NODE))[columns.names]
         nodes = threads.on_host & runs_node & (columns.lanes != lane)
@@ -225,9 +217,10 @@ class _Threads:
         parts = self._parts[names]
         at = nearest(parents, parts >= 0)
         part = np.where(at >= 0, parts[at], _NONE)
-        in_forward = nearest(parents, part == _PARTS.index("forward")) >= 0
-        part[(part == _PARTS.index("self_log")) & ~in_forward] = _PARTS.index("logging")
-        part[(nearest(parents, part == _VALIDATION) >= 0) & ~np.isin(part, _BESIDE_VALIDATION)] = _VALIDATION
+        in_forward = nearest(parents, part == Part.FORWARD.number) >= 0
+        part[(part == Part.SELF_LOG.number) & ~in_forward] = Part.LOGGING.number
+        in_validation = nearest(parents, part == Part.VALIDATION.number) >= 0
+        part[in_validation & ~np.isin(part, _BESIDE_VALIDATION)] = Part.VALIDATION.number
         makers = None if forward is None else self.modules.makers(forward.rows, forward.module)
         module = self.modules.around(rows, parents, makers)
         operator = nearest(parents, is_operator)
@@ -255,21 +248,18 @@ def _operators(names: Sequence[str]) -> Column:
 
 
 def _part(name: str, stage: str) -> int:
-    """Return the place in ``_PARTS`` of the part that the name of an event says, negative where it says none."""
+    """Return the number of the part that the name of an event says, negative where it says none."""
     for prefix, part in _RANGES.items():
         if name.startswith(prefix):
-            return _PARTS.index(part)
+            return part.number
     if not name.startswith(_ACTION):
         return _NONE
     action = name.removeprefix(_ACTION)
     if is_profiler(action):
-        return _PARTS.index("profiler")
-    if (own := meeting(action)) is not None:
-        return _PARTS.index(own)
-    found = part_of(action, "", stage)
-    if not found:
-        return _PARTS.index("module_hook") if action.startswith(MODULES) else _NONE
-    return [*_PARTS].index(_OF_PART.get(found, found))  # type: ignore[arg-type]
+        return Part.PROFILER.number
+    hook = Part.MODULE_HOOK if action.startswith(MODULES) else None
+    found = meeting(action) or part_of(action, None, stage) or hook
+    return _NONE if found is None else found.number
 
 
 def _exposed(threads: _Threads, spans: Intervals) -> Intervals:
@@ -296,7 +286,7 @@ def _communication(columns: TraceColumns, exposed: Intervals, steps: int) -> Ite
         inside = mine[length_within(taken, columns.starts[mine], columns.ends[mine]) > 0]
         if len(inside):
             yield TimeLine(
-                part="collective",
+                part=Part.COLLECTIVE,
                 name=common_name(columns.name_of[name].partition(":")[2]),
                 ns=length(taken) / steps,
                 count=len(inside) / steps,
@@ -311,18 +301,18 @@ def _tables(threads: _Threads, spans: Intervals, exposed: Intervals) -> tuple[li
     """
     columns, training = threads.columns, threads.training
     waiting, left = _waiting(threads, spans), spans
-    default = _PARTS.index("untracked" if threads.is_lightning else "forward")
+    default = (Part.UNTRACKED if threads.is_lightning else Part.FORWARD).number
     taken_by: list[tuple[_Thread, Intervals, int]] = []
     for thread in threads.autograd:
         roots = thread.parents < 0
         taken = intersection(waiting, union(columns.starts[thread.rows[roots]], thread.ends[roots]))
-        taken_by.append((thread, taken, _PARTS.index("backward")))
+        taken_by.append((thread, taken, Part.BACKWARD.number))
         waiting, left = difference(waiting, taken), difference(left, taken)
     taken_by.append((training, left, default))
     tables, computed = [], []
     for thread, taken, part in taken_by:
         own = _own(columns, thread, taken)
-        in_log = thread.part == _PARTS.index("self_log")
+        in_log = thread.part == Part.SELF_LOG.number
         waits = _own(columns, thread, intersection(taken, _since_met(columns, thread, in_log, exposed))) * in_log
         tables += [_table(columns, thread, own - waits, spans, part), _waits(thread, waits, in_log)]
         if len(columns.shapes.rows):
@@ -357,7 +347,7 @@ def _waiting(threads: _Threads, spans: Intervals) -> Intervals:
     """
     columns, thread = threads.columns, threads.training
     starts, kinds = columns.starts[thread.rows], columns.kinds[thread.rows]
-    in_backward = thread.part == _PARTS.index("backward")
+    in_backward = thread.part == Part.BACKWARD.number
     works = np.isin(kinds, (Kind.OPERATOR, Kind.RUNTIME))
     if not threads.is_lightning:
         return difference(spans, union(starts[works], thread.ends[works]))
@@ -397,7 +387,7 @@ def _since_met(columns: TraceColumns, thread: _Thread, in_log: NDArray[np.bool_]
 def _waits(thread: _Thread, waits: Column, in_log: NDArray[np.bool_]) -> Table:
     """Return the waits for other ranks in a thread's calls of ``self.log``, and how many of these calls meet them."""
     rows = np.flatnonzero(waits)
-    part, label, parents = _PARTS.index("rank_wait"), thread.label[rows], thread.parents[rows]
+    part, label, parents = Part.RANK_WAIT.number, thread.label[rows], thread.parents[rows]
     calls = (parents < 0) | ~in_log[parents]
     return summed(*np.broadcast_arrays(part, label, _NONE, _NONE, waits[rows], calls, 0, 0, 0))
 
@@ -430,7 +420,7 @@ def _recomputed(threads: _Threads, spans: Intervals) -> int:
     whole = 0
     for thread in (threads.training, *threads.autograd):
         is_module = threads.modules.named[threads.columns.names[thread.rows]]
-        calls = is_module & (thread.part == _PARTS.index("backward"))
+        calls = is_module & (thread.part == Part.BACKWARD.number)
         called = union(threads.columns.starts[thread.rows[calls]], thread.ends[calls])
         whole += length(intersection(spans, called))
     return whole
@@ -445,7 +435,7 @@ def _forwards(threads: _Threads, steps: Sequence[Step]) -> tuple[str, int] | Non
     starts, names = columns.starts[thread.rows], columns.names[thread.rows]
     is_module = threads.modules.named[names]
     around = np.where(thread.parents >= 0, nearest(thread.parents, is_module)[thread.parents], _NONE)
-    outer = is_module & (around < 0) & np.isin(thread.part, (_PARTS.index("forward"), _NONE))
+    outer = is_module & (around < 0) & np.isin(thread.part, (Part.FORWARD.number, _NONE))
     found = set()
     for step in steps:
         inside = np.flatnonzero(outer & (starts >= step.start) & (starts < step.end))
@@ -471,7 +461,7 @@ def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]
     names = [*threads.columns.name_of, *threads.places.texts]
     lines = [
         TimeLine(
-            part=_PARTS[part],
+            part=PARTS[part],
             name="" if label < 0 else _label(names[label]),
             module=threads.modules.path(module),
             operator="" if operator < 0 else names[operator].removeprefix(_NODE),

@@ -3,59 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from lightning_memprof.account.memory.activations import patterns
+from lightning_memprof.account.parts import Part
 from lightning_memprof.units import format_ns, percent
-
-# What the training thread does. A module hook is a method of the LightningModule; forward and backward hooks are those
-# that the program registered on modules and parameters. `rank_wait` is for the late rank, in collectives;
-# in `core_wait` that thread is ready to run, but another one has the core.
-HostPart = Literal[
-    "data_wait",
-    "transfer",
-    "forward",
-    "backward",
-    "optimizer",
-    "callback",
-    "module_hook",
-    "forward_hook",
-    "backward_hook",
-    "logging",
-    "self_log",
-    "metric",
-    "validation",
-    "checkpoint",
-    "gc_pauses",
-    "compile",
-    "profiler",
-    "stall",
-    "rank_wait",
-    "core_wait",
-    "untracked",
-]
-# The device at work, then the device idle by what the host did meanwhile; unknown where the trace has no host.
-DevicePart = Literal[
-    "compute",
-    "collective",
-    "copy",
-    "idle_data",
-    "idle_synchronization",
-    "idle_allocator",
-    "idle_gc_pauses",
-    "idle_python",
-    "idle_operators",
-    "idle_launch",
-    "idle_graph",
-    "idle_loading",
-    "idle_queue",
-    "idle_unknown",
-    "cold_start",
-]
-TimePart = HostPart | DevicePart
 
 
 class TimeLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +28,7 @@ class TimeLine(msgspec.Struct, frozen=True, kw_only=True):
         longest_ns: the longest call, None where unknown.
     """
 
-    part: TimePart
+    part: Part
     name: str = ""
     module: str | None = None
     operator: str | None = None
@@ -100,7 +54,7 @@ class OperatorWork(msgspec.Struct, frozen=True, kw_only=True):
         bytes: of its operands and its result, each once.
     """
 
-    part: TimePart
+    part: Part
     module: str | None
     operator: str
     shapes: str
@@ -114,14 +68,14 @@ class OperatorWork(msgspec.Struct, frozen=True, kw_only=True):
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a multiple of the median duration.
 
-    ``owner`` is the part or action that took the excess, if known. ``core_wait_ns`` of the duration the training thread
+    ``owner`` is the part with most of the excess. ``core_wait_ns`` of the duration the training thread
     waited for a core; the excess is without it.
     """
 
     step: int
     duration_ns: int
     excess_ns: int
-    owner: str | None
+    owner: Part
     core_wait_ns: int = 0
 
 
@@ -162,7 +116,7 @@ class TimeLedger(msgspec.Struct, frozen=True, kw_only=True):
     exposed: tuple[tuple[int, int], ...] = ()
     passes: tuple[TimeLine, ...] = ()
 
-    def communicates(self, part: TimePart) -> float:
+    def communicates(self, part: str) -> float:
         """Return the time per step in which a rank waits for others (``rank_wait``), or transfers (``collective``)."""
         return total(line for line in self.communication if line.part == part)
 
@@ -175,15 +129,15 @@ class TimeLedger(msgspec.Struct, frozen=True, kw_only=True):
         """Return time as a share of the step, for people."""
         return f"{percent(ns / self.step_ns) if self.step_ns else percent(0)} of each step"
 
-    def of(self, *parts: TimePart) -> tuple[TimeLine, ...]:
+    def of(self, *parts: str) -> tuple[TimeLine, ...]:
         """Return the lines of some parts."""
         return tuple(line for line in self.lines if line.part in parts)
 
-    def ns(self, *parts: TimePart) -> float:
+    def ns(self, *parts: str) -> float:
         """Return the time per step of some parts."""
         return total(self.of(*parts))
 
-    def share(self, *parts: TimePart) -> float:
+    def share(self, *parts: str) -> float:
         """Return the share of the step, 0 to 1, of some parts."""
         return self.ns(*parts) / self.step_ns if self.step_ns else 0.0
 

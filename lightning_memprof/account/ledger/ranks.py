@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.arrivals import WindowWaits, trace_track, window_waits
 from lightning_memprof.account.ranks.lateness import meeting_ns
 from lightning_memprof.read.trace.intervals import Intervals, difference, intersection, length_within, union
@@ -25,11 +26,11 @@ def log_waits(ranks: Sequence[Rank], recorded: Mapping[int | None, TimeLedger | 
 
     Its own work there, which a trace tells from collectives, is the same on all ranks.
     """
-    spent = {rank.rank: meeting_ns(rank)["self_log"] for rank in ranks}
+    spent = {rank.rank: meeting_ns(rank)[Part.SELF_LOG] for rank in ranks}
     own = [
-        spent[rank] * ledger.ns("self_log") / ledger.ns("self_log", "rank_wait")
+        spent[rank] * ledger.ns(Part.SELF_LOG) / ledger.ns(Part.SELF_LOG, Part.RANK_WAIT)
         for rank, ledger in recorded.items()
-        if rank in spent and ledger is not None and ledger.ns("rank_wait")
+        if rank in spent and ledger is not None and ledger.ns(Part.RANK_WAIT)
     ]
     return {rank: max(ns - min(own), 0.0) for rank, ns in spent.items()} if own else {}
 
@@ -87,6 +88,6 @@ def _divided(ledger: TimeLedger | None, calls: Sequence[Collective], waits_ns: M
     divided: list[TimeLine] = []
     for line in ledger.communication:
         ns = min(waited[line.name] / ledger.steps, line.ns)
-        divided += [replace(line, part="rank_wait", ns=ns), replace(line, ns=line.ns - ns)]
+        divided += [replace(line, part=Part.RANK_WAIT, ns=ns), replace(line, ns=line.ns - ns)]
     kept = sorted((line for line in divided if line.ns), key=lambda line: -line.ns)
     return replace(ledger, communication=tuple(kept))

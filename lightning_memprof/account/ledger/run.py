@@ -11,7 +11,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.host import corrected
-from lightning_memprof.account.ledger.model import HostPart, Stall, TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.model import Stall, TimeLedger, TimeLine, total
+from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.steps.events import (
     MODULES,
     Event,
@@ -39,39 +40,27 @@ EPOCHS: Final = 3
 # The name of the time of forward and backward in which no kernel of theirs runs.
 IDLE: Final = "device idle"
 # The phases whose work is the same in every step. A long fetch or callback is a separate line.
-_STEADY: Final[tuple[HostPart, ...]] = ("forward", "backward", "optimizer")
-# The parts of a trace that are inside them.
-_INSIDE: Final[Mapping[HostPart, tuple[HostPart, ...]]] = {
-    "forward": ("forward_hook", "self_log", "rank_wait"),
-    "backward": ("backward_hook",),
+_STEADY: Final = (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
+# The parts of a trace that are forward, and backward: ranks meet in `self.log`.
+_PASSES: Final[Mapping[Part, frozenset[Part]]] = {
+    Part.FORWARD: frozenset({Part.RANK_WAIT, *(part for part in Part if part.phase == Part.FORWARD.phase)}),
+    Part.BACKWARD: frozenset(part for part in Part if part.phase == Part.BACKWARD.phase),
 }
 # The Trainer's work around an optimizer takes 1–2 ms.
 _BESIDE_OPTIMIZER_NS: Final = 2_000_000
-# The parts in which ranks meet.
 # One call with this part of the time of all recorded calls of a module, of two or more, is a stall.
 _STALLED: Final = 0.75
-_MEETING: Final = (*_STEADY, "untracked", "rank_wait")
+# The parts in which ranks meet.
+_MEETING: Final = (*_STEADY, Part.UNTRACKED, Part.RANK_WAIT)
 _CLIPPING: Final = ".configure_gradient_clipping"
 _SCHEDULER: Final = ".lr_scheduler_step"
 # Actions inside forward, backward and optimizer that are separate lines.
-_WITHIN: Final = ("gc_pauses", "compile", "metric", "module_hook", "callback", "self_log")
-_WITHOUT_NAME: Final[Mapping[str, HostPart]] = {GC_PAUSE: "gc_pauses", COMPILATION: "compile"}
-_NAMED_PARTS: Final[Mapping[str, HostPart]] = {
-    "data_wait": "data_wait",
-    "transfer": "transfer",
-    "callbacks": "callback",
-    "validation": "validation",
-    "checkpoint": "checkpoint",
-    "logging": "logging",
-}
-_PART_OF_PHASE: Final[Mapping[str, HostPart]] = {
-    "data_wait": "data_wait",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "callbacks": "callback",
-    "other": "untracked",
-}
+_WITHIN: Final = (Part.GC_PAUSES, Part.COMPILE, Part.METRIC, Part.MODULE_HOOK, Part.CALLBACK, Part.SELF_LOG)
+_WITHOUT_NAME: Final[Mapping[str, Part]] = {GC_PAUSE: Part.GC_PAUSES, COMPILATION: Part.COMPILE}
+# Parts whose lines have the names of their actions.
+_NAMED: Final = frozenset(
+    {Part.DATA_WAIT, Part.TRANSFER, Part.CALLBACK, Part.VALIDATION, Part.CHECKPOINT, Part.LOGGING}
+)
 
 
 def run_ledger(
@@ -109,16 +98,16 @@ def run_ledger(
     inside = host if host is not None and typical.clock == "host" else None
     kernels = _kernels(device, median) if device is not None and typical.clock == "device" else ()
     lines = [
-        TimeLine(part="stall", ns=sum(stalled.values()), count=len(stalls) / len(steps)),
-        TimeLine(part="core_wait", ns=max(sum(whole_mean.values()) - sum(mean.values()), 0.0)),
+        TimeLine(part=Part.STALL, ns=sum(stalled.values()), count=len(stalls) / len(steps)),
+        TimeLine(part=Part.CORE_WAIT, ns=max(sum(whole_mean.values()) - sum(mean.values()), 0.0)),
     ]
     for phase, running in mean.items():
         # A phase may consist of stalls only; rounding can make the rest negative.
-        part, ns = _PART_OF_PHASE[phase], max(running - stalled.get(phase, 0.0), 0.0)
+        part, ns = PHASE_PARTS[phase], max(running - stalled.get(phase, 0.0), 0.0)
         owners = _with_waits(_owners(rank, phase, ns, named.get(phase, [])), phase, ns, waits_ns or {})
         whole = _divided(ns, owners, TimeLine(part=part, ns=0))
         lines += whole[:-1]
-        parts = {part, *_INSIDE.get(part, ())} - logged
+        parts = _PASSES.get(part, {part}) - logged
         recorded = without_stalls(inside.of(*parts), inside.steps) if inside and part in _STEADY else ()
         lines += _with_detail(rank, whole[-1], recorded, kernels)
     return TimeLedger(
@@ -136,7 +125,7 @@ def run_ledger(
     )
 
 
-def _steady_phases(rank: Rank) -> tuple[HostPart, ...]:
+def _steady_phases(rank: Rank) -> tuple[Part, ...]:
     # A step that only accumulates gradients has no optimizer; the steps with an optimizer are not stalls.
     accumulates = ((rank.training.accumulate_grad_batches if rank.training else None) or 1) > 1
     return _STEADY[:2] if accumulates else _STEADY
@@ -144,14 +133,14 @@ def _steady_phases(rank: Rank) -> tuple[HostPart, ...]:
 
 def _without_compiling(stalled: Mapping[str, float], named: Mapping[str, Sequence[TimeLine]]) -> dict[str, float]:
     # A step that compiles is a stall, but compiling has a separate line.
-    compiling = {phase: total(line for line in lines if line.part == "compile") for phase, lines in named.items()}
+    compiling = {phase: total(line for line in lines if line.part == Part.COMPILE) for phase, lines in named.items()}
     return {phase: max(ns - compiling.get(phase, 0.0), 0.0) for phase, ns in stalled.items()}
 
 
-def _logged(named: Mapping[str, Sequence[TimeLine]]) -> set[HostPart]:
+def _logged(named: Mapping[str, Sequence[TimeLine]]) -> set[Part]:
     # Of a run of several ranks `self.log` is timed in every step.
-    is_logged = any(line.part == "self_log" for lines in named.values() for line in lines)
-    return {"self_log", "rank_wait"} if is_logged else set()
+    is_logged = any(line.part == Part.SELF_LOG for lines in named.values() for line in lines)
+    return {Part.SELF_LOG, Part.RANK_WAIT} if is_logged else set()
 
 
 def _kernels(device: TimeLedger, median: float) -> tuple[TimeLine, ...]:
@@ -165,7 +154,7 @@ def _with_detail(
 ) -> Sequence[TimeLine]:
     """Return the lines of modules and operators in the rest of a phase: on the host, or on the device's clock."""
     if detail := corrected(recorded, rest.ns) if recorded else ():
-        return _beside_optimizers(rank, detail) if rest.part == "optimizer" else detail
+        return _beside_optimizers(rank, detail) if rest.part == Part.OPTIMIZER else detail
     launched = [line for line in kernels if line.part == rest.part]
     return _divided(rest.ns, launched, replace(rest, name=IDLE) if launched else rest)
 
@@ -178,7 +167,7 @@ def _beside_optimizers(rank: Rank, detail: Sequence[TimeLine]) -> Sequence[TimeL
     if hook is None or hook.action is None or total(beside) <= max(total(detail) / 2, _BESIDE_OPTIMIZER_NS):
         return detail
     name, count = action_name(hook.action), (hook.count or 0) / (hook.steps or 1)
-    owned = TimeLine(part="module_hook", name=name, ns=total(beside), count=count, longest_ns=hook.max_ns)
+    owned = TimeLine(part=Part.MODULE_HOOK, name=name, ns=total(beside), count=count, longest_ns=hook.max_ns)
     return [*(line for line in detail if line.name), owned]
 
 
@@ -225,25 +214,24 @@ def _owners(rank: Rank, phase: str, ns: float, named: Sequence[TimeLine]) -> lis
         return _beside_pauses(ns, named)
     if phase == "other":
         return [*named, *_restarts(rank, ns - total(named))]
-    return [line for line in named if _PART_OF_PHASE[phase] not in _STEADY or line.part in _WITHIN]
+    return [line for line in named if PHASE_PARTS[phase] not in _STEADY or line.part in _WITHIN]
 
 
 def _with_waits(lines: Sequence[TimeLine], phase: str, ns: float, waits_ns: Mapping[str, float]) -> list[TimeLine]:
     """Return the lines of a phase with a line of waits for other ranks, those in ``self.log`` and metrics included."""
-    inside = {part: waits_ns.get(part, 0.0) if phase == "other" else 0.0 for part in ("self_log", "metric")}
+    inside = {part: waits_ns.get(part, 0.0) if phase == "other" else 0.0 for part in (Part.SELF_LOG, Part.METRIC)}
     whole = {part: total(line for line in lines if line.part == part) for part in inside}
     left = {part: max(1 - inside[part] / whole[part], 0.0) for part in inside if whole[part]}
     own = [replace(line, ns=line.ns * left.get(line.part, 1.0)) for line in lines]
     wait = total(lines) - total(own) + max(min(waits_ns.get(phase, 0.0), ns - total(lines)), 0.0)
-    return [*own, TimeLine(part="rank_wait", name=phase, ns=wait)] if wait > 0 else own
+    return [*own, TimeLine(part=Part.RANK_WAIT, name=phase, ns=wait)] if wait > 0 else own
 
 
 def _of_passes(
     recorded: TimeLedger | None, mean_ns: Mapping[str, float], spent: Callable[[TimeLedger], float]
 ) -> float:
     """Return a time of forward and backward that has the share of them that it has in a trace."""
-    parts = ("forward", "backward", *_INSIDE["forward"], *_INSIDE["backward"])
-    if recorded is None or not (whole := recorded.ns(*parts)):
+    if recorded is None or not (whole := recorded.ns(*_PASSES[Part.FORWARD], *_PASSES[Part.BACKWARD])):
         return 0.0
     return spent(recorded) / whole * (mean_ns["forward"] + mean_ns["backward"])
 
@@ -253,14 +241,14 @@ def _communication(lines: Sequence[TimeLine], recorded: TimeLedger | None) -> tu
 
     They are no longer than the lines that hold them.
     """
-    waits = [line for line in lines if line.part == "rank_wait"]
-    seen = [line for line in (recorded.communication if recorded else ()) if line.part == "rank_wait"]
+    waits = [line for line in lines if line.part == Part.RANK_WAIT]
+    seen = [line for line in (recorded.communication if recorded else ()) if line.part == Part.RANK_WAIT]
     found = [
         *(max(waits, seen, key=total)),
-        *(line for line in (recorded.communication if recorded else ()) if line.part == "collective"),
+        *(line for line in (recorded.communication if recorded else ()) if line.part == Part.COLLECTIVE),
     ]
     most = total(line for line in lines if line.part in _MEETING)
-    return tuple(_divided(most, found, TimeLine(part="untracked", ns=0))[:-1])
+    return tuple(_divided(most, found, TimeLine(part=Part.UNTRACKED, ns=0))[:-1])
 
 
 def _core_waits(pulse: Sequence[PulseRow]) -> dict[int, float]:
@@ -279,7 +267,7 @@ def _core_waits(pulse: Sequence[PulseRow]) -> dict[int, float]:
     return waits
 
 
-def _running(rank: Rank, typical: TypicalSteps, steady: Sequence[HostPart]) -> list[_Step]:
+def _running(rank: Rank, typical: TypicalSteps, steady: Sequence[Part]) -> list[_Step]:
     """Return the steps without their wait for a core.
 
     A wait makes a phase longer than elsewhere: it is subtracted from each phase's time beyond its fastest step, in
@@ -314,7 +302,7 @@ def _with_core_wait(stall: Stall, typical: TypicalSteps) -> Stall:
     return replace(stall, duration_ns=whole, core_wait_ns=max(whole - stall.duration_ns, 0))
 
 
-def _stalls(steps: Sequence[_Step], parts: Sequence[HostPart]) -> tuple[tuple[Stall, ...], dict[str, float]]:
+def _stalls(steps: Sequence[_Step], parts: Sequence[Part]) -> tuple[tuple[Stall, ...], dict[str, float]]:
     """Return the stalls, longest first, and the excess of each phase over its median, per step of the run."""
     median = statistics.median(duration for _, duration, _ in steps)
     slow = [(step, duration, phases) for step, duration, phases in steps if duration > STALL * median]
@@ -349,7 +337,7 @@ def _restarts(rank: Rank, untracked: float) -> list[TimeLine]:
     excess = [max((row["other_ns"] or 0) - usual, 0) for row in last.values()]
     ns = min(sum(excess) / len(rows), max(untracked, 0.0))
     count = len(last) / len(rows)
-    return [TimeLine(part="data_wait", name=RESTART, ns=ns, count=count, longest_ns=round(max(excess)))]
+    return [TimeLine(part=Part.DATA_WAIT, name=RESTART, ns=ns, count=count, longest_ns=round(max(excess)))]
 
 
 def _loaders(rank: Rank) -> Sequence[DataLoaderFacts]:
@@ -365,9 +353,9 @@ def _divided(ns: float, lines: Sequence[TimeLine], rest: TimeLine) -> list[TimeL
 
 def _beside_pauses(ns: float, lines: Sequence[TimeLine]) -> list[TimeLine]:
     """Return the lines of data wait: GC pauses of the whole run, and the recorded parts in the remaining time."""
-    found = [line for line in lines if line.part == "gc_pauses"]
-    parts = [line for line in lines if line.part != "gc_pauses"]
-    return [*found, *_divided(max(ns - total(found), 0.0), parts, TimeLine(part="data_wait", ns=0))[:-1]]
+    found = [line for line in lines if line.part == Part.GC_PAUSES]
+    parts = [line for line in lines if line.part != Part.GC_PAUSES]
+    return [*found, *_divided(max(ns - total(found), 0.0), parts, TimeLine(part=Part.DATA_WAIT, ns=0))[:-1]]
 
 
 def typical_in_windows(rank: Rank) -> tuple[int, ...]:
@@ -394,8 +382,8 @@ def _named(rank: Rank) -> dict[str, list[TimeLine]]:
     totals = {} if in_windows else _totals(rank)
     waits = recorded.get("data_wait", [])
     if totals:
-        waits = [line for line in waits if line.part != "gc_pauses"]
-        waits += [line for line in totals.get("data_wait", ()) if line.part == "gc_pauses"]
+        waits = [line for line in waits if line.part != Part.GC_PAUSES]
+        waits += [line for line in totals.get("data_wait", ()) if line.part == Part.GC_PAUSES]
     return {**(totals or recorded), "data_wait": waits}
 
 
@@ -408,7 +396,7 @@ def _totals(rank: Rank) -> dict[str, list[TimeLine]]:
         owner = _owner(
             rank,
             row.action,
-            part_of(row.action, "callbacks" if row.phase == "callbacks" else "other", rank.facts.stage),
+            part_of(row.action, Part.CALLBACK if row.phase == "callbacks" else None, rank.facts.stage),
         )
         if owner is not None:
             ns, count = row.total_ns / row.steps, (row.count or 0) / row.steps
@@ -419,11 +407,11 @@ def _totals(rank: Rank) -> dict[str, list[TimeLine]]:
 def _recorded(rank: Rank, *, is_used: bool) -> dict[str, list[TimeLine]]:
     """Return the lines of the hook timings of the recorded steps; without the profiler unless the ledger has them."""
     steps = rank_events(rank)
-    found: dict[tuple[str, HostPart, str], list[int]] = defaultdict(list)
+    found: dict[tuple[str, Part, str], list[int]] = defaultdict(list)
     for step in steps:
         for phase, event in _with_phase(step, rank.facts.stage):
             owner = _owner(rank, event.action, event.part)
-            if owner is not None and (is_used or owner[0] != "profiler"):
+            if owner is not None and (is_used or owner[0] != Part.PROFILER):
                 found[(phase, owner[0], owner[1])].append(event.self_ns)
     lines: dict[str, list[TimeLine]] = defaultdict(list)
     for (phase, part, name), spent in found.items():
@@ -442,17 +430,18 @@ def _with_phase(step: StepEvents, stage: str) -> Iterator[tuple[str, Event]]:
         yield phase, event
 
 
-def _owner(rank: Rank, action: str, part: str) -> tuple[HostPart, str] | None:
+def _owner(rank: Rank, action: str, part: Part | None) -> tuple[Part, str] | None:
     """Return the part and the name of an action's self time, None where it stays with its phase."""
     if action in _WITHOUT_NAME or is_profiler(action):
-        return _WITHOUT_NAME.get(action, "profiler"), ""
+        return _WITHOUT_NAME.get(action, Part.PROFILER), ""
     if (own := meeting(action)) is not None:
         return own, action_name(action)
     if action.rpartition(".")[2] == "on_save_checkpoint" or action_name(action).startswith("ModelCheckpoint."):
-        return "checkpoint", action_name(action)
+        return Part.CHECKPOINT, action_name(action)
     clips_itself = rank.training is not None and rank.training.clips_itself
     if action.startswith(MODULES) and action.endswith((_SCHEDULER, _CLIPPING) if clips_itself else _SCHEDULER):
-        return "module_hook", action_name(action)
-    if part in _NAMED_PARTS:
-        return _NAMED_PARTS[part], action_name(action)
-    return ("module_hook", action_name(action)) if part == "other" and action.startswith(MODULES) else None
+        return Part.MODULE_HOOK, action_name(action)
+    if part in _NAMED:
+        return part, action_name(action)
+    is_hook = part in {None, Part.UNTRACKED} and action.startswith(MODULES)
+    return (Part.MODULE_HOOK, action_name(action)) if is_hook else None

@@ -7,11 +7,11 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.model import TimeLine, TimePart, total
-from lightning_memprof.read.trace.model import Cause, IdleCause, Steady, TraceReport
+from lightning_memprof.account.ledger.model import TimeLine, total
+from lightning_memprof.account.parts import BUSY, Part
+from lightning_memprof.read.trace.model import IdleCause, Steady, TraceReport
 
-_BUSY: Final[tuple[TimePart, ...]] = ("compute", "collective", "copy")
-_NOT_OF_PASSES: Final[tuple[TimePart, ...]] = ("idle_data", "cold_start")
+_NOT_OF_PASSES: Final = (Part.IDLE_DATA, Part.COLD_START)
 _OTHERS: Final = "other work in the step"
 
 
@@ -34,23 +34,23 @@ def in_steady_state(trace: TraceReport, step_ns: float, others_ns: float = 0.0) 
         return trace
     kept = {cause.cause: 1 - _of_recorder(trace, cause) / cause.total_ns for cause in trace.idle if cause.total_ns}
     waits = [
-        replace(line, ns=line.ns * kept.get("python", 1.0)) if line.part == "idle_python" else line
+        replace(line, ns=line.ns * kept.get(Part.IDLE_PYTHON, 1.0)) if line.part == Part.IDLE_PYTHON else line
         for line in ledger.lines
-        if line.part not in (*_BUSY, *_NOT_OF_PASSES)
+        if line.part not in (*BUSY, *_NOT_OF_PASSES)
     ]
-    busy_ns, data_ns = ledger.ns(*_BUSY), ledger.ns("idle_data")
+    busy_ns, data_ns = ledger.ns(*BUSY), ledger.ns(Part.IDLE_DATA)
     recorded_ns = busy_ns + total(waits) + data_ns
     if not busy_ns:
         return trace
     busy = step_ns / recorded_ns if recorded_ns <= step_ns else min(step_ns / busy_ns, 1.0)
     idle_ns = max(step_ns - busy * busy_ns, 0.0)
     others_ns = min(others_ns, idle_ns) if waits else idle_ns
-    driver_ns = total(line for line in waits if line.part == "idle_allocator")
+    driver_ns = total(line for line in waits if line.part == Part.IDLE_ALLOCATOR)
     driver, idle = _factors(driver_ns, total(waits) - driver_ns, idle_ns - others_ns)
     lines = [
-        *(replace(line, ns=busy * line.ns) for line in ledger.of(*_BUSY)),
-        *(replace(line, ns=(driver if line.part == "idle_allocator" else idle) * line.ns) for line in waits),
-        TimeLine(part="idle_data", name=_OTHERS, ns=others_ns),
+        *(replace(line, ns=busy * line.ns) for line in ledger.of(*BUSY)),
+        *(replace(line, ns=(driver if line.part == Part.IDLE_ALLOCATOR else idle) * line.ns) for line in waits),
+        TimeLine(part=Part.IDLE_DATA, name=_OTHERS, ns=others_ns),
     ]
     # The time from the first kernel to the last has another idle share than the steps, of the same causes.
     working = busy * busy_ns / step_ns
@@ -78,22 +78,24 @@ def _of_recorder(trace: TraceReport, cause: IdleCause) -> int:
     """Return the idle time in which collectors worked between recorded steps: the longest gap, if a step ends in it."""
     start = cause.longest_start_ns
     ends = [step.start_ns + step.duration_ns for step in trace.steps[:-1]]
-    if cause.cause != "python" or start is None or not any(start <= end <= start + cause.longest_ns for end in ends):
+    if cause.cause != Part.IDLE_PYTHON or start is None:
+        return 0
+    if not any(start <= end <= start + cause.longest_ns for end in ends):
         return 0
     return min(len(ends) * cause.longest_ns, cause.total_ns)
 
 
 def _scaled(
-    recorded: Iterable[IdleCause], kept: Mapping[Cause, float], idle_ns: float, others_ns: float
+    recorded: Iterable[IdleCause], kept: Mapping[Part, float], idle_ns: float, others_ns: float
 ) -> tuple[tuple[IdleCause, ...], float]:
     """Return causes that sum to ``idle_ns``, with one of ``others_ns`` for loading, and the factor of the others."""
-    causes = [cause for cause in recorded if cause.cause != "data_loading" and cause.total_ns]
-    driver_ns = sum(cause.total_ns for cause in causes if cause.cause == "allocator")
+    causes = [cause for cause in recorded if cause.cause != Part.IDLE_DATA and cause.total_ns]
+    driver_ns = sum(cause.total_ns for cause in causes if cause.cause == Part.IDLE_ALLOCATOR)
     sum_ns = sum(kept[cause.cause] * cause.total_ns for cause in causes)
     driver, idle = _factors(driver_ns, sum_ns - driver_ns, idle_ns - others_ns)
     found = []
     for cause in causes:
-        scale = driver if cause.cause == "allocator" else idle
+        scale = driver if cause.cause == Part.IDLE_ALLOCATOR else idle
         of_cause = round(scale * kept[cause.cause] * cause.total_ns)
         found.append(
             replace(
@@ -103,7 +105,7 @@ def _scaled(
                 long_ns=round(scale * cause.long_ns),
             )
         )
-    others = IdleCause(cause="data_loading", total_ns=round(others_ns), count=0, longest_ns=0, example=_OTHERS)
+    others = IdleCause(cause=Part.IDLE_DATA, total_ns=round(others_ns), count=0, longest_ns=0, example=_OTHERS)
     return tuple(sorted([*found, *([others] if others_ns else [])], key=lambda cause: -cause.total_ns)), idle
 
 

@@ -11,8 +11,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from lightning_memprof.account.ledger.model import OperatorWork, TimePart
+from lightning_memprof.account.ledger.model import OperatorWork
 from lightning_memprof.account.ledger.table import Table, joined, summed
+from lightning_memprof.account.parts import PARTS
 from lightning_memprof.read.trace.columns import Inputs, TraceColumns
 
 _SIZES: Final = {
@@ -138,7 +139,6 @@ def _numbers(text: str, count: int) -> list[int]:
 def operator_work(
     columns: TraceColumns,
     tables: Sequence[Table],
-    parts: Sequence[TimePart],
     path: Callable[[int], str | None],
     steps: int,
 ) -> tuple[OperatorWork, ...]:
@@ -147,7 +147,6 @@ def operator_work(
     Args:
         columns: the trace.
         tables: numbers of part, inputs, module and operator; then ns and calls; then the longest call.
-        parts: by number.
         path: the path of a module by number.
         steps: number of steps.
     """
@@ -158,7 +157,7 @@ def operator_work(
     known = {number: work_of(columns.shapes.inputs[number]) for number in np.unique(table[1]).tolist()}
     return tuple(
         OperatorWork(
-            part=parts[part],
+            part=PARTS[part],
             module=path(module),
             operator=columns.name_of[operator],
             shapes=work.shapes,

@@ -7,10 +7,11 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
+from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.steps.events import action_name, meeting
 from lightning_memprof.account.steps.statistics import Breakdown
 from lightning_memprof.artifacts.series import GC_PAUSE, ThroughputRow
@@ -27,7 +28,7 @@ MAIN_SHARE: Final = 0.5
 # In fewer steps, one slow step decides.
 FEW_STEPS: Final = 5
 # Lateness lasts for some steps, so single steps are dependent samples: its scatter is that of parts of the run.
-PARTS: Final = 8
+STRETCHES: Final = 8
 # By chance a mean is this many standard errors above 0 in 1 of 100 runs.
 ERRORS: Final = 3.0
 # The others spend at least this part of a rank's lateness in passes, which hold the collectives.
@@ -38,11 +39,14 @@ MOST_STEPS: Final = 0.75
 # GC pauses of this part of the lateness are its cause, in whichever phase they are.
 EXPLAINS: Final = 0.5
 
-Cause = Literal["data_wait", "callbacks", "optimizer", "other", "compute", "gc_pauses"]
 # Phases in which a rank does not wait for others; Lightning's loop, whose time is untracked, reduces a flag over ranks.
-_OWN: Final[tuple[Cause, ...]] = ("data_wait", "callbacks", "optimizer")
+_OWN: Final = ("data_wait", "callbacks", "optimizer")
 _MEETING: Final = ("forward", "backward", "other")
-_CAUSE: Final[Mapping[str, Cause]] = {"forward": "compute", "other": "other"}
+# A rank that is late in forward computes longer.
+_CAUSE: Final[Mapping[str, Part]] = {
+    **{phase: PHASE_PARTS[phase] for phase in (*_OWN, "other")},
+    "forward": Part.COMPUTE,
+}
 
 
 class Lateness(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +59,7 @@ class Lateness(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     caused_ns: int
     share: float
-    cause: Cause
+    cause: Part
     own_ns: int
     others_ns: int
     callback: str | None
@@ -112,7 +116,7 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
             own_ns=round(own),
             others_ns=round(others),
             callback=_callback(by_number[rank], [by_number[each] for each in table if each != rank])
-            if cause == "callbacks"
+            if cause == Part.CALLBACK
             else None,
         ),
         waits_ns={each: _waits(table, by_number[rank], by_number[each], caused) for each in table if each != rank},
@@ -209,7 +213,7 @@ def _is_steady(late_ns: Sequence[float], least_ns: float) -> bool:
 
     A hiccup of the late rank makes the scatter large: without it, the lateness must be notable and exceed the rest's.
     """
-    count = min(PARTS, len(late_ns))
+    count = min(STRETCHES, len(late_ns))
     edges = [len(late_ns) * part // count for part in range(count + 1)]
     parts = sorted(statistics.mean(late_ns[begin:end]) for begin, end in pairwise(edges))
     rest = parts[:-1]
@@ -222,14 +226,14 @@ def _exceeds_chance(parts: Sequence[float]) -> bool:
 
 def _cause(
     table: dict[int, list[Breakdown]], rank: int, ranks: Sequence[Rank], caused_ns: float
-) -> tuple[Cause, float, float]:
+) -> tuple[Part, float, float]:
     """Return what takes the rank longer, its time there in the mean step, and the median of the other ranks."""
     pauses = {each.rank: _garbage_ns(each) for each in ranks}
     usual = statistics.median(ns for each, ns in pauses.items() if each != rank)
     if pauses[rank] - usual >= EXPLAINS * caused_ns:
-        return "gc_pauses", pauses[rank], usual
-    found: list[tuple[float, Cause, float, float]] = []
-    for phase, cause in (*zip(_OWN, _OWN, strict=True), *_CAUSE.items()):
+        return Part.GC_PAUSES, pauses[rank], usual
+    found: list[tuple[float, Part, float, float]] = []
+    for phase, cause in _CAUSE.items():
         means = {each: statistics.mean(_ns(phases, phase) for phases in rows) for each, rows in table.items()}
         usual = statistics.median(ns for each, ns in means.items() if each != rank)
         found.append((means[rank] - usual, cause, means[rank], usual))
@@ -253,9 +257,9 @@ def _waits(table: dict[int, list[Breakdown]], late: Rank, rank: Rank, caused_ns:
     return {phase: round(ns * scale) for phase, ns in longer.items()}
 
 
-def meeting_ns(rank: Rank) -> Counter[str]:
+def meeting_ns(rank: Rank) -> Counter[Part]:
     """Return the time of ``self.log`` and metrics in the mean step outside windows, in which ranks meet."""
-    found = Counter[str]()
+    found = Counter[Part]()
     for row in rank.actions:
         if row.action and row.phase == "other" and not row.in_window and row.steps and (part := meeting(row.action)):
             found[part] += (row.total_ns or 0) // row.steps

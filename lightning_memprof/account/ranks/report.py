@@ -12,6 +12,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec.structs import replace
 
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.arrivals import (
     CollectiveWait,
     Keys,
@@ -26,7 +27,6 @@ from lightning_memprof.account.ranks.lateness import (
     MAIN_SHARE,
     MIN_WAIT_NS,
     MIN_WAIT_SHARE,
-    Cause,
     PulseLateness,
     pulse_lateness,
     share_cores,
@@ -46,8 +46,8 @@ COIN_FLIP: Final = 3
 # A phase that explains this part of the lateness is its cause.
 EXPLAINS_SHARE: Final = 0.3
 # The phases of Lightning in which a rank does not wait for others; forward and backward hold collectives.
-OWN_PHASES: Final[tuple[Cause, ...]] = ("data_wait", "callbacks", "optimizer", "other")
-_ALONE: Final[tuple[Cause, ...]] = ("data_wait", "callbacks")
+_OWN: Final = (Part.DATA_WAIT, Part.CALLBACK, Part.OPTIMIZER, Part.UNTRACKED)
+_ALONE: Final = (Part.DATA_WAIT, Part.CALLBACK)
 
 
 class RankTimes(msgspec.Struct, frozen=True):
@@ -69,6 +69,10 @@ class RankTimes(msgspec.Struct, frozen=True):
     compute_ns: int | None = None
     rss_peak_bytes: int | None = None
     device_peak_bytes: int | None = None
+
+    def spent_ns(self, part: Part, unknown: int = 0) -> int:
+        """Return the time of the phase that a part has, ``unknown`` where it was not measured."""
+        return self.phases_ns.get(part.phase or "", unknown)
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -114,7 +118,7 @@ class Straggler(msgspec.Struct, frozen=True):
     step_ns: int
     caused_ns: int | None
     caused_share: float
-    cause: Cause | None
+    cause: Part | None
     own_ns: int | None
     others_ns: int | None
     callback: str | None
@@ -323,15 +327,15 @@ def _straggler(
         late = pulse.late
         own, others = late.own_ns, late.others_ns
         rest = [rank for rank in ranks if rank is not mine]
-        if late.cause in OWN_PHASES:  # the figures of the page's table
-            own, others = mine.phases_ns.get(late.cause, own), _median(rest, late.cause)
+        if late.cause in _OWN:  # the figures of the page's table
+            own, others = mine.spent_ns(late.cause, own), _median(rest, late.cause)
         cause = _Excess(late.cause, own, others, late.callback)
         return replace(_found(mine, cause, late.caused_ns, None), caused_share=late.share, pulse_steps=pulse.steps)
     found = _of_windows(ranks, by_rank, waiting)
     if found is None or pulse is None:
         return found
     # The phases outside the passes, and forward, are those of every step: few recorded ones do not refute them.
-    in_passes = found.cause in {None, "compute"} and found.caused_ns is not None
+    in_passes = found.cause in {None, Part.COMPUTE} and found.caused_ns is not None
     return found if in_passes and not (on_cores and waiting is not None and waiting.steps < COIN_FLIP) else None
 
 
@@ -356,13 +360,13 @@ def _of_windows(
 def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]) -> Straggler | None:
     """Return the straggler by the phases in which no rank waits for another; only where one rank stands out."""
     found: list[tuple[int, RankTimes, _Excess]] = []
-    medians = {phase: _median(ranks, phase) for phase in _ALONE}
+    medians = {part: _median(ranks, part) for part in _ALONE}
     # Each is compared with all others, which takes long for thousands: two that stand out are enough.
-    excesses = [(max(rank.phases_ns.get(key, 0) - medians[key] for key in _ALONE), rank) for rank in unseen]
+    excesses = [(max(rank.spent_ns(part) - medians[part] for part in _ALONE), rank) for rank in unseen]
     for _, rank in heapq.nlargest(4, excesses, lambda entry: entry[0]):
         others = [other for other in ranks if other is not rank]
         threshold_ns = max(MIN_WAIT_NS, round(MIN_WAIT_SHARE * rank.step_ns))
-        cause = _cause(rank, others, threshold_ns, phases=_ALONE)
+        cause = _cause(rank, others, threshold_ns, parts=_ALONE)
         if cause is not None:
             found.append((cause.own_ns - cause.others_ns, rank, cause))
     if not found:
@@ -373,35 +377,35 @@ def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]
 
 
 class _Excess(msgspec.Struct, frozen=True):
-    cause: Cause
+    cause: Part
     own_ns: int
     others_ns: int
     callback: str | None = None
 
 
 def _cause(
-    mine: RankTimes, others: list[RankTimes], threshold_ns: float, phases: tuple[Cause, ...] = OWN_PHASES
+    mine: RankTimes, others: list[RankTimes], threshold_ns: float, parts: tuple[Part, ...] = _OWN
 ) -> _Excess | None:
     """Return the phase that takes this rank longer than the others by ``threshold_ns`` or more.
 
     The phases come before computing, which is the rest of forward and backward: it grows where ranks share the cores of
     a machine.
     """
-    found = [_Excess(phase, mine.phases_ns.get(phase, 0), _median(others, phase)) for phase in phases]
+    found = [_Excess(part, mine.spent_ns(part), _median(others, part)) for part in parts]
     computes = [rank.compute_ns for rank in others if rank.compute_ns is not None]
     compute = None
-    if mine.compute_ns is not None and computes and "other" in phases:
-        compute = _Excess("compute", mine.compute_ns, statistics.median_low(computes))
+    if mine.compute_ns is not None and computes and Part.UNTRACKED in parts:
+        compute = _Excess(Part.COMPUTE, mine.compute_ns, statistics.median_low(computes))
     best = max(found, key=lambda excess: excess.own_ns - excess.others_ns)
     if best.own_ns - best.others_ns >= threshold_ns:
-        if best.cause != "callbacks":
+        if best.cause != Part.CALLBACK:
             return best
-        return _Excess("callbacks", best.own_ns, best.others_ns, _callback(mine, others))
+        return _Excess(Part.CALLBACK, best.own_ns, best.others_ns, _callback(mine, others))
     return compute if compute is not None and compute.own_ns - compute.others_ns >= threshold_ns else None
 
 
-def _median(others: Sequence[RankTimes], phase: str) -> int:
-    return statistics.median_low([rank.phases_ns.get(phase, 0) for rank in others])
+def _median(others: Sequence[RankTimes], part: Part) -> int:
+    return statistics.median_low([rank.spent_ns(part) for rank in others])
 
 
 def _callback(mine: RankTimes, others: list[RankTimes]) -> str | None:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import msgspec
 
+from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.series import PHASES, HookRow
 
 if TYPE_CHECKING:
     from lightning_memprof.read.run.model import Rank, RecordedWindow
 
-PARTS: Final = (
-    "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "validation", "checkpoint", "logging",
-    "other",
+# The parts that the name of an action tells, and the rest of a step.
+ACTION_PARTS: Final = (
+    Part.DATA_WAIT, Part.TRANSFER, Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER, Part.CALLBACK, Part.VALIDATION,
+    Part.CHECKPOINT, Part.LOGGING, Part.UNTRACKED,
 )  # fmt: skip
+# Ranges of torch itself, in every program.
+RANGES: Final[Mapping[str, Part]] = {
+    "Optimizer.step#": Part.OPTIMIZER,
+    "Optimizer.zero_grad#": Part.OPTIMIZER,
+    "enumerate(DataLoader)": Part.DATA_WAIT,
+}
 FORWARD: Final = {
     "fit": "training_step",
     "validate": "validation_step",
@@ -69,7 +77,7 @@ class Event(msgspec.Struct, frozen=True):
     """
 
     action: str
-    part: str
+    part: Part
     offset_ns: int
     duration_ns: int
     self_ns: int
@@ -79,8 +87,8 @@ class Event(msgspec.Struct, frozen=True):
 class StepEvents(msgspec.Struct, frozen=True):
     """One recorded step of one rank.
 
-    ``parts_ns`` has all of :data:`PARTS` and sums to ``duration_ns``; ``callbacks_ns`` has the self time of each
-    callback by its key and sums to the part of that name.
+    ``parts_ns`` has all of :data:`ACTION_PARTS` and sums to ``duration_ns``; ``callbacks_ns`` has the self time of each
+    callback by its key and sums to that part.
     """
 
     rank: int
@@ -89,7 +97,7 @@ class StepEvents(msgspec.Struct, frozen=True):
     global_step: int | None
     start_ns: int
     duration_ns: int
-    parts_ns: Mapping[str, int]
+    parts_ns: Mapping[Part, int]
     callbacks_ns: Mapping[str, int]
     events: tuple[Event, ...]
 
@@ -98,7 +106,7 @@ class EventTotals(msgspec.Struct, frozen=True):
     """One action over several steps: count, and nanoseconds of total and self time, summed and at most."""
 
     action: str
-    part: str
+    part: Part
     count: int
     total_ns: int
     self_ns: int
@@ -131,16 +139,16 @@ def is_profiler(action: str) -> bool:
     )
 
 
-def meeting(action: str) -> Literal["self_log", "metric", "rank_wait"] | None:
+def meeting(action: str) -> Part | None:
     """Return the part of the ledger of an action in which ranks may meet, None for others.
 
     A barrier, and the flag that Lightning's loop sends in each step, are nothing but a wait for other ranks.
     """
     if _LOG.match(action):
-        return "self_log"
+        return Part.SELF_LOG
     if _WAIT.match(action):
-        return "rank_wait"
-    return "metric" if action.startswith(_METRIC) else None
+        return Part.RANK_WAIT
+    return Part.METRIC if action.startswith(_METRIC) else None
 
 
 def classify(action: str, stage: str) -> str | None:
@@ -151,12 +159,14 @@ def classify(action: str, stage: str) -> str | None:
     hook = action.rpartition(".")[2]
     if action.startswith(CALLBACK):
         return "other" if stage == "fit" and hook.startswith("on_validation_batch") else "callbacks"
-    phase = None if hook in _PARTS_ONLY else _phase(action, hook, stage)
-    return phase or ("other" if hook in EVALUATION_STEPS or action.startswith(OWN_WORK) else None)
+    part = None if hook in _PARTS_ONLY else _part(action, hook, stage)
+    if part is not None:
+        return part.phase
+    return "other" if hook in EVALUATION_STEPS or action.startswith(OWN_WORK) else None
 
 
-def part_of(action: str, around: str, stage: str) -> str:
-    """Return the part that an action belongs to.
+def part_of(action: str, around: Part | None, stage: str) -> Part | None:
+    """Return the part that an action belongs to, None where neither it nor the action around it tells.
 
     Args:
         action: its name by Lightning, or by ``HookTimings`` after Lightning's pattern.
@@ -166,40 +176,44 @@ def part_of(action: str, around: str, stage: str) -> str:
     """
     hook = action.rpartition(".")[2]
     if action.startswith(OWN_WORK):
-        return "other"
+        return Part.UNTRACKED
     if action.startswith(CALLBACK):
         in_validation = stage == "fit" and hook.startswith("on_validation_batch")
-        return "validation" if in_validation else "callbacks"
+        return Part.VALIDATION if in_validation else Part.CALLBACK
     if action.startswith(LOGGER) or action == "logging":
-        return "logging"
+        return Part.LOGGING
     if hook in CHECKPOINT:
-        return "checkpoint"
-    if around == "validation" or action == VALIDATION or (stage == "fit" and hook in EVALUATION_STEPS):
-        return "validation"
-    return _phase(action, hook, stage) or around
+        return Part.CHECKPOINT
+    if around == Part.VALIDATION or action == VALIDATION or (stage == "fit" and hook in EVALUATION_STEPS):
+        return Part.VALIDATION
+    return _part(action, hook, stage) or around
 
 
-def _phase(action: str, hook: str, stage: str) -> str | None:
+def _part(action: str, hook: str, stage: str) -> Part | None:
     if hook in FETCH.get(stage, ()):
-        return "data_wait"
+        return Part.DATA_WAIT
     if hook in TRANSFER:
-        return "transfer"
+        return Part.TRANSFER
     if hook == FORWARD.get(stage):
-        return "forward"
+        return Part.FORWARD
     if hook in BACKWARD and action.startswith(("[Strategy]", "[Precision]")):
-        return "backward"
-    return "optimizer" if hook in OPTIMIZER or action.startswith("[Optimizer]") or hook == "lr_scheduler_step" else None
+        return Part.BACKWARD
+    is_optimizer = hook in OPTIMIZER or action.startswith("[Optimizer]") or hook == "lr_scheduler_step"
+    return Part.OPTIMIZER if is_optimizer else None
 
 
-class Span(msgspec.Struct):
+L = TypeVar("L", bound=str)
+
+
+class Span(msgspec.Struct, Generic[L]):
     """An action inside a step, or the step itself, whose ``around`` is None. ``label`` is its phase or part."""
 
     action: str
-    label: str
+    label: L
     begin_ns: int
     end_ns: int
     depth: int
-    around: Span | None
+    around: Span[L] | None
     self_ns: int = 0
 
 
@@ -212,15 +226,15 @@ def step_span(rows: Iterable[HookRow]) -> tuple[int, int] | None:
 
 
 def nested_spans(
-    rows: Iterable[HookRow], start_ns: int, end_ns: int, label_of: Callable[[str, str], str]
-) -> list[Span]:
+    rows: Iterable[HookRow], start_ns: int, end_ns: int, label_of: Callable[[str, L], L], untracked: L
+) -> list[Span[L]]:
     """Share the time from ``start_ns`` to ``end_ns`` among the step, which comes first, and its actions by start.
 
     Every instant counts for the innermost action that covers it, so the self times sum to ``end_ns - start_ns``
     exactly, whatever the rows are: an action that outlives the one around it, or the step, is cut at that one's end.
-    ``label_of`` gets an action and the label of the one around it; the step's is ``other``.
+    ``label_of`` gets an action and the label of the one around it; the step's is ``untracked``.
     """
-    root = Span(action="step", label="other", begin_ns=start_ns, end_ns=end_ns, depth=-1, around=None)
+    root = Span(action="step", label=untracked, begin_ns=start_ns, end_ns=end_ns, depth=-1, around=None)
     found, stack = [root], [root]
     cursor = start_ns
 
@@ -264,7 +278,8 @@ def nested_spans(
 def exclusive_times(rows: Iterable[HookRow], start_ns: int, end_ns: int, stage: str) -> dict[str, int]:
     """Return the self times of actions by phase, in nanoseconds; they sum to ``end_ns - start_ns``."""
     totals = dict.fromkeys(PHASES, 0)
-    for span in nested_spans(rows, start_ns, end_ns, lambda action, around: classify(action, stage) or around):
+    label_of: Callable[[str, str], str] = lambda action, around: classify(action, stage) or around  # noqa: E731
+    for span in nested_spans(rows, start_ns, end_ns, label_of, "other"):
         totals[span.label] += span.self_ns
     return totals
 
@@ -289,7 +304,7 @@ def window_events(window: RecordedWindow, stage: str) -> list[StepEvents]:
 
 def event_totals(steps: Iterable[StepEvents]) -> list[EventTotals]:
     """Return the actions of steps, the longest in total first, each once for every part that it belongs to."""
-    groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    groups: dict[tuple[str, Part], list[Event]] = defaultdict(list)
     for step in steps:
         for event in step.events:
             groups[event.action, event.part].append(event)
@@ -312,12 +327,16 @@ def _step(window: RecordedWindow, step: int, rows: Sequence[HookRow], stage: str
     place = step_span(rows)
     if place is None:
         return None
-    root, *spans = nested_spans(rows, *place, lambda action, around: part_of(action, around, stage))
-    parts = dict.fromkeys(PARTS, 0)
+
+    def label_of(action: str, around: Part) -> Part:
+        return part_of(action, around, stage) or around
+
+    root, *spans = nested_spans(rows, *place, label_of, Part.UNTRACKED)
+    parts = dict.fromkeys(ACTION_PARTS, 0)
     callbacks: dict[str, int] = defaultdict(int)
     for span in (root, *spans):
         parts[span.label] += span.self_ns
-        if span.label == "callbacks":
+        if span.label == Part.CALLBACK:
             callbacks[_owner(span)] += span.self_ns
     return StepEvents(
         rank=window.rank,
@@ -342,9 +361,9 @@ def _step(window: RecordedWindow, step: int, rows: Sequence[HookRow], stage: str
     )
 
 
-def _owner(span: Span) -> str:
+def _owner(span: Span[Part]) -> str:
     """Return the key of the callback that a span runs in: an action's name without its hook."""
-    around: Span | None = span
+    around: Span[Part] | None = span
     while around is not None and not around.action.startswith(CALLBACK):
         around = around.around
     return "" if around is None else around.action.removeprefix(CALLBACK).rpartition(".")[0]

@@ -10,9 +10,10 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, TimePart, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.account.ledger.work import all_pairs
+from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.ranks.hangs import first_exception
 from lightning_memprof.account.steps.lines import Spot
 from lightning_memprof.judge.facts import Facts
@@ -53,24 +54,8 @@ COMPUTE_BOUND: Final = 0.5
 MAX_MESSAGE: Final = 120
 LARGER: Final = "Give each step more work, such as a larger batch, before looking for a bottleneck."
 RECORD_OPERATORS: Final = 'Record the operators of some steps too: Trainer(..., profiler="memprof")'
-DOING: Final = {
-    "data_wait": "data wait",
-    "forward": "the forward pass",
-    "backward": "the backward pass",
-    "optimizer": "the optimizer",
-    "callbacks": "callbacks",
-    "other": "untracked time",
-}
-OWNED: Final[Mapping[str, tuple[TimePart, ...]]] = {
-    "data_wait": ("data_wait",),
-    "forward": ("forward", "forward_hook", "self_log"),
-    "backward": ("backward", "backward_hook"),
-    "optimizer": ("optimizer",),
-    "callbacks": ("callback",),
-    "other": ("untracked",),
-}
 # Also a late rank that the program did not cause decides what the others do.
-MEETING: Final[Mapping[str, TimePart]] = {"waiting for other ranks": "rank_wait", "communication": "collective"}
+MEETING: Final = (Part.RANK_WAIT, Part.COLLECTIVE)
 # A Trainer that has reached max_epochs ends a second fit at once.
 SECOND_FIT: Final = "; if the Trainer has reached max_epochs, increase max_epochs"
 
@@ -91,7 +76,7 @@ def nothing_found(facts: Facts) -> Finding:
             why=f"{early}The run has no pulse: it ended before its first step did, or the pulse is disabled.",
             remedies=(f"{again} some steps{SECOND_FIT if facts.is_fit else ''}.",),
         )
-    first = max(DOING, key=lambda phase: statistics.breakdown_ns[phase] or 0)
+    first = max(PHASE_PARTS, key=lambda phase: statistics.breakdown_ns[phase] or 0)
     numbers = {"dominant": first, "share": statistics.share(first), "duration_ns": statistics.mean_ns}
     if statistics.used < POLICY.steps:
         return Finding(
@@ -105,18 +90,17 @@ def nothing_found(facts: Facts) -> Finding:
     if (bound := _bound(facts, rank)) is not None:
         return replace(bound, why=f"{early}{bound.why}")
     ledger = facts.ledgers[rank.rank]
-    shares = {DOING[phase]: statistics.share(phase) for phase in DOING}
-    validation = ledger.ns("validation") / ledger.step_ns
-    shares[DOING["other"]] = max(shares[DOING["other"]] - validation, 0.0)
-    shares["validation"] = validation
-    leading = max(shares, key=lambda words: shares[words])
-    for words, part in MEETING.items():
+    shares = {part: statistics.share(phase) for phase, part in PHASE_PARTS.items()}
+    shares[Part.VALIDATION] = ledger.share(Part.VALIDATION)
+    shares[Part.UNTRACKED] = max(shares[Part.UNTRACKED] - shares[Part.VALIDATION], 0.0)
+    leading = max(shares, key=lambda part: shares[part])
+    for part in MEETING:
         if (met := ledger.communicates(part) / ledger.step_ns) > shares[leading] / 2:
-            shares |= {words: met, leading: shares[leading] - met}
+            shares |= {part: met, leading: shares[leading] - met}
     (doing, most), (next_doing, next_most), *_ = sorted(shares.items(), key=lambda item: -item[1])
-    dominant = f"{doing} {'take' if doing == 'callbacks' else 'takes'} {percent(most)} of each step"
+    dominant = f"{doing.takes} {percent(most)} of each step"
     mean = f"The mean step takes {format_ns(statistics.mean_ns)}"
-    runner_up = f"{next_doing} {percent(next_most)}"
+    runner_up = f"{next_doing.label} {percent(next_most)}"
     around = _around(ledger)
     return Finding(
         rule=NOTHING_FOUND,
@@ -198,7 +182,7 @@ def _longest_line(rank: Rank, ledger: TimeLedger) -> tuple[Spot | None, str]:
 def _own_passes(ledger: TimeLedger) -> tuple[TimeLine, ...]:
     """Return the lines of forward and backward, without the one of backward that waits for the collectives of DDP."""
     # Waits that are lines of their own are not in the passes.
-    met = sum(ledger.communicates(part) for part in MEETING.values()) - ledger.ns("rank_wait")
+    met = sum(ledger.communicates(part) for part in MEETING) - ledger.ns("rank_wait")
     return tuple(
         line
         for line in ledger.of("forward", "backward")
@@ -276,10 +260,10 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
 # From this share of the recorded time on, collectives decide how long it takes.
 COMMUNICATION_BOUND: Final = 0.5
 COLLECTIVE: Final = "c10d::"
-IN_PYTHON: Final[Mapping[TimePart, str]] = {
-    "forward": "Python outside operators takes",
-    "gc_pauses": "GC pauses take",
-    "checkpoint": "saving takes",
+IN_PYTHON: Final[Mapping[Part, str]] = {
+    Part.FORWARD: "Python outside operators takes",
+    Part.GC_PAUSES: Part.GC_PAUSES.takes,
+    Part.CHECKPOINT: Part.CHECKPOINT.takes,
 }
 RECORD_RANKS: Final = "Record the other ranks too: a collective waits for the last rank to arrive."
 RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
@@ -337,12 +321,12 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     )
 
 
-def _in_python(ledger: TimeLedger, heaviest: Heaviest) -> tuple[TimePart, float, str] | None:
+def _in_python(ledger: TimeLedger, heaviest: Heaviest) -> tuple[Part, float, str] | None:
     """Return the part, ns per step and place of Python if it takes more than the operators of the heaviest module."""
-    parts: dict[TimePart, float] = {
-        "gc_pauses": ledger.ns("gc_pauses"),
-        "checkpoint": ledger.ns("checkpoint"),
-        "forward": heaviest.family_ns if heaviest.family == "Python" else 0.0,
+    parts: dict[Part, float] = {
+        Part.GC_PAUSES: ledger.ns(Part.GC_PAUSES),
+        Part.CHECKPOINT: ledger.ns(Part.CHECKPOINT),
+        Part.FORWARD: heaviest.family_ns if heaviest.family == "Python" else 0.0,
     }
     part = max(parts, key=lambda each: parts[each])
     if heaviest.family != "Python" and parts[part] <= heaviest.ns:
@@ -359,10 +343,11 @@ def _has_backward(ledger: TimeLedger) -> bool:
     return any(line.operator and line.operator != ACCUMULATE for line in ledger.of("backward"))
 
 
-def _less_python(trace: TraceReport, part: TimePart, place: str) -> tuple[str, ...]:
+def _less_python(trace: TraceReport, part: Part, place: str) -> tuple[str, ...]:
     if part == "forward" and place:
         return (MOVE.format(place=place),)
-    choices = SAVE if part == "checkpoint" else NEXT["gc_pauses" if part == "gc_pauses" else "python"]
+    collects = part == Part.GC_PAUSES
+    choices = SAVE if part == Part.CHECKPOINT else NEXT[Part.IDLE_GC_PAUSES if collects else Part.IDLE_PYTHON]
     return tuple(step for step in remedies(trace, *choices) if step != open_trace(trace))
 
 
@@ -371,7 +356,7 @@ def _of_collectives(trace: TraceReport, name: str) -> str:
     ledger, took = trace.host_ledger, [call.duration_ns for call in trace.arrivals if call.name == name]
     found = []
     if ledger is not None and ledger.communication:
-        waiting, transfer = (ledger.communicates(part) for part in MEETING.values())
+        waiting, transfer = (ledger.communicates(part) for part in MEETING)
         wait = f"{format_ns(waiting)} of it waiting for other ranks" if waiting else "any wait for other ranks included"
         found.append(f"Collectives take {format_ns(waiting + transfer)} per step while no operator runs, {wait}.")
     if took:

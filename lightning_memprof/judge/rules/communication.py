@@ -10,12 +10,14 @@ import msgspec
 
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.ledger.ranks import meeting_ranks
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.arrivals import WindowWaits
 from lightning_memprof.account.ranks.lateness import larger_batches
 from lightning_memprof.account.ranks.report import Straggler
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity
 from lightning_memprof.judge.traces import (
+    CAUSES,
     idle_ns,
     seen_in,
     severity_of,
@@ -27,23 +29,15 @@ SHOWN: Final = 3
 # As for data: from 30% on the wait decides how long the run takes.
 SEVERE_WAIT: Final = 0.30
 # Causes that a busy core does not slow down.
-NOT_SHARED: Final = frozenset({"data_wait", "callbacks", "gc_pauses"})
+NOT_SHARED: Final = frozenset({Part.DATA_WAIT, Part.CALLBACK, Part.GC_PAUSES})
 SHARED: Final = " All ranks share the cores of one machine: other programs there can delay a rank too."
-WORDS: Final = {
-    "data_wait": "its data wait takes",
-    "callbacks": "its callbacks take",
-    "gc_pauses": "its GC pauses take",
-    "optimizer": "its optimizer takes",
-    "other": "its untracked time is",
-    "compute": "its forward and backward take",
-}
-NEXT: Final = {
-    "data_wait": "Check the data of rank {rank}{host}{loads}: its share of samples, its disk, its DataLoader workers.",
-    "callbacks": "Share the work of {callback} on rank {rank}{host} among all ranks, or do it less often.",
-    "gc_pauses": "Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
-    "optimizer": "Compare the parameters that rank {rank}{host} updates with those of the other ranks.",
-    "other": "Compare the timeline of rank {rank}{host} between two steps with that of another rank.",
-    "compute": "Compare rank {rank}{host} with the others: its batch lengths, its device clock and temperature.",
+NEXT: Final[Mapping[Part | None, str]] = {
+    Part.DATA_WAIT: "Check the data of rank {rank}{host}{loads}: its share of samples, disk, and DataLoader workers.",
+    Part.CALLBACK: "Share the work of {callback} on rank {rank}{host} among all ranks, or do it less often.",
+    Part.GC_PAUSES: "Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
+    Part.OPTIMIZER: "Compare the parameters that rank {rank}{host} updates with those of the other ranks.",
+    Part.UNTRACKED: "Compare the timeline of rank {rank}{host} between two steps with that of another rank.",
+    Part.COMPUTE: "Compare rank {rank}{host} with the others: its batch lengths, its device clock and temperature.",
 }
 LONGER: Final = (
     "Give all ranks batches of equal size: sort samples by length, and deal them out to the ranks in turn. Rank {rank} "
@@ -65,7 +59,7 @@ def straggler(facts: Facts) -> Finding | None:
     share = min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0
     by_chance = found.cause not in NOT_SHARED and _may_wait_itself(facts, found)
     severity = Severity.CRITICAL if share >= SEVERE_WAIT else Severity.WARNING
-    next_step = (found.cause == "compute" and _longer(facts, found.rank)) or NEXT.get(found.cause or "", UNKNOWN)
+    next_step = (found.cause == Part.COMPUTE and _longer(facts, found.rank)) or NEXT.get(found.cause, UNKNOWN)
     loading = [line for line in ledger.of("data_wait") if "." in line.name] if ledger else []
     loads = f", mostly {max(loading, key=lambda line: line.ns).name.rpartition('.')[0]}" if loading else ""
     several = len({rank.facts.host for rank in facts.run.ranks}) > 1
@@ -121,10 +115,10 @@ def _evidence(facts: Facts, found: Straggler) -> tuple[Evidence, ...]:
 def _sentence(found: Straggler) -> str:
     if found.cause is None or found.own_ns is None or found.others_ns is None:
         return f"Rank {found.rank} is the straggler: the other ranks wait for it."
-    named = found.cause == "callbacks" and found.callback
-    words = f"its callback {found.callback} takes" if named else WORDS[found.cause]
-    if found.cause == "compute" and found.pulse_steps is not None:
-        words = "its forward takes"
+    named = found.cause == Part.CALLBACK and found.callback
+    words = f"its callback {found.callback} takes" if named else f"its {found.cause.takes}"
+    if found.cause == Part.COMPUTE and found.pulse_steps is not None:
+        words = f"its {Part.FORWARD.takes}"
     own, others = format_ns(found.own_ns), format_ns(found.others_ns)
     return f"Rank {found.rank} is the straggler: {words} {own} per step, {others} on the other ranks."
 
@@ -247,8 +241,8 @@ def _lateness(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int) -> tu
 
     def spent(trace: TraceReport) -> dict[str, int]:
         computed = trace.gpu_window.compute_ns if trace.gpu_window else 0
-        host = idle_ns(trace, "python", "operators", "launch", "synchronization", "allocator", "gc_pauses")
-        return {"kernels": computed, "data": idle_ns(trace, "data_loading"), "host": host}
+        host = idle_ns(trace, *(part for part in CAUSES if part not in {Part.IDLE_DATA, Part.IDLE_QUEUE}))
+        return {"kernels": computed, "data": idle_ns(trace, Part.IDLE_DATA), "host": host}
 
     if all(trace.gpu_window is None for trace in ranks.values()):
         return _longer_on_host(rank, ranks, caused_ns)

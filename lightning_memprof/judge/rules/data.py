@@ -8,6 +8,7 @@ from typing import Final
 
 from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.ledger.run import RESTART
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.workers import loading, private_memory, workers_end
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import ProcessRow, ThroughputRow
@@ -442,9 +443,9 @@ def input_bound_trace(trace: TraceReport) -> Finding | None:
     steps, has_device = loading.steps, trace.gpu_window is not None
     in_one = steps >= MIN_TRACE_STEPS and loading.most_ns >= ONE_STEP * loading.total_ns
     where = f", {percent(loading.most_ns / loading.total_ns)} of it in one of {steps} steps" if in_one else ""
-    longest = next((cause for cause in trace.idle if cause.cause == "data_loading"), None)
+    longest = next((cause for cause in trace.idle if cause.cause == Part.IDLE_DATA), None)
     # Before its first recorded event, the device's idle time is estimated.
-    measured = idle_ns(trace, "data_loading")
+    measured = idle_ns(trace, Part.IDLE_DATA)
     is_least = 0 < measured < loading.exposed_ns
     meanwhile = f"at least {format_ns(measured)}" if is_least else format_ns(loading.exposed_ns)
     idle = f"; the GPU is idle for {meanwhile} meanwhile" if has_device else ""
@@ -470,7 +471,7 @@ def input_bound_trace(trace: TraceReport) -> Finding | None:
             "in_one_step": in_one,
         },
         weight=loading.share,
-        recovers=recovered_ns(ledger, BESIDE_THE_STEP, "idle_data", "data_wait", recorded_ns=loading.exposed_ns),
+        recovers=recovered_ns(ledger, BESIDE_THE_STEP, Part.IDLE_DATA, Part.DATA_WAIT, recorded_ns=loading.exposed_ns),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.pauses import pauses
 from lightning_memprof.artifacts.series import GC_PAUSE
 from lightning_memprof.judge.facts import Facts
@@ -220,7 +221,7 @@ ROWS: Final = (
             "finished its queue waits. This package's own callback is not counted."
         ),
         trade_off="It runs less often.",
-        of=("callback",),
+        of=(Part.CALLBACK,),
         says="The callback {owner} takes {share}{rank}.",
         unnamed="Callbacks take {share}{rank}; which ones was not recorded.",
         remedies=(LESS_OFTEN,),
@@ -235,7 +236,7 @@ ROWS: Final = (
             "(train_dataloader) takes much of the step; lr_scheduler_step is the time of the learning rate schedules."
         ),
         trade_off="It runs less often.",
-        of=("module_hook",),
+        of=(Part.MODULE_HOOK,),
         says="The hook {owner} of the module takes {share}{rank}.",
         unnamed="Hooks of the module take {share}{rank}; which ones was not recorded.",
         remedies=(LESS_OFTEN,),
@@ -251,7 +252,7 @@ ROWS: Final = (
             "nothing is copied, but each object of a batch is visited."
         ),
         trade_off="None, or the time in worker processes.",
-        of=("transfer",),
+        of=(Part.TRANSFER,),
         says="Moving batches to the device takes {share}{rank}, in {owner}.",
         unnamed="Moving batches to the device takes {share}{rank}.",
         remedies=(IN_WORKERS,),
@@ -266,7 +267,7 @@ ROWS: Final = (
             "of steps; at the limit of recompilations torch runs the code uncompiled."
         ),
         trade_off="Code for all shapes is somewhat slower than code for one.",
-        of=("compile",),
+        of=(Part.COMPILE,),
         says="torch.compile recompiles: compiling takes {share}{rank}.",
         remedies=(DYNAMIC_SHAPES, FEW_SHAPES, LOG_RECOMPILES),
         saves=(0.7, 1.0),
@@ -279,7 +280,7 @@ ROWS: Final = (
             "its modules. It is named with its file and line. Needs an operator trace."
         ),
         trade_off="The hook's results.",
-        of=("forward_hook", "backward_hook"),
+        of=(Part.FORWARD_HOOK, Part.BACKWARD_HOOK),
         says="The {kind} {owner} takes {share}{rank}.",
         unnamed="Hooks that the program registered take {share}{rank}; which ones was not recorded.",
         remedies=(REMOVE_HOOK, SKIP_HOOK),
@@ -294,7 +295,7 @@ ROWS: Final = (
             "sort all predictions since the last reset, which becomes slower with every step."
         ),
         trade_off="No values in every step.",
-        of=("metric",),
+        of=(Part.METRIC,),
         says="Metrics take {share}{rank}, mostly {owner}.",
         unnamed="Metrics take {share}{rank}.",
         remedies=(METRIC_PER_EPOCH, METRIC_OF_SUMS),
@@ -305,7 +306,7 @@ ROWS: Final = (
         id="validation_bound",
         about="Validation inside fit takes much of the time; nothing is trained meanwhile.",
         trade_off="Validation metrics are updated less often.",
-        of=("validation",),
+        of=(Part.VALIDATION,),
         says="Validation takes {share}{rank}.",
         remedies=(VALIDATE_LESS_OFTEN, VALIDATE_ON_LESS),
         saves=(0.5, 0.9),
@@ -317,7 +318,7 @@ ROWS: Final = (
         id="checkpoint_bound",
         about="Training waits until a checkpoint is written; with several ranks, all wait for the one that writes.",
         trade_off="A failed run loses the steps since its last checkpoint.",
-        of=("checkpoint",),
+        of=(Part.CHECKPOINT,),
         says="Saving checkpoints takes {share}{rank}.",
         remedies=(SAVE_LESS_OFTEN, SAVE_LESS, SAVE_ASYNC),
         saves=(0.5, 1.0),
@@ -331,7 +332,7 @@ ROWS: Final = (
             "takes time in addition."
         ),
         trade_off="No values for the steps that are not logged.",
-        of=("logging", "self_log"),
+        of=(Part.LOGGING, Part.SELF_LOG),
         says="Logging takes {share}{rank}, mostly {owner}.",
         unnamed="Logging takes {share}{rank}.",
         remedies=(LOG_LESS_OFTEN, LOG_AT_ONCE, LOG_CHEAPLY),
@@ -345,7 +346,7 @@ ROWS: Final = (
             "batches, or Lightning's loop, which takes 1 to 4 ms."
         ),
         trade_off="None.",
-        of=("untracked",),
+        of=(Part.UNTRACKED,),
         says="{share} is outside the tracked phases{rank}.",
         remedies=(CODE_AROUND_BATCHES, LOG_FEWER),
         saves=(0.0, 1.0),
@@ -361,7 +362,7 @@ ROWS: Final = (
             "several ranks, pauses occur at different times, and each rank waits for the pauses of all others."
         ),
         trade_off="Reference cycles are freed later.",
-        of=("gc_pauses",),
+        of=(Part.GC_PAUSES,),
         says="GC pauses take {share}{rank}.",
         remedies=(FREEZE_OBJECTS, CHOOSE_COLLECTIONS),
         # Collections of young generations remain.

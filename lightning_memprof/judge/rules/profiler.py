@@ -27,7 +27,7 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity
 from lightning_memprof.judge.measures import own_ns
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.traces import NOTABLE_SHARE, idle_ns, on_rank, remedies, remedy, seen_in, times
+from lightning_memprof.judge.traces import LAUNCHING, NOTABLE_SHARE, idle_ns, on_rank, remedies, remedy, seen_in, times
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_bytes, format_count, format_list, format_ns, percent
@@ -285,7 +285,7 @@ def recording_ns(trace: TraceReport) -> tuple[int, int, int]:
     window_ns = trace.gpu_window.window_ns if trace.gpu_window else 0
     known_ns = sum(cost.total_ns for cost in trace.profiler_overhead if cost.name not in OTHERS)
     span_ns = max(trace.end_ns - trace.start_ns, window_ns, 1)
-    host_ns = idle_ns(trace, "python", "operators", "launch")
+    host_ns = idle_ns(trace, *LAUNCHING)
     estimated_ns = min(trace.host_events * EVENT_NS, span_ns) if host_ns > HOST_MATTERS * window_ns else 0
     return known_ns, estimated_ns, span_ns
 

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import EndRow, ErrorRow, RunFacts, TrainingFacts, WindowRow, decode_fact
 from lightning_memprof.artifacts.naming import (
@@ -22,7 +23,7 @@ from lightning_memprof.artifacts.naming import (
 )
 from lightning_memprof.artifacts.pulse import parse_pulse_row
 from lightning_memprof.artifacts.rows import Row, decode_rows
-from lightning_memprof.artifacts.series import PHASES, HangRow, PulseRow
+from lightning_memprof.artifacts.series import HangRow, PulseRow
 from lightning_memprof.read.run.load import in_full
 
 T = TypeVar("T")
@@ -129,10 +130,13 @@ class RankProgress(msgspec.Struct):
         """Return the recent steps outside windows, or all of them where there are no others."""
         return [row for row in self.recent if row["window"] is None] or list(self.recent)
 
-    def phases_ns(self) -> dict[str, int]:
-        """Return the mean recent step by phase."""
+    def parts_ns(self) -> dict[Part, int]:
+        """Return the phases of the mean recent step, as parts."""
         rows = self.usual()
-        return {phase: sum(row[f"{phase}_ns"] or 0 for row in rows) // max(len(rows), 1) for phase in PHASES}
+        return {
+            part: sum(row[f"{phase}_ns"] or 0 for row in rows) // max(len(rows), 1)
+            for phase, part in PHASE_PARTS.items()
+        }
 
     def take_step(self, row: PulseRow) -> None:
         """Add a row of the pulse."""

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memprof.account.parts import Part
 from lightning_memprof.read.trace.columns import (
     DEVICE_KINDS,
     Kind,
@@ -45,7 +46,7 @@ _FUSED: Final = "triton_"
 EARLIER: Final = int(np.iinfo(np.int64).min)
 _COPY: Final = re.compile(r"Memcpy (\w+)(?: \((.*)\))?\Z")
 
-STATES: Final = ("compute", "communication", "memory_copy", "idle_loading", "idle")
+STATES: Final = (Part.COMPUTE, Part.COLLECTIVE, Part.COPY, Part.IDLE_DATA, "idle")
 """The states of a device, the first one that applies: compute hides the rest; an idle device may wait for a batch."""
 
 
@@ -254,10 +255,10 @@ def device_timeline(path: Path, stretches: int = 400) -> DeviceTimeline | None:
     idle = difference(window, device.busy)
     loading = intersection(idle, loading_intervals(columns))
     parts = {
-        "compute": device.compute,
-        "communication": difference(device.communication, device.compute),
-        "memory_copy": difference(device.memory_copy, _either(device.compute, device.communication)),
-        "idle_loading": loading,
+        Part.COMPUTE: device.compute,
+        Part.COLLECTIVE: difference(device.communication, device.compute),
+        Part.COPY: difference(device.memory_copy, _either(device.compute, device.communication)),
+        Part.IDLE_DATA: loading,
         "idle": difference(idle, loading),
     }
     edges = np.rint(np.linspace(start, end, stretches + 1)).astype(np.int64)

@@ -1,7 +1,7 @@
 """Idle time of the device and its causes: runtime calls, waits of the host, and the gaps in the device's work.
 
 Each gap in the device's work ends with an event, and a call on some thread launched that event. The call, and the
-latency of a launch after it, is ``launch``; where the event starts later still, the device waits (``queue``): for
+latency of a launch after it, is a launch; where the event starts later still, the event is queued: it waits for
 another stream, a copy, or another rank. Before the call, the cause is whatever the thread did then. Where a thread of
 autograd had not begun yet, it is whatever the training thread did.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import is_profiler
 from lightning_memprof.read.trace.columns import (
     STEP_NAME,
@@ -34,9 +35,7 @@ from lightning_memprof.read.trace.intervals import (
     length_within,
     outermost,
 )
-from lightning_memprof.read.trace.model import Cause, IdleCause, RuntimeCall, Synchronization
-
-CallKind = Literal["synchronization", "allocator", "graph", "loading", "launch"]
+from lightning_memprof.read.trace.model import IdleCause, RuntimeCall, Synchronization
 
 # Calls that return when the device is done, and calls that get or return memory.
 _WAITS: Final = re.compile(r"(?:cuda|hip|cu)\w*Synchronize\w*\Z|(?:cuda|hip)Memcpy(?:WithStream|2D|3D)?\Z")
@@ -64,10 +63,10 @@ _COLD_FACTOR: Final = 10
 # The first two steps may each compile a program of their own: sizes of tensors become variables in the second.
 _FEW_STEPS: Final = 4
 
-_CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 # Where several of them run at once, the first one is the cause.
-_FIRST_OF: Final[tuple[Cause, ...]] = (
-    "gc_pauses", "data_loading", "synchronization", "allocator", "launch", "operators",
+_FIRST_OF: Final = (
+    Part.IDLE_GC_PAUSES, Part.IDLE_DATA, Part.IDLE_SYNCHRONIZATION, Part.IDLE_ALLOCATOR, Part.IDLE_LAUNCH,
+    Part.IDLE_GRAPH, Part.IDLE_LOADING, Part.IDLE_OPERATORS,
 )  # fmt: skip
 # A kernel starts 3 to 8 µs after its launch has returned, if nothing keeps it.
 _LATENCY_NS: Final = 20_000
@@ -99,7 +98,7 @@ def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tup
     and later steps hardly do. A wait for the device is none. The compiler's work is one in any step, if not in most.
     """
     end = ranges[0][1]
-    waits = columns.named(lambda name: name in READS_BACK or call_kind(name) == "synchronization")
+    waits = columns.named(lambda name: name in READS_BACK or call_part(name) == Part.IDLE_SYNCHRONIZATION)
     called = np.isin(columns.kinds, (Kind.RUNTIME, Kind.OPERATOR)) & ~waits[columns.names]
     durations = columns.ends - columns.starts
     candidates = np.flatnonzero(called & (columns.starts < end) & (durations >= _COLD_NS))
@@ -253,12 +252,12 @@ def idle_causes(columns: TraceColumns, device: DeviceEvents) -> tuple[IdleCause,
     ends = gap_ends(columns, device, gaps)
     tally = _Tally(columns, gaps)
     known = np.flatnonzero(ends.calls >= 0)
-    of_call = np.array([_FIRST_OF.index(_runtime_cause(name)) for name in columns.name_of])
+    of_call = np.array([_FIRST_OF.index(call_part(name)) for name in columns.name_of])
     causes = of_call[columns.names[ends.calls[known]]]
     for number in np.unique(causes).tolist():
         mine = known[causes == number]
         tally.add(_FIRST_OF[number], Intervals(ends.called[mine], ends.ready[mine]), ends.calls[mine])
-    tally.add("queue", Intervals(ends.ready[known], gaps.ends[known]), ends.events[known])
+    tally.add(Part.IDLE_QUEUE, Intervals(ends.ready[known], gaps.ends[known]), ends.events[known])
     threads = _Threads(columns)
     lanes = np.where(ends.calls >= 0, columns.lanes[ends.calls], threads.training)
     for lane in np.unique(lanes).tolist():
@@ -269,7 +268,7 @@ def idle_causes(columns: TraceColumns, device: DeviceEvents) -> tuple[IdleCause,
             for cause, when, rows in threads.causes(thread):
                 tally.add(cause, intersection(left, when), rows)
                 left = difference(left, when)
-        tally.add("python", left, threads.ranges(threads.training))
+        tally.add(Part.IDLE_PYTHON, left, threads.ranges(threads.training))
     return tally.causes()
 
 
@@ -321,7 +320,7 @@ class _Threads:
         self.training = training_lane(columns)
         self._plain = ~columns.named(lambda name: STEP_NAME.match(name) or is_own_work(name))
 
-    def causes(self, lane: int) -> list[tuple[Cause, Intervals, Column]]:
+    def causes(self, lane: int) -> list[tuple[Part, Intervals, Column]]:
         """Return the causes that a thread shows, with their times and rows, in the order of `_FIRST_OF`."""
         found = []
         columns = self._columns
@@ -345,10 +344,10 @@ class _Tally:
 
     def __init__(self, columns: TraceColumns, gaps: Intervals) -> None:
         self._columns, self._gaps = columns, gaps
-        self._by_gap: dict[Cause, Column] = {cause: np.zeros(len(gaps.starts), np.int64) for cause in _CAUSES}
-        self._by_name: dict[Cause, Counter[int]] = {cause: Counter() for cause in _CAUSES}
+        self._by_gap: dict[Part, Column] = defaultdict(lambda: np.zeros(len(gaps.starts), np.int64))
+        self._by_name: dict[Part, Counter[int]] = defaultdict(Counter)
 
-    def add(self, cause: Cause, when: Intervals, rows: Column) -> None:
+    def add(self, cause: Part, when: Intervals, rows: Column) -> None:
         """Add times within the gaps; the events at `rows` ran then."""
         kept = when.ends > when.starts
         when = Intervals(when.starts[kept], when.ends[kept])
@@ -396,29 +395,28 @@ def _codes(columns: TraceColumns) -> NDArray[np.int8]:
     number = {cause: place for place, cause in enumerate(_FIRST_OF)}
     names = columns.name_of or ("",)
     by_kind = {
-        Kind.RUNTIME: [number[_runtime_cause(name)] for name in names],
-        Kind.OPERATOR: [number["synchronization" if name in READS_BACK else "operators"] for name in names],
-        Kind.ANNOTATION: [number["data_loading"] if is_loading(name) else -1 for name in names],
+        Kind.RUNTIME: [number[call_part(name)] for name in names],
+        Kind.OPERATOR: [
+            number[Part.IDLE_SYNCHRONIZATION if name in READS_BACK else Part.IDLE_OPERATORS] for name in names
+        ],
+        Kind.ANNOTATION: [number[Part.IDLE_DATA] if is_loading(name) else -1 for name in names],
     }
     codes = np.full(len(columns.names), -1, np.int8)
     for kind, of_name in by_kind.items():
         rows = columns.rows(kind)
         codes[rows] = np.array(of_name, np.int8)[columns.names[rows]]
-    codes[columns.named(COLLECTS.search)[columns.names] & (columns.kinds >= Kind.OPERATOR)] = number["gc_pauses"]
+    codes[columns.named(COLLECTS.search)[columns.names] & (columns.kinds >= Kind.OPERATOR)] = number[
+        Part.IDLE_GC_PAUSES
+    ]
     return codes
 
 
-def _runtime_cause(call: str) -> Cause:
-    kind = call_kind(call)
-    return "launch" if kind == "graph" or kind == "loading" else kind  # noqa: PLR1714 mypy narrows only so
-
-
-def call_kind(call: str) -> CallKind:
-    """Return what a call of the driver or its runtime does to the host."""
+def call_part(call: str) -> Part:
+    """Return what a device waits for while the host is in a call of the driver or its runtime."""
     if _WAITS.match(call):
-        return "synchronization"
+        return Part.IDLE_SYNCHRONIZATION
     if _ALLOCATES.match(call):
-        return "allocator"
+        return Part.IDLE_ALLOCATOR
     if _GRAPHS.match(call):
-        return "graph"
-    return "loading" if _LOADS.match(call) else "launch"
+        return Part.IDLE_GRAPH
+    return Part.IDLE_LOADING if _LOADS.match(call) else Part.IDLE_LAUNCH

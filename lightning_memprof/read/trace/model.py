@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_memprof.account.ledger.model import TimeLedger
+    from lightning_memprof.account.parts import Part
     from lightning_memprof.read.trace.communication import Collective
 
 KernelKind = Literal["compute", "communication", "memory_copy"]
 _MOSTLY = 0.5
-Cause = Literal["data_loading", "synchronization", "allocator", "gc_pauses", "python", "operators", "launch", "queue"]
 
 
 class GpuTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,13 +84,13 @@ class Kernel(msgspec.Struct, frozen=True, kw_only=True):
 class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
     """Idle time of the device within the GPU window with one cause: the activity of the launching thread meanwhile.
 
-    The cause ``launch`` is a call that launches the next work, or another call of the runtime. ``example`` is the
+    The cause ``idle_launch`` is a call that launches the next work, or another call of the runtime. ``example`` is the
     operator, call or range with the largest share, ``example_share``. The causes add up to ``idle_ns``. ``count`` and
     ``longest_ns`` are of gaps, and ``longest_start_ns`` is the start of the longest one. Half of the time is in the
     ``long_count`` longest gaps, of ``long_ns`` or more; 0 where that is not computed.
     """
 
-    cause: Cause
+    cause: Part
     total_ns: int
     count: int
     longest_ns: int

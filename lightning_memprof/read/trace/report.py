@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.device import device_ledger
 from lightning_memprof.account.ledger.host import host_ledger
+from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.read.trace.columns import (
     HOST_KINDS,
@@ -38,7 +39,7 @@ from lightning_memprof.read.trace.device import (
 from lightning_memprof.read.trace.host import host_operators, operators
 from lightning_memprof.read.trace.idle import (
     allocator_spans,
-    call_kind,
+    call_part,
     calls,
     idle_causes,
     steady_allocations,
@@ -154,7 +155,7 @@ def _program(columns: TraceColumns, device: DeviceEvents) -> Program:
     return Program(
         is_lightning=any(name.startswith(_LIGHTNING) for name in names),
         is_compiled=any(name.startswith(_COMPILED) for name in names),
-        has_graphs=any(call_kind(names[name]) == "graph" for name in runtime),
+        has_graphs=any(call_part(names[name]) == Part.IDLE_GRAPH for name in runtime),
         has_stacks=bool(np.any(kinds == Kind.PYTHON)),
         # Kernels alone do not tell.
         trains=not np.any(kinds == Kind.OPERATOR) or any(_TRAINS.search(name) for name in names),

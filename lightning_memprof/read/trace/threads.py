@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from lightning_memprof.account.steps.events import classify
+from lightning_memprof.account.steps.events import RANGES, classify
 from lightning_memprof.read.stacks import Frame, parse_frame
 from lightning_memprof.read.trace.events import OperatorEvent, read_trace
 from lightning_memprof.read.trace.intervals import ROUNDING_NS, Column, innermost_at, nest
@@ -29,13 +29,6 @@ _ACTION: Final = "[pl][profile]"
 _NODE: Final = "autograd::engine::evaluate_function: "
 _STEP: Final = "ProfilerStep#"
 _STEP_DIGITS: Final = 18
-# Ranges of torch itself, outside of Lightning's actions.
-_PHASES: Final = {
-    "Optimizer.step#": "optimizer",
-    "Optimizer.zero_grad#": "optimizer",
-    "enumerate(DataLoader)#": "data_wait",
-}
-
 _DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"})
 # Spans that cover lanes and are no calls in them.
 _NOT_CALLS: Final = frozenset({"Trace", "gpu_user_annotation", "overhead", "ac2g", "async_gpu", "fwdbwd"})
@@ -180,9 +173,9 @@ def _label(name: str, category: str, stage: str) -> Label:  # noqa: PLR0911 a re
     if name.startswith(_ACTION):
         action = name[len(_ACTION) :]
         return Label(phase=classify(action, stage), action=action)
-    for start, phase in _PHASES.items():
+    for start, part in RANGES.items():
         if name.startswith(start):
-            return Label(phase=phase)
+            return Label(phase=part.phase)
     if name.startswith(_NODE):
         return Label(operator=name[len(_NODE) :], phase="backward")
     return Label() if category in _ANNOTATIONS else Label(operator=name)

@@ -29,7 +29,7 @@ from lightning_memprof.report.charts.style import (
     new_figure,
     time_unit,
 )
-from lightning_memprof.report.sections.labels import PEAKS, category
+from lightning_memprof.report.sections.labels import PEAKS, called
 from lightning_memprof.units import format_bytes, format_count
 
 _ABOVE: Final = 230
@@ -64,7 +64,7 @@ def memory_chart(lives: BlockLives, chart_id: str, where: str) -> Chart | None:
     for plot in (above, below):
         bytes_axis(plot)
     above.xaxis.visible = False
-    legend(above, [(category(name), [*areas[name], *quads.get(name, ())]) for name in areas])
+    legend(above, [(called(name), [*areas[name], *quads.get(name, ())]) for name in areas])
     at = f", {peak_at:,.1f} {unit} after its start" if lives.is_timed else ""
     count = format_count(len(lives), "block")
     if shown is not lives:
@@ -86,7 +86,7 @@ def _from_before(lives: BlockLives) -> str:
         return "; bytes allocated before the first event, mostly parameters, are unknown and not drawn"
     if not (before := _before_bytes(lives)):
         return ""
-    parts = [f"{category(name)} {format_bytes(size)}" for name, size in lives.held_before.items()]
+    parts = [f"{called(name)} {format_bytes(size)}" for name, size in lives.held_before.items()]
     named = f" ({', '.join(parts)}, counted at the end of a step)" if parts else ""
     return f", {format_bytes(before)} of it allocated before the first event{named}"
 
@@ -111,7 +111,7 @@ def _areas(plot: figure, times: Sequence[float], live: dict[str, list[int]], uni
         drawn[name] = [area]
     line = plot.line("x", "sum", source=source, line_alpha=0)
     tips = [("at", f"@x{{0,0.000}} {unit}"), ("live", "@sum{0.[00] b}")]
-    hover(plot, [line], [*tips, *((category(name), f"@{name}{{0.[00] b}}") for name in reversed(live))], "vline")
+    hover(plot, [line], [*tips, *((called(name), f"@{name}{{0.[00] b}}") for name in reversed(live))], "vline")
     from_zero(plot)
     return drawn
 
@@ -164,7 +164,7 @@ def _blocks(plot: figure, lives: BlockLives, unit: str, scale: float) -> dict[st
             hover_fill_color=MARK, hover_line_color=None,
         )  # fmt: skip
         quad.glyph.tags = ["plain"]
-        tip = _TIP.replace("KIND", category(name)).replace("UNIT", unit)
+        tip = _TIP.replace("KIND", called(name)).replace("UNIT", unit)
         plot.add_tools(HoverTool(renderers=[quad], tooltips=tip, attachment="horizontal", visible=False))
         drawn[name] = [quad]
     from_zero(plot)

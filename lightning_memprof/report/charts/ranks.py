@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from bokeh.layouts import column
@@ -12,8 +12,8 @@ from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
+from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.ranks.report import RankReport, RankTimes
-from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
     MARK,
@@ -55,14 +55,15 @@ def ranks_chart(report: RankReport | None) -> Chart | None:
 
 
 def _times(ranks: tuple[RankTimes, ...]) -> figure:
-    shown = [phase for phase in PHASES if any(total.phases_ns.get(phase) for total in ranks)]
+    phases = {part: phase for phase, part in PHASE_PARTS.items()}
+    shown = [part for part, phase in phases.items() if any(total.phases_ns.get(phase) for total in ranks)]
     rank, step = np.array([total.rank for total in ranks], dtype="i4"), _ms([total.step_ns for total in ranks])
-    columns = {phase: _ms([total.phases_ns.get(phase) or 0 for total in ranks]) for phase in shown}
+    columns: dict[str, Any] = {part: _ms([total.phases_ns.get(phases[part]) or 0 for total in ranks]) for part in shown}
     rest = np.maximum(step - sum(columns.values()), 0)
     # Ranks of which only a whole step is known have their bar too.
     if (rest > 0.02 * step).any():
-        shown = [phase for phase in shown if phase != "other"] + ["other"]
-        columns["other"] = columns.get("other", 0) + rest
+        shown = [part for part in shown if part != Part.UNTRACKED] + [Part.UNTRACKED]
+        columns[Part.UNTRACKED] = columns.get(Part.UNTRACKED, 0) + rest
     plot = new_figure(_ABOVE, "rank", "mean step, ms")
     tips = [("rank", "@x"), ("step", "@step{0,0.00} ms")]
     wait = _ms([total.wait_ns for total in ranks])

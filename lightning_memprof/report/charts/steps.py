@@ -10,8 +10,9 @@ from bokeh.models import ColumnDataSource
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
+from lightning_memprof.account.parts import PHASE_PARTS
 from lightning_memprof.account.steps.statistics import Timing, device_timing, host_timing
-from lightning_memprof.artifacts.series import PHASES, PulseRow
+from lightning_memprof.artifacts.series import PulseRow
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
@@ -48,7 +49,7 @@ class _Times:
         self.steps = np.array([step for step, _, _ in rows], dtype=np.int64)
         self.total = np.array([duration for _, duration, _ in rows], dtype=float) / 1e6
         self.phases = np.array([[ns or 0 for ns in phases] for _, _, phases in rows], dtype=float) / 1e6
-        self.known = [any(row[2][place] is not None for row in rows) for place in range(len(PHASES))]
+        self.known = [any(row[2][place] is not None for row in rows) for place in range(len(PHASE_PARTS))]
 
 
 def steps_chart(view: View, lead: Rank) -> Chart | None:
@@ -58,7 +59,7 @@ def steps_chart(view: View, lead: Rank) -> Chart | None:
     source = f"the pulse, on the {clock}'s clock"
     if not rows:
         rows = [
-            (step.step, step.duration_ns, [step.breakdown_ns.get(phase) for phase in PHASES])
+            (step.step, step.duration_ns, [step.breakdown_ns.get(phase) for phase in PHASE_PARTS])
             for window in view.lead.windows
             for step in window.steps
             if step.duration_ns is not None and step.breakdown_ns is not None
@@ -70,7 +71,7 @@ def steps_chart(view: View, lead: Rank) -> Chart | None:
     groups = grouped(len(rows), _BARS)
     plot = new_figure(_HEIGHT, "step", "step time, ms")
     columns = _bars(times, groups)
-    shown = [phase for phase, known in zip(PHASES, times.known, strict=True) if known]
+    shown = [part for part, known in zip(PHASE_PARTS.values(), times.known, strict=True) if known]
     tips = [("step", "@name"), ("duration", "@total{0,0.00} ms")]
     if len(groups) < len(rows):
         tips.append(("max", "@slowest{0,0.00} ms"))
@@ -118,7 +119,7 @@ def _bars(times: _Times, groups: Sequence[range]) -> dict[str, list[float] | lis
             for first, last in zip(firsts, lasts, strict=True)
         ],
     }
-    return columns | {phase: means[:, place].tolist() for place, phase in enumerate(PHASES)}
+    return columns | {part: means[:, place].tolist() for place, part in enumerate(PHASE_PARTS.values())}
 
 
 def _cut_tall(plot: figure, times: _Times) -> str:

@@ -27,20 +27,20 @@ from bokeh.plotting import figure
 from lightning_memprof.report.sections.labels import called
 
 _SHADES: Final[Mapping[str, tuple[str, ...]]] = {
-    "#e09f3e": ("data_wait", "input", "idle_loading", "data_loading"),
+    "#e09f3e": ("data_wait", "input", "idle_data"),
     "#4a8fe7": ("forward", "activation", "compute"),
-    "#9168d8": ("backward", "gradient", "communication"),
-    "#2f9e8f": ("optimizer", "optimizer_state", "memory_copy"),
-    "#d8576b": ("callbacks", "temporary", "synchronization"),
+    "#9168d8": ("backward", "gradient", "collective"),
+    "#2f9e8f": ("optimizer", "optimizer_state", "copy"),
+    "#d8576b": ("callback", "temporary", "idle_synchronization"),
     "#5c9f4a": ("parameter",),
-    "#c77dba": ("allocator",),
-    "#8b96a5": ("other",),
+    "#c77dba": ("idle_allocator",),
+    "#8b96a5": ("other", "untracked"),
     "#b4bcc8": ("before", "idle"),
-    "#a67c52": ("gc_pauses", "workspace"),
-    "#e8c547": ("python",),
-    "#f0935b": ("operators",),
-    "#7f8ea3": ("launch",),
-    "#5f8dd3": ("queue",),
+    "#a67c52": ("idle_gc_pauses", "workspace"),
+    "#e8c547": ("idle_python",),
+    "#f0935b": ("idle_operators",),
+    "#7f8ea3": ("idle_launch", "idle_graph", "idle_loading"),
+    "#5f8dd3": ("idle_queue",),
 }
 COLOURS: Final[Mapping[str, str]] = {name: shade for shade, names in _SHADES.items() for name in names}
 # For names without a color, in the order of their appearance.

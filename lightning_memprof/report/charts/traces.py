@@ -11,6 +11,7 @@ from bokeh.models import ColumnDataSource, FactorRange, Range1d
 from bokeh.models.annotations import BoxAnnotation, Label
 from bokeh.plotting import figure
 
+from lightning_memprof.account.parts import Part
 from lightning_memprof.read.trace.device import STATES, DeviceTimeline
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.report.charts.embed import Chart, made
@@ -58,7 +59,7 @@ def shares_chart(traces: Sequence[TraceReport]) -> Chart | None:
     legend(plot, [(called(name), [bar]) for name, bar in zip(names, bars, strict=True)])
     first = shown[0].gpu_window
     busy = 0 if first is None else 100 * first.busy_ns / first.window_ns
-    causes = ", ".join(f"{called(cause.cause)} {format_ns(cause.total_ns)}" for cause in shown[0].idle[:3])
+    causes = ", ".join(f"{cause.cause.label} {format_ns(cause.total_ns)}" for cause in shown[0].idle[:3])
     summary = f"The device of {rows[0]} is busy {busy:.1f}% of its window" + (f"; idle by {causes}." if causes else ".")
     return made("devices", "Device activity", summary, plot, height=height)
 
@@ -103,7 +104,7 @@ def timeline_chart(timeline: DeviceTimeline, chart_id: str, where: str) -> Chart
     plot.y_range = Range1d(start=0, end=112)
     _steps(plot, timeline, width)
     legend(plot, items)
-    busy = 100 * (1 - sum(sum(timeline.shares[name]) for name in ("idle", "idle_loading")) / count)
+    busy = 100 * (1 - sum(sum(timeline.shares[name]) for name in ("idle", Part.IDLE_DATA)) / count)
     summary = (
         f"{where}: {format_ns(count * timeline.stretch_ns)} in {count} intervals of {format_ns(timeline.stretch_ns)}, "
         f"{busy:.1f}% busy. Steps are those of the host."

@@ -16,7 +16,7 @@ from lightning_memprof.account.ledger.growth import who_holds
 from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
 from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.memory.report import CATEGORIES, MemoryReport, RankMemory
-from lightning_memprof.account.steps.events import PARTS, StepEvents, event_totals
+from lightning_memprof.account.steps.events import ACTION_PARTS, StepEvents, event_totals
 from lightning_memprof.account.steps.statistics import mean
 from lightning_memprof.account.steps.workers import workers
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
@@ -334,7 +334,7 @@ def _events(view: View) -> dict[str, Any]:
     return {
         "rank": view.lead.rank,
         "mean_ns": mean(step.duration_ns for step in steps),
-        "parts_ns": {part: mean(step.parts_ns[part] for step in steps) for part in PARTS},
+        "parts_ns": {part: mean(step.parts_ns[part] for step in steps) for part in ACTION_PARTS},
         "callbacks_ns": _callbacks(steps),
         "steps": [
             {**_without(step, "events", "rank"), "events": step.events if place < MAX_LISTED_STEPS else None}

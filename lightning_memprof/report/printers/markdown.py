@@ -13,9 +13,9 @@ from lightning_memprof.report.document import (
     Facts,
     Figures,
     Findings,
+    Item,
     Lines,
     Paragraph,
-    Part,
     Stack,
     Table,
     Words,
@@ -66,7 +66,7 @@ def _sections(document: Document, *, is_full: bool) -> Iterator[str]:
             yield from _part(part, is_full=is_full)
 
 
-def _part(part: Part, *, is_full: bool) -> Iterator[str]:
+def _part(part: Item, *, is_full: bool) -> Iterator[str]:
     title = _safe(getattr(part, "title", ""))
     if isinstance(part, Table):
         if part.is_detail or not is_full or (not part.rows and not part.footer):

@@ -14,9 +14,9 @@ from lightning_memprof.report.document import (
     Figure,
     Figures,
     Findings,
+    Item,
     Lines,
     Paragraph,
-    Part,
     Section,
     Stack,
     Table,
@@ -54,11 +54,11 @@ BADGES: Final = {"none": "bold green", "info": "bold cyan", "warning": "bold yel
 PALETTE: Final = {
     name: colour
     for colour, names in {
-        "yellow": ("data_wait", "data_loading", "activation", "activation_and_temporary", "idle", "inactive_split"),
+        "yellow": ("data_wait", "activation", "activation_and_temporary", "idle", "inactive_split"),
         "cyan": ("forward", "parameter", "compute", "requested"),
-        "blue": ("backward", "gradient", "memory_copy", "rounding"),
-        "magenta": ("optimizer", "optimizer_state", "communication", "pending"),
-        "green": ("callbacks", "callback", "validation", "input", "before_run", "workspace"),
+        "blue": ("backward", "gradient", "copy", "rounding"),
+        "magenta": ("optimizer", "optimizer_state", "collective", "pending"),
+        "green": ("callback", "validation", "input", "before_run", "workspace"),
         "red": ("temporary", "core_wait", "rank_wait", "stall", "growth", "workers", "fragmentation"),
     }.items()
     for name in names
@@ -199,7 +199,7 @@ def _commands(document: Document, width: int, number: int) -> Block:
     return lines
 
 
-def _short(part: Part, width: int, longest: int, *, ascii_only: bool) -> Block:
+def _short(part: Item, width: int, longest: int, *, ascii_only: bool) -> Block:
     if isinstance(part, Figures):
         shown = (_figure(figure, width) for figure in part.items if figure.is_short)
         return [line for lines in shown for line in _first(lines, min(longest, 2), width)]
@@ -281,7 +281,7 @@ def _section(section: Section, document: Document, width: int, *, ascii_only: bo
     return _joined([lines, first, *rest] if lead and first else [lines + first, *rest])
 
 
-def _part(part: Part, document: Document, width: int, *, ascii_only: bool) -> Block:
+def _part(part: Item, document: Document, width: int, *, ascii_only: bool) -> Block:
     if isinstance(part, Table):
         lines = _table(part, width, ascii_only=ascii_only)
     elif isinstance(part, Stack):

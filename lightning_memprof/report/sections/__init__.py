@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from lightning_memprof.account.parts import phase_label
 from lightning_memprof.artifacts.manifest import TrainingFacts
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.judge.rules.gpu.busy import busy
@@ -14,9 +15,9 @@ from lightning_memprof.report.document import (
     Cell,
     Document,
     Findings,
+    Item,
     Line,
     Lines,
-    Part,
     Phrase,
     Section,
     Table,
@@ -25,7 +26,7 @@ from lightning_memprof.report.document import (
     rate,
 )
 from lightning_memprof.report.files_view import FilesView
-from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, called, file_command, place
+from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, file_command, place
 from lightning_memprof.report.sections.memory import memory_section, modules_section, sites_section
 from lightning_memprof.report.sections.oom import holders_section, oom_section
 from lightning_memprof.report.sections.overview import finding_cards, overview_section
@@ -155,7 +156,7 @@ def _standing(view: View) -> str | None:
         return None
     row, rank = min(standing, key=lambda entry: (entry[0].step or 0, _order(entry[0].phase)))
     where = f" on rank {rank}" if len(view.ranks) > 1 else ""
-    return f"in {called(row.phase or '?')} of step {row.step} for {format_ns(row.waited_ns or 0)}{where}"
+    return f"in {phase_label(row.phase)} of step {row.step} for {format_ns(row.waited_ns or 0)}{where}"
 
 
 def _order(phase: str | None) -> int:
@@ -215,7 +216,7 @@ def files_document(view: FilesView) -> Document:
     )
 
 
-def _stacks(view: FilesView) -> Iterator[Part]:
+def _stacks(view: FilesView) -> Iterator[Item]:
     """Yield the device of the least busy trace, and of snapshots the verdict's, or the one with the highest peak."""
     for trace in sorted(view.traces, key=busy)[:1]:
         if trace.gpu_window is not None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.compare.comparison import Outcome
 from lightning_memprof.compare.model import GROUPS, Comparison, Difference, Measure, NamedChange
 from lightning_memprof.compare.significance import CONFIDENCE
@@ -58,7 +59,16 @@ MAX_IN_SENTENCE: Final = 3
 _MOST_CONFIDENCE: Final = 0.999
 # Further apart, the mean step is named beside the median one.
 _APART: Final = 0.05
-_NAMED: Final = {"peak_rss_bytes": PEAKS["rss"].label, "parameter_bytes": "parameters", "samples_per_s": "throughput"}
+_NAMED: Final = {
+    "peak_rss_bytes": PEAKS["rss"].label,
+    "parameter_bytes": "parameters",
+    "samples_per_s": "throughput",
+    **{f"{phase}_ns": part.label for phase, part in PHASE_PARTS.items()},
+    "data_loading_ns": Part.IDLE_DATA.label,
+    "gpu_communication_ns": f"GPU {Part.COLLECTIVE.label}",
+    "gpu_communication_exposed_ns": f"GPU {Part.COLLECTIVE.label}, exposed",
+    "gpu_memory_copy_ns": f"GPU {Part.COPY.label}",
+}
 
 
 def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Document:

@@ -17,9 +17,9 @@ from lightning_memprof.report.document import (
     Facts,
     Figure,
     Figures,
+    Item,
     Line,
     Lines,
-    Part,
     Phrase,
     Section,
     Stack,
@@ -34,7 +34,7 @@ from lightning_memprof.report.document import (
     size,
     text,
 )
-from lightning_memprof.report.sections.labels import bars, category
+from lightning_memprof.report.sections.labels import bars, called
 from lightning_memprof.units import MIB, format_bytes, format_count, percent
 
 _LOOKS: Final[dict[str, tuple[Badge, Style]]] = {
@@ -125,7 +125,7 @@ def _why(estimate: Estimate) -> str:
     """Name the categories that are most of the peak."""
     whole = estimate.allocated_bytes
     largest = sorted(estimate.categories.items(), key=lambda entry: -entry[1])[:_NAMED]
-    parts = [f"{category(name)} {format_bytes(count)} ({percent(count / whole)})" for name, count in largest if whole]
+    parts = [f"{called(name)} {format_bytes(count)} ({percent(count / whole)})" for name, count in largest if whole]
     when = estimate.part if estimate.part == "setup" else f"the {estimate.part} of the {_STEPS[estimate.step]} step"
     return f"At the peak, in {when}: {', '.join(parts)}."
 
@@ -161,7 +161,7 @@ def _overview(estimate: Estimate) -> Section:
         moved = (size(estimate.host.to_device_bytes), size(estimate.host.to_host_bytes))
         copied = phrase("per device; {} to it and {} back per step", *moved)
         figures.append(Figure("host", size(estimate.host.total_bytes), copied))
-    parts: list[Part] = [Figures(figures)]
+    parts: list[Item] = [Figures(figures)]
     if estimate.alternatives:
         parts.append(Lines("Alternatives", [_line(changed, estimate) for changed in estimate.alternatives]))
     if estimate.assumptions:
@@ -201,7 +201,7 @@ def _modules(estimate: Estimate) -> Section:
         title="Peak memory by module",
         columns=(Column("module", "code"), Column("category"), Column("bytes", "bytes", has_share=True)),
         rows=[
-            (code(module or _OUTSIDE), text(category(name)), size(value, whole))
+            (code(module or _OUTSIDE), text(called(name)), size(value, whole))
             for module, name, value in estimate.modules
         ],
         notes=[f"Activations belong to the module whose forward makes them; {_OUTSIDE} is all else, such as the loss."],

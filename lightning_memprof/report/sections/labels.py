@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Severity
 from lightning_memprof.read.run.locate import shown_place
 from lightning_memprof.read.run.model import Run
@@ -21,39 +22,24 @@ LABELS: Final[Mapping[str, str]] = {
     "workspace": "library workspaces",
     "activation": "saved activations",
     "activation_and_temporary": "saved activations and temporaries",
-    "allocator": "allocator calls",
     "before": "before the window",
     "before_run": "before the run",
     "cached": "cached, unused",
-    "callback": "callbacks",
-    "compile": "torch.compile, compiling",
-    "core_wait": "waiting for a core",
-    "data_loading": "data wait",
     "data_set": "data set",
-    "idle_loading": "idle, data wait",
-    "gc_pauses": "GC pauses",
-    "launch": "kernel launch",
-    "memory_copy": "memory copies",
     "growth": "growth over the run",
-    "other": "untracked",
     "other_tensors": "other tensors held by Python",
     "pending": "pending free",
-    "python": "Python",
-    "queue": "queued, not started",
-    "rank_wait": "waiting for other ranks",
     "workers": "worker processes",
 }
 # The stack of a block.
 BEFORE_RECORDING: Final = "(allocated before recording, or no stack)"
 # These have a colour in every format; all others are grey.
 COLOURS: Final = frozenset({
-    "data_wait", "transfer", "forward", "backward", "optimizer", "callbacks", "callback", "core_wait", "rank_wait",
-    "stall", "validation", "checkpoint", "logging",
+    "data_wait", "transfer", "forward", "backward", "optimizer", "callback", "core_wait", "rank_wait",
+    "stall", "validation", "checkpoint", "logging", "compute", "collective", "copy", "idle",
     "parameter", "gradient", "optimizer_state", "activation", "activation_and_temporary", "input", "temporary",
     "before_run", "workers", "growth", "workspace",
-    "cached", "fragmentation", "compute", "communication",
-    "memory_copy", "idle", "data_loading", "synchronization", "allocator", "gc_pauses", "python", "operators", "launch",
-    "queue", "requested", "rounding", "pending", "inactive_split", "free_segments",
+    "cached", "fragmentation", "requested", "rounding", "pending", "inactive_split", "free_segments",
 })  # fmt: skip
 BADGES: Final[Mapping[Severity, Badge]] = {
     Severity.NONE: "none",
@@ -116,13 +102,10 @@ def counter(name: str) -> Counter:
 
 
 def called(name: str) -> str:
-    """Return the name of a phase or a cause on a page."""
+    """Return the name of a quantity on a page."""
+    if isinstance(name, Part):
+        return name.label
     return LABELS.get(name, name.replace("_", " "))
-
-
-def category(name: str) -> str:
-    """Return the name of a category of bytes on a page; only the ``other`` of times is untracked."""
-    return name if name == "other" else called(name)
 
 
 def peak_note(name: str) -> str:
@@ -136,11 +119,13 @@ def more(number: int, noun: str) -> str:
     return f"{number:,} {noun}: {MORE}"
 
 
-def bars(parts: Mapping[str, int | None], whole: int, unit: str) -> list[Bar]:
+N = TypeVar("N", bound=str)
+
+
+def bars(parts: Mapping[N, int | None] | Mapping[N, int], whole: int, unit: str) -> list[Bar]:
     """Return the known parts of a whole that are not 0, in their order."""
-    named = category if unit == "bytes" else called
     return [
-        Bar(named(name), name if name in COLOURS else "other", Cell(value, unit, whole=whole))
+        Bar(called(name), name if name in COLOURS else "other", Cell(value, unit, whole=whole))
         for name, value in parts.items()
         if value and whole
     ]
@@ -188,8 +173,8 @@ def reserved_parts(device: DeviceReport) -> dict[str, int]:
 def device_parts(times: GpuTimes) -> dict[str, int]:
     """Return the parts of a device's time; they sum to its window, and overlapping time counts as compute."""
     return {
-        "compute": times.compute_ns,
-        "communication": times.communication_exposed_ns,
-        "memory_copy": max(0, times.busy_ns - times.compute_ns - times.communication_exposed_ns),
+        Part.COMPUTE: times.compute_ns,
+        Part.COLLECTIVE: times.communication_exposed_ns,
+        Part.COPY: max(0, times.busy_ns - times.compute_ns - times.communication_exposed_ns),
         "idle": times.idle_ns,
     }

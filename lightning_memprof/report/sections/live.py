@@ -9,16 +9,16 @@ from typing import Final
 import msgspec
 
 from lightning_memprof.account.ledger.model import TimeLedger
-from lightning_memprof.artifacts.series import PHASES
+from lightning_memprof.account.parts import Part, phase_label
 from lightning_memprof.judge import Finding
 from lightning_memprof.read.run.following import Follower, RankProgress, total_steps
 from lightning_memprof.report.document import (
     Cell,
     Chart,
     Document,
+    Item,
     Line,
     Lines,
-    Part,
     Phrase,
     Section,
     Stack,
@@ -31,7 +31,7 @@ from lightning_memprof.report.document import (
     share,
     size,
 )
-from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called
+from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars
 from lightning_memprof.report.sections.overview import step_stack
 from lightning_memprof.report.sections.tables import Field, filled, ratio
 from lightning_memprof.units import format_steps
@@ -78,13 +78,13 @@ def live_line(watched: Watched) -> Words:
     if not lead.recent:
         return f"{watched.name}: {_state(watched, lead)}"
     rss = lead.recent[-1]["rss_bytes"]
-    phases = lead.phases_ns()
-    whole = sum(phases.values())
-    first = max(phases, key=lambda phase: phases[phase])
+    times = lead.parts_ns()
+    whole = sum(times.values())
+    first = max(times, key=lambda part: times[part])
     parts: list[tuple[str | Cell, ...]] = [("steps ", *_steps(lead)), ("median step ", duration(_median(lead)))]
     if whole:
-        shown = dict.fromkeys((first, "data_wait"))
-        parts += [(f"{called(phase)} ", share(phases[phase] / whole)) for phase in shown]
+        shown = dict.fromkeys((first, Part.DATA_WAIT))
+        parts += [(f"{part.label} ", share(times[part] / whole)) for part in shown]
     if rss is not None:
         parts.append(("RSS ", size(rss)))
     if lead.device_peak_bytes is not None:
@@ -146,7 +146,7 @@ def _state(watched: Watched, lead: RankProgress) -> str:
         return words
     if beat is None or age > SILENT_NS:
         return f"{words}: it {'waits' if beat is None else 'is stopped'}, or was killed"
-    return f"{words}: in {called(beat.phase or '?')} of step {beat.step} for {passed(age + (beat.waited_ns or 0))}"
+    return f"{words}: in {phase_label(beat.phase)} of step {beat.step} for {passed(age + (beat.waited_ns or 0))}"
 
 
 def passed(ns: float) -> str:
@@ -176,19 +176,18 @@ def _step_times(lead: RankProgress) -> Words:
     return phrase("Step time in the last {} steps: median {}, min {}, max {}.", len(found), *times)
 
 
-def _times(lead: RankProgress, ledger: TimeLedger | None) -> Iterator[Part]:
+def _times(lead: RankProgress, ledger: TimeLedger | None) -> Iterator[Item]:
     yield Chart("step-times", "Step time over the run", lead.durations_ns.values)
-    phases = lead.phases_ns()
-    whole = sum(phases.values())
+    times = lead.parts_ns()
+    whole = sum(times.values())
     if ledger is not None:
         yield step_stack(ledger)
     elif whole:
-        parts = {phase: phases[phase] for phase in PHASES}
         mean = statistics.fmean(_durations(lead))
-        yield Stack("Mean step by phase", duration(mean), bars(parts, whole, "ns"))
+        yield Stack("Mean step by phase", duration(mean), bars(times, whole, "ns"))
 
 
-def _memory(lead: RankProgress) -> Iterator[Part]:
+def _memory(lead: RankProgress) -> Iterator[Item]:
     rss = lead.rss_bytes.values
     if not rss:
         return
@@ -209,9 +208,9 @@ def _ranks(follower: Follower) -> Section:
         Field("rank", "index", lambda rank: rank.rank),
         Field("status", "text", lambda rank: "ended" if rank.end is not None else "running"),
         Field("steps", "count", _steps_done),
-        Field("in", "text", lambda rank: None if rank.beat is None else called(rank.beat.phase or "?")),
+        Field("in", "text", lambda rank: None if rank.beat is None else phase_label(rank.beat.phase)),
         Field("median step", "ns", lambda rank: _median(rank) if rank.recent else None),
-        Field(called("data_wait"), "share", _data_wait),
+        Field(Part.DATA_WAIT.label, "share", _data_wait),
         Field("RSS", "bytes", lambda rank: rank.recent[-1]["rss_bytes"] if rank.recent else None),
     )
     return Section("ranks", "Ranks", lead, list(parts))
@@ -223,8 +222,8 @@ def _steps_done(rank: RankProgress) -> int:
 
 
 def _data_wait(rank: RankProgress) -> float | None:
-    phases = rank.phases_ns()
-    return ratio(phases["data_wait"], sum(phases.values()))
+    times = rank.parts_ns()
+    return ratio(times[Part.DATA_WAIT], sum(times.values()))
 
 
 def _windows(lead: RankProgress) -> Iterator[Line]:

@@ -10,12 +10,13 @@ from lightning_memprof.account.memory.activations import Activations, Checkpoint
 from lightning_memprof.account.memory.functions import FunctionReport
 from lightning_memprof.account.memory.model import DeviceAllocations, Site
 from lightning_memprof.account.memory.report import TRACKERS, RankMemory
+from lightning_memprof.account.parts import phase_label
 from lightning_memprof.account.steps.statistics import mean
 from lightning_memprof.report.document import (
     Cell,
     Chart,
+    Item,
     Paragraph,
-    Part,
     Section,
     Stack,
     Table,
@@ -31,7 +32,7 @@ from lightning_memprof.report.document import (
     text,
 )
 from lightning_memprof.report.named import summarize
-from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, category, compiled_note, peak_note
+from lightning_memprof.report.sections.labels import PEAKS, Peak, bars, called, compiled_note, peak_note
 from lightning_memprof.report.sections.tables import Field, filled, ratio
 from lightning_memprof.report.view import View
 
@@ -81,7 +82,7 @@ def memory_section(view: View) -> Section:
     else:
         on = f" on {memory.peak.device}" if memory.peak.device else ""
         lead = phrase("Tensors peak at {}{} in step {}.", size(memory.peak.total_bytes), on, index(memory.peak.step))
-    parts: list[Part] = [
+    parts: list[Item] = [
         Chart("memory-run"),
         Chart("memory"),
         *_peaks(view),
@@ -120,7 +121,7 @@ def peak_stack(view: View) -> Stack | None:
         f"Peak memory by owner, {ledger.place}",
         size(ledger.peak_bytes),
         bars(ledger.categories, ledger.peak_bytes, "bytes"),
-        [(category(name), reason) for name, reason in unknown.items()],
+        [(called(name), reason) for name, reason in unknown.items()],
         notes,
     )
 
@@ -146,7 +147,7 @@ def _owners(view: View) -> Iterator[Table]:
     yield from filled(
         Table("peak-owners", "Peak memory by owner", footer=footer, notes=notes, is_sortable=False),
         grouped_bytes(owned or ledger.lines),
-        Field("category", "text", lambda line: category(line.category)),
+        Field("category", "text", lambda line: called(line.category)),
         Field("owner", "code", lambda line: line.name or (ROOT if line.module == "" else line.module)),
         Field("dtype", "code", lambda line: line.dtype, priority=1),
         Field("bytes", "bytes", lambda line: size(line.bytes, whole)),
@@ -171,7 +172,7 @@ def _categories(view: View) -> Iterator[Table]:
     yield from filled(
         Table("categories", "Peak by category", footer=footer, notes=notes, is_sortable=False),
         list(peak.categories.items()),
-        Field("category", "text", lambda row: category(row[0])),
+        Field("category", "text", lambda row: called(row[0])),
         Field("bytes", "bytes", lambda row: size(row[1], whole)),
         Field("share", "share", lambda row: ratio(row[1], whole)),
         Field("not available", "text", lambda row: (peak.unknown.get(row[0]) or "not known") * (row[1] is None)),
@@ -188,7 +189,7 @@ def _forecast(view: View) -> Iterator[Table]:
     most = {name: max(values, default=0) for name, values in forecast.live.items()}
     estimated = forecast.categories if is_one_moment else {name: most.get(name, 0) for name in measured}
     rows: list[tuple[str, int | None, int | None]] = [
-        (category(name), estimated.get(name, 0), measured.get(name)) for name in dict.fromkeys([*measured, *estimated])
+        (called(name), estimated.get(name, 0), measured.get(name)) for name in dict.fromkeys([*measured, *estimated])
     ]
     if is_one_moment:
         rows.append(("all tensors", forecast.allocated_bytes, peak.total_bytes))
@@ -210,7 +211,7 @@ def _forecast(view: View) -> Iterator[Table]:
     )
 
 
-def _over_time(memory: RankMemory) -> Iterator[Part]:
+def _over_time(memory: RankMemory) -> Iterator[Item]:
     found = peak_allocations(memory)
     if found is not None and len(found[1].curve) > 1:
         window, device = found
@@ -351,7 +352,7 @@ def sites_section(view: View) -> Section | None:
     footer = [(text("unattributed"), size(device.unattributed_bytes))]
     if device.freed_outside_bytes:
         footer.insert(0, (text("freed, allocated before the window"), size(-device.freed_outside_bytes)))
-    parts: list[Part] = [
+    parts: list[Item] = [
         Chart("holders"),
         Paragraph(f"{peak_note('live')}."),
         *_site_table(Table("sites", "Allocation sites at the peak", footer=footer), device.sites, parameters),
@@ -400,7 +401,7 @@ def _every_site(device: DeviceAllocations) -> Iterator[Table]:
         Field("blocks", "count", lambda site: site.blocks),
         Field("module", "code", lambda site: site.module),
         Field("line", "code", lambda site: site.line),
-        Field("phase", "text", lambda site: called(site.phase) if site.phase else None),
+        Field("phase", "text", lambda site: phase_label(site.phase) if site.phase else None),
         Field("step", "index", lambda site: site.step),
         most=MAX_SITES,
     )
@@ -412,7 +413,7 @@ def modules_section(view: View) -> Section:
     if saved is None:
         reason = view.memory.lead.reasons.get("modules", "not recorded")
         return Section("modules", "Modules", f"Saved activations by module are not available: {reason}.")
-    parts: list[Part] = [*_module_patterns(saved), *_every_module(saved)]
+    parts: list[Item] = [*_module_patterns(saved), *_every_module(saved)]
     types = sorted(saved.dtypes.items(), key=lambda item: -item[1])
     if types and saved.total_bytes:
         words = [phrase("{} {} ({})", name, size(total), share(total / saved.total_bytes)) for name, total in types]

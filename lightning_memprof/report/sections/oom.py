@@ -12,14 +12,15 @@ from msgspec.structs import replace
 from lightning_memprof.account.ledger.growth import who_holds
 from lightning_memprof.account.oom.autopsy import Autopsy, Holder, autopsies
 from lightning_memprof.account.oom.causes import Memory
+from lightning_memprof.account.parts import phase_label
 from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.artifacts.series import HolderRow
 from lightning_memprof.read.run.load import load_rank
 from lightning_memprof.report.document import (
     Cell,
+    Item,
     Line,
     Lines,
-    Part,
     Section,
     Table,
     Words,
@@ -29,7 +30,7 @@ from lightning_memprof.report.document import (
     size,
     text,
 )
-from lightning_memprof.report.sections.labels import called, more
+from lightning_memprof.report.sections.labels import more
 from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.view import View
 
@@ -106,7 +107,7 @@ def autopsy_section(directory: Path, rank: int) -> Section | None:
     return Section("oom", "Out of memory", parts=[*_event(0, event), Lines("", files)], summary=True)
 
 
-def _event(number: int, event: Autopsy) -> Iterator[Part]:
+def _event(number: int, event: Autopsy) -> Iterator[Item]:
     yield Lines(
         "",
         [
@@ -163,7 +164,7 @@ def _where(event: Autopsy) -> str:
     if place["phase"]:
         function = place["function"]
         inside = f" of {function}" if function and function != "training_step" else ""
-        words.append(f"{called(str(place['phase']))}{inside}")
+        words.append(f"{phase_label(str(place['phase']))}{inside}")
     path, named = place["module"], place["module_class"]
     if path:
         words.append(f"in {path}" + (f" ({named})" if named else ""))

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
-from typing import Final, get_args
+from typing import Final
 
 import msgspec
 
-from lightning_memprof.account.ledger.model import HostPart, TimeLedger
+from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Finding, Severity
 from lightning_memprof.report.document import (
     Bar,
@@ -18,10 +19,10 @@ from lightning_memprof.report.document import (
     Figure,
     Figures,
     Findings,
+    Item,
     Line,
     Lines,
     Link,
-    Part,
     RuleHelp,
     Section,
     Stack,
@@ -33,7 +34,7 @@ from lightning_memprof.report.document import (
     share,
     size,
 )
-from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars, called
+from lightning_memprof.report.sections.labels import BADGES, PEAKS, bars
 from lightning_memprof.report.sections.memory import peak_stack
 from lightning_memprof.report.sections.steps import lead_throughput, main_rate
 from lightning_memprof.report.sections.tables import ratio
@@ -78,7 +79,7 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
         file_ids: the id of each listed file's row, by its path.
         known: ids of the other sections.
     """
-    parts: list[Part] = [Figures(list(_figures(view)))]
+    parts: list[Item] = [Figures(list(_figures(view)))]
     if view.ledger is not None:
         parts.append(step_stack(view.ledger))
     if (stack := peak_stack(view)) is not None:
@@ -93,15 +94,13 @@ def overview_section(view: View, file_ids: Mapping[str, str], known: Sequence[st
 def step_stack(ledger: TimeLedger) -> Stack:
     """Return the mean step by the parts of its ledger; small ones have one bar."""
     whole_ns = ledger.step_ns
-    times = {part: ledger.ns(part) for part in get_args(HostPart)}
+    times = {part: ledger.ns(part) for part in Part}
     shown = {part: round(ns) for part, ns in times.items() if ns >= LEAST_SHARE * whole_ns}
     found = bars(shown, round(whole_ns), "ns")
     small = sum(ns for part, ns in times.items() if part not in shown)
     if small:
         number = sum(1 for part, ns in times.items() if ns and part not in shown)
-        name = (
-            f"{number} smaller parts" if number > 1 else next(called(p) for p in times if times[p] and p not in shown)
-        )
+        name = f"{number} smaller parts" if number > 1 else next(p.label for p in times if times[p] and p not in shown)
         found.append(Bar(name, "other", duration(small, whole_ns)))
     notes = (f"mean of {ledger.basis}", *core_wait_note(ledger))
     return Stack("Mean step by part", duration(whole_ns), found, notes=notes)
@@ -183,7 +182,7 @@ def _figures(view: View) -> Iterator[Figure]:
         detail = phrase("p90 {}, max {}", duration(pulse.p90_ns), duration(pulse.max_ns))
         yield Figure("step time, median", duration(pulse.median_ns), detail, "#steps")
         wait = phrase("{} of a mean step", duration(pulse.breakdown_ns["data_wait"] or 0))
-        yield Figure(called("data_wait"), share(pulse.share("data_wait")), wait, "#steps", is_short=False)
+        yield Figure(Part.DATA_WAIT.label, share(pulse.share("data_wait")), wait, "#steps", is_short=False)
     if (found := lead_throughput(view)) is not None:
         unit, known = main_rate(found)
         spread = phrase("p10 {}, p90 {}", rate(known.p10, f"{unit}/s"), rate(known.p90, f"{unit}/s"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.ranks.report import RankReport, RankTimes, Waiting
-from lightning_memprof.report.document import Cell, Chart, Part, Section, Table, Words, duration, index, phrase, share
-from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES, called
+from lightning_memprof.report.document import Cell, Chart, Item, Section, Table, Words, duration, index, phrase, share
+from lightning_memprof.report.sections.labels import PEAKS, STATUS_STYLES
 from lightning_memprof.report.sections.tables import Field, filled
 from lightning_memprof.report.view import RankView, View
 
@@ -17,10 +18,8 @@ TOP_RANKS: Final = 16
 MAX_CAUSES: Final = 3
 NAMES: Final[Mapping[str, str]] = {
     "step_ns": "step",
-    "data_wait": called("data_wait"),
-    "callbacks": "callbacks",
-    "optimizer": "optimizer",
-    "compute_ns": "compute",
+    **{phase: PHASE_PARTS[phase].label for phase in ("data_wait", "callbacks", "optimizer")},
+    "compute_ns": Part.COMPUTE.label,
     "wait_ns": "waiting",
     "rss_peak_bytes": PEAKS["rss"].label,
     "device_peak_bytes": PEAKS["device"].label,
@@ -33,7 +32,7 @@ def ranks_section(view: View) -> Section | None:
         return None
     report = view.across
     lead: Words = f"{len(view.ranks)} ranks."
-    parts: list[Part] = [Chart("ranks"), *_by_rank(view)]
+    parts: list[Item] = [Chart("ranks"), *_by_rank(view)]
     if report is not None:
         parts += [*_spreads(report), *([] if report.waiting is None else _waiting(report.waiting))]
         if (late := report.straggler) is not None:
@@ -62,8 +61,10 @@ def _by_rank(view: View) -> Iterator[Table]:
         Field("status", "text", lambda row: _status(row[0])),
         Field("steps", "count", lambda row: row[0].steps),
         Field("mean step", "ns", lambda row: _step_ns(*row) or None, bar=True),
-        Field(called("data_wait"), "ns", lambda row: _data_wait_ns(*row), priority=1),
-        Field("compute", "ns", lambda row: row[1].compute_ns if row[1] else None, "without waiting", priority=2),
+        Field(Part.DATA_WAIT.label, "ns", lambda row: _data_wait_ns(*row), priority=1),
+        Field(
+            Part.COMPUTE.label, "ns", lambda row: row[1].compute_ns if row[1] else None, "without waiting", priority=2
+        ),
         Field(
             "waiting",
             "ns",

@@ -12,10 +12,10 @@ from lightning_memprof.report.document import (
     Cell,
     Chart,
     Facts,
+    Item,
     Line,
     Lines,
     Paragraph,
-    Part,
     Section,
     Style,
     Table,
@@ -222,7 +222,7 @@ def overhead_section(view: View) -> Section:
         ),
         most=MAX_FILES,
     )
-    parts: list[Part] = list(ranks)
+    parts: list[Item] = list(ranks)
     lead = view.lead.overhead
     if lead is not None:
         parts += filled(
@@ -260,7 +260,7 @@ def notes_section(view: View) -> Section | None:
     rows = list(_notes(view))
     if not rows:
         return None
-    parts: list[Part] = [Lines("", rows)]
+    parts: list[Item] = [Lines("", rows)]
     parts += [
         Paragraph(f"{error.collector} at {error.where}: {error.traceback}")
         for error in view.run.errors[:MAX_TRACEBACKS]

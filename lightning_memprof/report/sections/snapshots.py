@@ -10,8 +10,8 @@ from lightning_memprof.report.document import (
     Cell,
     Chart,
     Facts,
+    Item,
     Paragraph,
-    Part,
     Section,
     Stack,
     Table,
@@ -36,7 +36,7 @@ def snapshots_section(snapshots: Sequence[SnapshotReport]) -> Section | None:
     if not snapshots:
         return None
     ordered = sorted(snapshots, key=snapshot_peak, reverse=True)
-    parts: list[Part] = list(_overview(ordered)) if len(snapshots) > 1 else []
+    parts: list[Item] = list(_overview(ordered)) if len(snapshots) > 1 else []
     for number, snapshot in enumerate(ordered[:MAX_SHOWN]):
         parts += _snapshot(number, snapshot, several=len(snapshots) > 1)
     parts += map(Paragraph, rest(snapshots, MAX_SHOWN, "more snapshots"))
@@ -63,7 +63,7 @@ def _overview(snapshots: Sequence[SnapshotReport]) -> Iterator[Table]:
     )
 
 
-def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterator[Part]:
+def _snapshot(number: int, snapshot: SnapshotReport, *, several: bool) -> Iterator[Item]:
     name = f", snapshot {number + 1}" if several else ""
     rows: list[tuple[str, Cell | Words]] = [
         ("file", Cell(str(snapshot.file), "path")),

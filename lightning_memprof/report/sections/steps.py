@@ -8,15 +8,16 @@ from typing import Final
 import msgspec
 
 from lightning_memprof.account.ledger.model import TimeLedger, grouped
-from lightning_memprof.account.steps.events import OWN_WORK, PARTS, action_name, event_totals
+from lightning_memprof.account.parts import PHASE_PARTS, Part, phase_label
+from lightning_memprof.account.steps.events import ACTION_PARTS, OWN_WORK, action_name, event_totals
 from lightning_memprof.account.steps.statistics import DeviceMemory, HostMemory, StepReport, mean
 from lightning_memprof.account.steps.throughput import RankThroughput, Rate
-from lightning_memprof.artifacts.series import PHASES, HangRow
+from lightning_memprof.artifacts.series import HangRow
 from lightning_memprof.report.document import (
     Cell,
     Chart,
     Column,
-    Part,
+    Item,
     Row,
     Section,
     Stack,
@@ -31,7 +32,7 @@ from lightning_memprof.report.document import (
     size,
     text,
 )
-from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, called, compiled_note
+from lightning_memprof.report.sections.labels import MORE, PEAKS, bars, compiled_note
 from lightning_memprof.report.sections.tables import Field, filled, grid, rest
 from lightning_memprof.report.view import View, WindowView
 from lightning_memprof.units import format_count, format_steps
@@ -71,7 +72,7 @@ def steps_section(view: View) -> Section:
             text(pulse.basis),
             text(pulse.clock),
         )
-    parts: list[Part] = [
+    parts: list[Item] = [
         Chart("steps"),
         Chart("throughput"),
         *_by_phase(view),
@@ -97,7 +98,7 @@ def hangs_section(view: View) -> Section | None:
         Field("rank", "index", lambda row: row[0]),
         Field("report", "text", lambda row: REPORTS[row[1].kind or ""]),
         Field("step", "index", lambda row: row[1].step),
-        Field("phase", "text", lambda row: called(row[1].phase or "?")),
+        Field("phase", "text", lambda row: phase_label(row[1].phase)),
         Field("worker", "index", lambda row: row[1].worker),
         Field("limit", "ns", lambda row: row[1].limit_ns),
         Field("ended after", "ns", lambda row: ended.get((row[0], row[1].step))),
@@ -113,7 +114,7 @@ def _by_phase(view: View) -> Iterator[Table]:
     columns, left_out = _columns(view)
     if not columns:
         return
-    rows = [[text(called(phase)), *(_phase(column, phase) for column in columns)] for phase in PHASES]
+    rows = [[text(part.label), *(_phase(column, phase) for column in columns)] for phase, part in PHASE_PARTS.items()]
     names = dict.fromkeys(name for column in columns for name in column.memory)
     footer: list[Row] = [
         [text("step"), *(duration(column.duration_ns) for column in columns)],
@@ -178,7 +179,7 @@ def _of_step(window: WindowView, step: StepReport) -> StepColumn:
 def _of_window(window: WindowView) -> StepColumn:
     """Return the mean times of a window's steps; memory is the last step's, of maxima the largest."""
     timed = [step.breakdown_ns for step in window.steps if step.breakdown_ns is not None]
-    breakdown = {phase: mean(times[phase] for times in timed) for phase in PHASES} if timed else None
+    breakdown = {phase: mean(times[phase] for times in timed) for phase in PHASE_PARTS} if timed else None
     memory: dict[str, int | None] = {}
     for step in window.steps:
         for name, found in _memory(step.host, step.device).items():
@@ -204,14 +205,14 @@ def _memory(host: HostMemory, device: DeviceMemory | None) -> dict[str, int | No
     }
 
 
-def _events(view: View) -> Iterator[Part]:
+def _events(view: View) -> Iterator[Item]:
     steps = view.events
     total = sum(step.duration_ns for step in steps)
     if not total:
         return
     number = len(steps)
     step_ns = total / number
-    parts = {part: mean(step.parts_ns[part] for step in steps) for part in PARTS}
+    parts = {part: mean(step.parts_ns[part] for step in steps) for part in ACTION_PARTS}
     basis = f"mean of {number} recorded steps" if number > 1 else "the recorded step"
     if view.lead.statistics is not None and view.lead.statistics.clock == "device":
         basis += ", host clock"
@@ -229,7 +230,7 @@ def _events(view: View) -> Iterator[Part]:
         Field(
             "part",
             "text",
-            lambda event: "profiler" if event.action.startswith(OWN_WORK) else called(event.part),
+            lambda event: (Part.PROFILER if event.action.startswith(OWN_WORK) else event.part).label,
             priority=2,
         ),
         Field("self/step", "ns", lambda event: event.self_ns / number, bar=True),
@@ -250,7 +251,7 @@ def _ledger(view: View) -> Iterator[Table]:
     yield from filled(
         Table("ledger", "Step time by owner", notes=[*_ledger_notes(ledger), *compiled_note(view.training)], top=12),
         found,
-        Field("part", "text", lambda line: called(line.part)),
+        Field("part", "text", lambda line: line.part.label),
         Field("owner", "code", lambda line: line.module or line.name or ("" if line.module is None else "(the model)")),
         Field("operator", "code", lambda line: line.operator or ""),
         Field("time/step", "ns", lambda line: line.ns, bar=True),
@@ -268,8 +269,7 @@ def _ledger_notes(ledger: TimeLedger) -> Iterator[Words]:
         own = ledger.step_ns - sum(times)
         yield phrase("own work {}, waiting for other ranks {}, transfer {}", *map(duration, (own, *times)))
     for stall in ledger.stalls[:MAX_STALLS]:
-        owner = f", mostly {called(stall.owner)}" if stall.owner else ""
-        values = [index(stall.step), duration(stall.duration_ns), text(owner)]
+        values = [index(stall.step), duration(stall.duration_ns), text(f", mostly {stall.owner.label}")]
         if stall.core_wait_ns:
             yield phrase(
                 "stall: step {} took {}, with {} of waiting for a core{}",
@@ -310,7 +310,7 @@ def main_rate(found: RankThroughput) -> tuple[str, Rate]:
     return "batches", found.batches_per_s
 
 
-def _throughput(view: View) -> Iterator[Part]:
+def _throughput(view: View) -> Iterator[Item]:
     if (found := lead_throughput(view)) is None:
         return
     rates = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from lightning_memprof.account.ledger.model import TimePart
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.rules.gpu.busy import busy
 from lightning_memprof.read.trace.kernel_names import kernel_names
 from lightning_memprof.read.trace.model import GpuTimes, StepTimes, TraceReport
@@ -13,8 +13,8 @@ from lightning_memprof.report.document import (
     Cell,
     Chart,
     Facts,
+    Item,
     Paragraph,
-    Part,
     Section,
     Stack,
     Table,
@@ -24,7 +24,7 @@ from lightning_memprof.report.document import (
     phrase,
     share,
 )
-from lightning_memprof.report.sections.labels import bars, called, device_parts
+from lightning_memprof.report.sections.labels import bars, device_parts
 from lightning_memprof.report.sections.tables import MAX_ROWS, Field, filled, ratio, rest
 
 # A run may have hundreds of traces.
@@ -37,7 +37,7 @@ def traces_section(traces: Sequence[TraceReport]) -> Section | None:
     if not traces:
         return None
     ordered = sorted(traces, key=busy)
-    parts: list[Part] = [Chart("devices"), *(_overview(ordered) if len(traces) > 1 else ())]
+    parts: list[Item] = [Chart("devices"), *(_overview(ordered) if len(traces) > 1 else ())]
     for number, trace in enumerate(ordered[:MAX_SHOWN]):
         parts += _trace(number, trace, several=len(traces) > 1)
     lead = f"{len(traces)} operator traces." if len(traces) > 1 else "The operator trace."
@@ -54,24 +54,24 @@ def _overview(traces: Sequence[TraceReport]) -> Iterator[Table]:
         Field("device window", "ns", lambda row: row[0].gpu_window.window_ns or None if row[0].gpu_window else None),
         Field("busy", "share", lambda row: row[1][0]),
         Field("compute", "share", lambda row: row[1][1], priority=2),
-        Field("exposed communication", "share", lambda row: row[1][2], priority=3),
-        Field("waiting for ranks", "share", lambda row: _met(row[0], "rank_wait"), priority=2),
-        Field("transfer", "share", lambda row: _met(row[0], "collective"), priority=2),
-        Field(called("memory_copy"), "share", lambda row: row[1][3], priority=1),
+        Field(f"exposed {Part.COLLECTIVE.label}", "share", lambda row: row[1][2], priority=3),
+        Field(Part.RANK_WAIT.label, "share", lambda row: _met(row[0], Part.RANK_WAIT), priority=2),
+        Field("transfer", "share", lambda row: _met(row[0], Part.COLLECTIVE), priority=2),
+        Field(Part.COPY.label, "share", lambda row: row[1][3], priority=1),
         Field("mean step", "ns", lambda row: row[2].mean_step_ns if row[2] else None),
-        Field(called("data_loading"), "share", lambda row: _waits(row[2]) if row[2] else None, priority=4),
+        Field(Part.IDLE_DATA.label, "share", lambda row: _waits(row[2]) if row[2] else None, priority=4),
         most=None,
     )
 
 
-def _met(trace: TraceReport, part: TimePart) -> float | None:
+def _met(trace: TraceReport, part: Part) -> float | None:
     """Return the share of the steps that a part of the collectives has, of traces whose collectives are in a ledger."""
     ledger = trace.device_ledger or trace.host_ledger
     return ratio(ledger.communicates(part), ledger.step_ns) if ledger is not None and ledger.communication else None
 
 
 def _shares(times: GpuTimes | None) -> Sequence[float | None]:
-    """Return the shares of a window that are busy, compute, exposed communication and memory copies."""
+    """Return the shares of a window that are busy, compute, exposed collectives and memory copies."""
     if times is None:
         return [None] * 4
     parts = (times.busy_ns, times.compute_ns, times.communication_exposed_ns, times.memory_copy_ns)
@@ -83,7 +83,7 @@ def _waits(steps: StepTimes) -> float | None:
     return ratio(steps.data_loading_ns, steps.window_ns)
 
 
-def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Part]:
+def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Item]:
     name = f", trace {number + 1}" if several else ""
     rank = "unknown" if trace.rank is None else str(trace.rank)
     rows: list[tuple[str, Cell | Words]] = [
@@ -97,7 +97,7 @@ def _trace(number: int, trace: TraceReport, *, several: bool) -> Iterator[Part]:
     if (steps := trace.work_window) is not None:
         rows.append(("mean step", duration(steps.mean_step_ns)))
         part = share(_waits(steps))
-        rows.append((called("data_loading"), phrase("{} of the steps ({})", duration(steps.data_loading_ns), part)))
+        rows.append((Part.IDLE_DATA.label, phrase("{} of the steps ({})", duration(steps.data_loading_ns), part)))
     yield Facts(f"Trace {number + 1}" if several else "Trace", rows, trace.missing, is_wide=True)
     yield Chart(f"timeline-{number}")
     for times, title in ((trace.gpu_window, "Device time, first to last event"), (steps, "Device time in steps")):
@@ -116,11 +116,13 @@ def device_stack(times: GpuTimes, title: str) -> Stack:
     """Return the parts of a device's time."""
     notes: list[Words] = [
         phrase("busy {}", share(times.busy_ns / times.window_ns)) if times.window_ns else "no device activity",
-        phrase("{} and fills: total {}", called("memory_copy"), duration(times.memory_copy_ns)),
+        phrase("{} and fills: total {}", Part.COPY.label, duration(times.memory_copy_ns)),
     ]
     if times.communication_ns:
         parts = (times.communication_ns, times.communication_exposed_ns, times.communication_overlapped_ns)
-        notes.append(phrase("communication: total {}, {} exposed, {} overlapped by compute", *map(duration, parts)))
+        notes.append(
+            phrase("{}: total {}, {} exposed, {} overlapped by compute", Part.COLLECTIVE.label, *map(duration, parts))
+        )
     whole = times.window_ns
     return Stack(title, duration(whole), bars(device_parts(times), whole, "ns"), notes=notes)
 
@@ -130,7 +132,7 @@ def _computation(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
     yield from filled(
         Table(f"idle-{number}", f"Idle device, by host activity{name}"),
         trace.idle if trace.gpu_window is not None else (),
-        Field("host activity", "text", lambda cause: called(cause.cause)),
+        Field("host activity", "text", lambda cause: cause.cause.label),
         Field("idle", "ns", lambda cause: cause.total_ns, bar=True),
         Field("share", "share", lambda cause: ratio(cause.total_ns, idle_ns)),
         Field("count", "count", lambda cause: cause.count, priority=1),
@@ -204,5 +206,5 @@ def _host(number: int, trace: TraceReport, name: str) -> Iterator[Table]:
         Field("step", "index", lambda step: step.number),
         Field("duration", "ns", lambda step: step.duration_ns, bar=True),
         Field("device busy", "ns", lambda step: step.busy_ns),
-        Field(called("data_loading"), "ns", lambda step: step.data_loading_ns),
+        Field(Part.IDLE_DATA.label, "ns", lambda step: step.data_loading_ns),
     )

@@ -18,10 +18,10 @@ from lightning_memprof.report.document import (
     Column,
     Command,
     Document,
+    Item,
     Line,
     Lines,
     Paragraph,
-    Part,
     Section,
     Table,
     Words,
@@ -198,7 +198,7 @@ def trial_section(trial: Trial | None) -> Section | None:
     if trial is None or not trial.outcomes:
         return None
     failed = [Line(found.remedy, found.problem, "dim") for found in trial.tried if found.problem]
-    parts: list[Part] = [Chart("tried"), _table([found for found in trial.tried if not found.problem])]
+    parts: list[Item] = [Chart("tried"), _table([found for found in trial.tried if not found.problem])]
     parts += [Lines("Not tried", failed)] if failed else []
     best = trial.best
     if best is not None and len(best.code) > _MOST_CODE:

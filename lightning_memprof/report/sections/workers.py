@@ -17,8 +17,8 @@ from lightning_memprof.account.steps.workers import (
 )
 from lightning_memprof.report.document import (
     Chart,
+    Item,
     Lines,
-    Part,
     Section,
     Table,
     Words,
@@ -52,7 +52,7 @@ def workers_section(view: View) -> Section | None:
         size(max(memory, default=sum(held))),
         size(max(held, default=None)),
     )
-    parts: list[Part] = [
+    parts: list[Item] = [
         Chart("workers", "Private memory of the workers", memory, _span(memory)),
         *_memory(found),
         *_time(found),
@@ -122,7 +122,7 @@ def _calls(found: list[tuple[int, Call]]) -> Iterator[Table]:
     yield from filled(Table("worker-calls", "Time inside a fetch, in recorded windows"), found, *fields)
 
 
-def _queue(view: View) -> Iterator[Part]:
+def _queue(view: View) -> Iterator[Item]:
     """Yield the batches that wait for the loop, and the time of the pinning thread."""
     ready, pinning = ready_batches(view.run.lead), pinning_ns(view.run.lead)
     facts: list[Fact] = []

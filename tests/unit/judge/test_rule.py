@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ledger.model import TimeLine
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Facts, Finding, Severity
 from lightning_memprof.judge.finding import shortened, titled
 from lightning_memprof.judge.policy import POLICY
@@ -33,7 +34,7 @@ def judged(facts: Facts, row: Rule, share: float, *, count: float = 1.0, owner: 
     """Return the findings of a row about a step of which its part takes a share."""
     ns = share * STEP_NS
     mine = TimeLine(part=row.of[0], name=owner, ns=ns, count=count, longest_ns=round(ns / max(count, 1)))
-    rest = TimeLine(part="forward" if "forward" not in row.of else "backward", ns=STEP_NS - ns)
+    rest = TimeLine(part=Part.FORWARD if Part.FORWARD not in row.of else Part.BACKWARD, ns=STEP_NS - ns)
     ledger = replace(facts.ledgers[0], step_ns=STEP_NS, lines=(rest, mine) if ns else (rest,))
     other = Facts(run=facts.run, statistics=facts.statistics)
     vars(other)["ledgers"] = {0: ledger}

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Finding, Severity, examine_files
 from lightning_memprof.judge.traces import listed
 from lightning_memprof.read.trace.model import (
-    Cause,
     Copies,
     HostOperators,
     Program,
@@ -49,7 +49,10 @@ def test_a_healthy_trace_has_no_findings() -> None:
 
 def test_what_several_traces_show_is_one_finding_with_the_evidence_of_all() -> None:
     ranks = [
-        replace(trace(causes=(idle("gc_pauses", share * MS),), rank=rank, world_size=3), file=Path(f"rank{rank}.json"))
+        replace(
+            trace(causes=(idle(Part.IDLE_GC_PAUSES, share * MS),), rank=rank, world_size=3),
+            file=Path(f"rank{rank}.json"),
+        )
         for rank, share in enumerate((60, 200, 0))
     ]
     (finding,) = [finding for finding in examine_files(ranks, []) if finding.rule == "gpu_idle"]
@@ -61,7 +64,8 @@ def test_what_several_traces_show_is_one_finding_with_the_evidence_of_all() -> N
 
 def test_of_traces_that_may_be_of_several_programs_the_finding_names_its_file() -> None:
     programs = [
-        replace(trace(causes=(idle("gc_pauses", share * MS),)), file=Path(f"of/{share}.json")) for share in (60, 200)
+        replace(trace(causes=(idle(Part.IDLE_GC_PAUSES, share * MS),)), file=Path(f"of/{share}.json"))
+        for share in (60, 200)
     ]
     (finding,) = [finding for finding in examine_files(programs, []) if finding.rule == "gpu_idle"]
     assert finding.why.startswith("In 200.json: The GPU is idle for ")
@@ -79,7 +83,7 @@ def test_a_host_trace_without_loading_has_no_findings() -> None:
 
 
 def test_loading_that_no_kernel_hides_is_input_bound_with_its_share() -> None:
-    finding = found(trace(loading_ns=200 * MS, causes=(idle("data_loading", 180 * MS, at_ns=START + 2 * STEP_NS),)))
+    finding = found(trace(loading_ns=200 * MS, causes=(idle(Part.IDLE_DATA, 180 * MS, at_ns=START + 2 * STEP_NS),)))
     said = finding["input_bound_trace"]
     assert said.severity is Severity.CRITICAL
     assert said.title == "Input-bound: loading batches takes 40% of the steps."
@@ -92,7 +96,7 @@ def test_loading_that_no_kernel_hides_is_input_bound_with_its_share() -> None:
 
 def test_evidence_is_the_file_and_the_longest_stretch_with_its_steps() -> None:
     moment = START + 2 * STEP_NS + MS
-    said = found(trace(loading_ns=200 * MS, causes=(idle("data_loading", 180 * MS, at_ns=moment),), rank=3))
+    said = found(trace(loading_ns=200 * MS, causes=(idle(Part.IDLE_DATA, 180 * MS, at_ns=moment),), rank=3))
     whole, longest = said["input_bound_trace"].evidence
     assert (whole.artifact, whole.rank, whole.steps) == ("runs/rank0.pt.trace.json.gz", 3, (3, 7))
     assert (whole.start_ns, whole.end_ns) == (START, START + 5 * STEP_NS)
@@ -100,7 +104,7 @@ def test_evidence_is_the_file_and_the_longest_stretch_with_its_steps() -> None:
 
 
 def test_loading_behind_a_busy_device_is_not_input_bound() -> None:
-    assert "input_bound_trace" not in found(trace(loading_ns=300 * MS, causes=(idle("data_loading", 20 * MS),)))
+    assert "input_bound_trace" not in found(trace(loading_ns=300 * MS, causes=(idle(Part.IDLE_DATA, 20 * MS),)))
 
 
 def test_loading_before_the_first_kernel_counts_from_the_steps() -> None:
@@ -111,7 +115,7 @@ def test_loading_before_the_first_kernel_counts_from_the_steps() -> None:
 
 
 def test_loading_before_the_first_kernel_of_several_steps_is_taken_as_the_others() -> None:
-    report = trace(loading_ns=200 * MS, causes=(idle("data_loading", 80 * MS),))
+    report = trace(loading_ns=200 * MS, causes=(idle(Part.IDLE_DATA, 80 * MS),))
     assert report.step_window is not None
     exposed = replace(report.step_window, data_loading_exposed_ns=120 * MS)
     finding = found(replace(report, step_window=exposed))["input_bound_trace"]
@@ -123,7 +127,7 @@ def test_loading_before_the_first_kernel_of_several_steps_is_taken_as_the_others
 
 
 def test_loading_in_one_step_of_several_is_only_info() -> None:
-    report = trace(loading_ns=250 * MS, causes=(idle("data_loading", 240 * MS),))
+    report = trace(loading_ns=250 * MS, causes=(idle(Part.IDLE_DATA, 240 * MS),))
     steps = [replace(step, data_loading_ns=0) for step in report.steps]
     report = replace(report, steps=(replace(steps[0], data_loading_ns=250 * MS), *steps[1:]))
     said = found(report)["input_bound_trace"]
@@ -144,33 +148,34 @@ def test_fetches_of_very_short_steps_are_not_loading() -> None:
 
 
 def test_short_kernels_and_a_busy_host_are_launch_bound() -> None:
-    causes = (idle("operators", 200 * MS, "aten::linear", at_ns=START), idle("python", 100 * MS))
+    causes = (idle(Part.IDLE_OPERATORS, 200 * MS, "aten::linear", at_ns=START), idle(Part.IDLE_PYTHON, 100 * MS))
     said = found(trace(causes=causes, kernels=(kernel("void at::native::vectorized_layer_norm(int)", 200, 5_000),)))
     finding = said["gpu_idle"]
     assert finding.severity is Severity.CRITICAL
     assert finding.title == "Launch-bound: the GPU is idle 61% of the time, while the host prepares kernels."
-    assert "200 ms while the host is inside operators (mostly aten::linear)" in finding.why
+    assert "200 ms while the host is in operators (mostly aten::linear)" in finding.why
     assert finding.numbers["launch_bound"] is True
     assert "torch.compile" in finding.next_steps[0]
 
 
 def test_an_idle_device_with_long_kernels_names_what_the_host_does() -> None:
-    finding = found(trace(causes=(idle("gc_pauses", 60 * MS, "gen 2"),)))["gpu_idle"]
+    finding = found(trace(causes=(idle(Part.IDLE_GC_PAUSES, 60 * MS, "gen 2"),)))["gpu_idle"]
     assert finding.severity is Severity.WARNING
     assert finding.title == "The GPU is idle 13% of the time, mostly while the host is in GC pauses."
     assert "gc.freeze" in finding.next_steps[0]
-    assert finding.numbers["main_cause"] == "gc_pauses"
+    assert finding.numbers["main_cause"] == Part.IDLE_GC_PAUSES
 
 
 def test_a_trace_of_a_few_kernels_is_only_info() -> None:
-    finding = found(trace(causes=(idle("python", 300 * MS),), kernels=(kernel("spin", 4, MS),)))["gpu_idle"]
+    finding = found(trace(causes=(idle(Part.IDLE_PYTHON, 300 * MS),), kernels=(kernel("spin", 4, MS),)))["gpu_idle"]
     assert finding.severity is Severity.INFO
     assert finding.why.endswith("The trace is short.")
 
 
 def test_waiting_that_leaves_the_device_idle_is_named_by_its_operator() -> None:
     report = trace(
-        causes=(idle("python", 60 * MS),), synchronizations=(waits("aten::item", 50, 60 * MS), waits("aten::to", 5, MS))
+        causes=(idle(Part.IDLE_PYTHON, 60 * MS),),
+        synchronizations=(waits("aten::item", 50, 60 * MS), waits("aten::to", 5, MS)),
     )
     finding = found(report)["synchronization"]
     assert finding.severity is Severity.WARNING
@@ -366,7 +371,7 @@ def test_memory_that_is_given_back_and_taken_again_is_thrash() -> None:
         call("cudaMalloc", 40, 20 * MS),
         call("cudaLaunchKernel", 9, 9),
     )
-    finding = found(trace(steady_allocations=calls, causes=(idle("allocator", 75 * MS),)))["allocator_thrash"]
+    finding = found(trace(steady_allocations=calls, causes=(idle(Part.IDLE_ALLOCATOR, 75 * MS),)))["allocator_thrash"]
     assert finding.severity is Severity.WARNING
     assert finding.title == "The allocator requests and returns driver memory for 16% of the time."
     assert "cudaFree 40 times (60.0 ms), cudaMalloc 40 times (20.0 ms)" in finding.why
@@ -436,7 +441,7 @@ def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None
 )
 def test_attention_in_32_bits_is_that_of_a_mixed_training_or_not(half_ns: int, title: str, advice: str) -> None:
     line = TimeLine(
-        part="compute", module="blocks.0.attention", operator="aten::_efficient_attention_forward", ns=STEP_NS / 2
+        part=Part.COMPUTE, module="blocks.0.attention", operator="aten::_efficient_attention_forward", ns=STEP_NS / 2
     )
     report = trace(
         kernels=(
@@ -453,7 +458,7 @@ def test_attention_in_32_bits_is_that_of_a_mixed_training_or_not(half_ns: int, t
 
 @pytest.mark.parametrize(("busy_ms", "severity"), [(95, Severity.WARNING), (60, Severity.INFO)])
 def test_faster_matrix_products_are_worth_a_verdict_on_a_device_that_is_busy(busy_ms: int, severity: Severity) -> None:
-    lines = (TimeLine(part="compute", ns=busy_ms * MS), TimeLine(part="idle_python", ns=(100 - busy_ms) * MS))
+    lines = (TimeLine(part=Part.COMPUTE, ns=busy_ms * MS), TimeLine(part=Part.IDLE_PYTHON, ns=(100 - busy_ms) * MS))
     report = trace(
         gpu_window=gpu_times(5 * STEP_NS, 5 * (100 - busy_ms) * MS),
         kernels=(kernel("volta_sgemm_64x64_nt", 100, 3 * MS), kernel("add", 100, MS)),
@@ -583,7 +588,7 @@ def test_fewer_or_larger_operators_or_those_that_recording_slows_are_not(changes
 
 def test_a_profiler_that_takes_much_of_the_time_says_how_far_to_believe_the_rest() -> None:
     asked = call("Activity Buffer Request", 3, 80 * MS)
-    finding = found(trace(profiler_overhead=(asked,), causes=(idle("python", 60 * MS),)))["recording_overhead"]
+    finding = found(trace(profiler_overhead=(asked,), causes=(idle(Part.IDLE_PYTHON, 60 * MS),)))["recording_overhead"]
     assert finding.severity is Severity.WARNING
     assert found(trace(profiler_overhead=(asked,)))["recording_overhead"].severity is Severity.INFO
     assert "takes 16% of the recorded time" in finding.title
@@ -595,7 +600,7 @@ def test_what_the_driver_does_is_not_the_profilers_work() -> None:
 
 
 def test_events_as_dense_as_their_cost_say_so_where_the_host_matters() -> None:
-    causes = (idle("python", 300 * MS),)
+    causes = (idle(Part.IDLE_PYTHON, 300 * MS),)
     finding = found(trace(causes=causes, host_events=300_000, recorded_with=("with_stack", "record_shapes")))[
         "recording_overhead"
     ]
@@ -615,7 +620,7 @@ def test_a_device_that_idles_for_unknown_reasons_is_not_called_launch_bound() ->
 
 
 def test_device_and_metadata_events_cost_the_host_nothing() -> None:
-    report = trace(causes=(idle("python", 300 * MS),), events=3_000_000, host_events=1_000)
+    report = trace(causes=(idle(Part.IDLE_PYTHON, 300 * MS),), events=3_000_000, host_events=1_000)
     assert "recording_overhead" not in found(report)
 
 
@@ -647,18 +652,20 @@ def test_next_steps_fit_the_recorded_program(program: Program, banned: tuple[str
     window_ns = 5 * STEP_NS
     exposed = gpu_times(window_ns, 5 * MS, exposed_ns=200 * MS)
     reports = [
-        *(trace(causes=(idle(cause, 300 * MS),)) for cause in get_args(Cause)),
-        trace(causes=(idle("launch", 300 * MS),), kernels=(kernel("elementwise_kernel", 5_000, 4_000),)),
+        *(trace(causes=(idle(cause, 300 * MS),)) for cause in Part if cause.group == "device idle"),
+        trace(causes=(idle(Part.IDLE_LAUNCH, 300 * MS),), kernels=(kernel("elementwise_kernel", 5_000, 4_000),)),
         trace(kernels=(kernel("volta_sgemm_64x64_nt", 100, 4 * MS),), devices=("NVIDIA A100",)),
         trace(kernels=(kernel("volta_sgemm_64x64_nt", 100, 4 * MS),), devices=("Tesla V100",)),
-        trace(causes=(idle("synchronization", 200 * MS),), synchronizations=(waits("aten::item", 50, 100 * MS),)),
+        trace(
+            causes=(idle(Part.IDLE_SYNCHRONIZATION, 200 * MS),), synchronizations=(waits("aten::item", 50, 100 * MS),)
+        ),
         trace(copies=(copies(), copies(kind="DtoH"))),
         trace(steady_allocations=(call("cudaFree", 40, 60 * MS), call("cudaMalloc", 40, 20 * MS))),
         *(
             trace(gpu_window=exposed, collectives=(collective(name=name),))
             for name in ("all_reduce", "all_gather", "all_to_all", "broadcast")
         ),
-        trace(causes=(idle("python", 300 * MS),), host_events=300_000, recorded_with=("record_shapes",)),
+        trace(causes=(idle(Part.IDLE_PYTHON, 300 * MS),), host_events=300_000, recorded_with=("record_shapes",)),
     ]
     findings = [finding for report in reports for finding in found(replace(report, program=program)).values()]
     assert {finding.rule for finding in findings} >= {
@@ -684,7 +691,7 @@ def test_kernels_of_a_sentence_have_different_names() -> None:
 
 
 def test_kernels_that_wait_in_a_queue_of_one_process_wait_for_no_other_rank() -> None:
-    (step,) = found(trace(causes=(idle("queue", 300 * MS),)))["gpu_idle"].next_steps
+    (step,) = found(trace(causes=(idle(Part.IDLE_QUEUE, 300 * MS),)))["gpu_idle"].next_steps
     assert step == "Open the trace: lightning-memprof view runs/rank0.pt.trace.json.gz."
 
 
@@ -699,7 +706,7 @@ def attention(changes: dict[str, tuple[float, int]] | None = None) -> TraceRepor
         "aten::mm": (96, 40),
     }
     lines = tuple(
-        TimeLine(part="compute", operator=name, count=count, ns=ms * MS)
+        TimeLine(part=Part.COMPUTE, operator=name, count=count, ns=ms * MS)
         for name, (count, ms) in (calls | (changes or {})).items()
     )
     return trace(device_ledger=TimeLedger(step_ns=STEP_NS, median_ns=STEP_NS, steps=5, basis="", lines=lines))
@@ -750,7 +757,7 @@ def test_a_softmax_of_something_else_or_of_little_is_no_unfused_attention(
 
 def optimizer_loop(optimizer: str, ms_per_step: int) -> TraceReport:
     """Five busy steps with kernels of an optimizer's loop."""
-    lines = (TimeLine(part="compute", operator="aten::mm", ns=STEP_NS),)
+    lines = (TimeLine(part=Part.COMPUTE, operator="aten::mm", ns=STEP_NS),)
     return trace(
         gpu_window=gpu_times(5 * STEP_NS),
         program=Program(is_lightning=False, loop_optimizer=optimizer, loop_ns=5 * ms_per_step * MS),

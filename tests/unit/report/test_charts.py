@@ -20,6 +20,7 @@ from fake_runs import FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.account.memory.allocations import run_allocations
 from lightning_memprof.account.memory.block_lives import BlockLives
+from lightning_memprof.account.parts import PHASE_PARTS
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.compare.significance import PairedChange
 from lightning_memprof.compare.trial import Equality, Outcome, Trial
@@ -118,8 +119,7 @@ def test_the_steps_of_a_run_stand_in_its_chart(usual: tuple[Run, dict[str, Chart
     (bars,) = columns(chart, "forward")
     assert bars["name"] == [str(row["step"]) for row in run.lead.pulse]
     assert bars["total"] == pytest.approx([(row["duration_ns"] or 0) / 1e6 for row in run.lead.pulse])
-    phases = ("data_wait", "forward", "backward", "optimizer", "callbacks", "other")
-    assert [sum(bars[phase][i] for phase in phases) for i in range(30)] == pytest.approx(bars["total"])
+    assert [sum(bars[part][i] for part in PHASE_PARTS.values()) for i in range(30)] == pytest.approx(bars["total"])
     assert "30 steps" in chart.summary
 
 
@@ -233,9 +233,9 @@ def test_a_trace_is_shared_among_what_its_device_did(tmp_path: Path):
     assert timeline is not None
     assert timeline.shares == {
         "compute": pytest.approx([1, 0, 0, 1]),
-        "communication": pytest.approx([0, 0.5, 0, 0]),
-        "memory_copy": pytest.approx([0, 0.2, 0, 0]),
-        "idle_loading": pytest.approx([0, 0, 0, 0]),
+        "collective": pytest.approx([0, 0.5, 0, 0]),
+        "copy": pytest.approx([0, 0.2, 0, 0]),
+        "idle_data": pytest.approx([0, 0, 0, 0]),
         "idle": pytest.approx([0, 0.3, 1, 0]),
     }
     found = file_charts([trace_report(path)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import action_name
 from lightning_memprof.judge.finding import Finding, Recovery, Severity
 from lightning_memprof.judge.rules.data import workers_of
@@ -13,10 +14,10 @@ from lightning_memprof.judge.rules.gpu.waits import COPY, READS
 from lightning_memprof.judge.rules.profiler import recording_ns
 from lightning_memprof.judge.traces import (
     LATER,
+    LAUNCHING,
     MAIN_PART,
     NOTABLE_SHARE,
     OPTIMIZER,
-    PARTS,
     PROFILER,
     SAVED,
     IdleTime,
@@ -40,28 +41,16 @@ from lightning_memprof.judge.traces import (
 )
 from lightning_memprof.read.trace.idle import COMPILES
 from lightning_memprof.read.trace.model import (
-    Cause,
     IdleCause,
     Steady,
     TraceReport,
 )
 from lightning_memprof.units import format_count, format_ns, percent
 
-LAUNCHING: Final[tuple[Cause, ...]] = ("python", "operators", "launch")
 # A launch takes as long as a kernel below this, so that a device can wait for each launch.
 SHORT_KERNEL_NS: Final = 20_000
 # What the device waits for may come no sooner.
 SAVED_OF_QUEUE: Final = (0.0, 1.0)
-DOING: Final[dict[Cause, str]] = {
-    "data_loading": "the host loads batches",
-    "synchronization": "the host is in a blocking call",
-    "allocator": "the allocator calls the driver",
-    "gc_pauses": "the host is in GC pauses",
-    "python": "the host runs Python outside operators",
-    "operators": "the host is inside operators",
-    "launch": "the host launches kernels",
-    "queue": "the next kernel is queued and does not start",
-}
 BETWEEN: Final = "mostly in the short gaps between kernels that are queued"
 UNSEEN: Final = "the host does unrecorded work"
 # Fewer gaps than one for so many kernels are not from launches: those come before nearly each kernel.
@@ -75,19 +64,19 @@ COMPILE: Final = (
     remedy('Launch fewer and longer kernels: torch.compile(model, mode="reduce-overhead").', "eager", "no graphs"),
     remedy('Launch each compiled part at once: torch.compile(model, mode="reduce-overhead").', "compiled", "no graphs"),
 )
-NEXT: Final[dict[Cause, tuple[Remedy | str, ...]]] = {
-    "synchronization": READS,
-    "allocator": THRASH_NEXT,
-    "gc_pauses": (
+NEXT: Final[dict[Part, tuple[Remedy | str, ...]]] = {
+    Part.IDLE_SYNCHRONIZATION: READS,
+    Part.IDLE_ALLOCATOR: THRASH_NEXT,
+    Part.IDLE_GC_PAUSES: (
         remedy("Collect garbage between steps: gc.freeze() after setup, gc.disable(), gc.collect() every 100 steps."),
     ),
-    "python": (
+    Part.IDLE_PYTHON: (
         remedy(
             f"Record the Python stacks with {PROFILER}(with_stack=True), then move that code out of the step.",
             "no stacks",
         ),
     ),
-    "queue": (
+    Part.IDLE_QUEUE: (
         remedy(
             "Merge the traces of all ranks and see which stream, copy or late rank the queued kernels wait for: "
             "lightning-memprof merge.",
@@ -202,16 +191,15 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
 
 def _recovery(trace: TraceReport, own_ns: int, main: IdleCause | None, *, launch_bound: bool) -> Recovery | None:
     causes = LAUNCHING if launch_bound else (main.cause,) if main else ()
-    parts = [part for part, cause in PARTS.items() if cause in causes]
-    saves = SAVED_OF_QUEUE if causes == ("queue",) else SAVED
-    return recovered_ns(trace.device_ledger, saves, *parts, recorded_ns=own_ns)
+    saves = SAVED_OF_QUEUE if causes == (Part.IDLE_QUEUE,) else SAVED
+    return recovered_ns(trace.device_ledger, saves, *causes, recorded_ns=own_ns)
 
 
-def _reported_elsewhere(trace: TraceReport) -> tuple[Cause, ...]:
+def _reported_elsewhere(trace: TraceReport) -> tuple[Part, ...]:
     # In a steady state the run's own findings have it.
     has_other = trace.steady is not None or exposed_loading(trace) is not None
-    loading: tuple[Cause, ...] = ("data_loading",) if has_other else ()
-    return (*loading, "allocator") if allocator_share(trace) > NOTABLE_CALLS else loading
+    loading: tuple[Part, ...] = (Part.IDLE_DATA,) if has_other else ()
+    return (*loading, Part.IDLE_ALLOCATOR) if allocator_share(trace) > NOTABLE_CALLS else loading
 
 
 def _cold_start(trace: TraceReport, main: IdleCause | None, rest_ns: int) -> str | None:
@@ -236,14 +224,14 @@ def _activity(trace: TraceReport, main: IdleCause | None, rest_ns: int, kernels:
     if main is None:
         return None
     if main.longest_ns >= MAIN_PART * rest_ns:
-        named = blocking_call(trace, main) if main.cause == "queue" else main.mostly_in
+        named = blocking_call(trace, main) if main.cause == Part.IDLE_QUEUE else main.mostly_in
         where = f" ({shorter_name(named)})" if named else ""
         return f"mostly in one gap of {format_ns(main.longest_ns)}: {_what(trace, main)}{where}"
     if _is_between(main, kernels, mean_ns):
         return BETWEEN
-    if main.cause == "synchronization" and main.mostly_in:
+    if main.cause == Part.IDLE_SYNCHRONIZATION and main.mostly_in:
         return f"mostly while the host waits in {shorter_name(main.mostly_in)}"
-    if main.cause in {"python", "operators"} and _in_long_gaps(main, kernels):
+    if main.cause in {Part.IDLE_PYTHON, Part.IDLE_OPERATORS} and _in_long_gaps(main, kernels):
         return f"mostly while {_doing(trace, main)}, half of it in gaps of {format_ns(main.long_ns)} or more"
     return f"mostly while {_what(trace, main)}"
 
@@ -256,11 +244,11 @@ def _in_long_gaps(main: IdleCause | None, kernels: int) -> bool:
 def _is_unseen(trace: TraceReport, cause: IdleCause) -> bool:
     """Return whether the host ran what was not recorded: the trace has nothing of it but calls of the runtime."""
     calls = sum(call.count for call in trace.runtime_calls)
-    return cause.cause == "python" and trace.host_events == calls > 0
+    return cause.cause == Part.IDLE_PYTHON and trace.host_events == calls > 0
 
 
 def _is_other_call(cause: IdleCause | None) -> bool:
-    return cause is not None and cause.cause == "launch" and OTHER_CALL.match(cause.mostly_in) is not None
+    return cause is not None and cause.cause == Part.IDLE_LAUNCH and OTHER_CALL.match(cause.mostly_in) is not None
 
 
 def _what(trace: TraceReport, cause: IdleCause) -> str:
@@ -268,21 +256,23 @@ def _what(trace: TraceReport, cause: IdleCause) -> str:
         return f"the host is in {cause.mostly_in}"
     if cause.mostly_in.endswith(COMPILES):
         return "torch.compile compiles"
-    return UNSEEN if _is_unseen(trace, cause) else DOING[cause.cause]
+    if cause.cause == Part.IDLE_QUEUE:
+        return f"the next kernel is {cause.cause.label}"
+    return UNSEEN if _is_unseen(trace, cause) else f"the host is in {cause.cause.label}"
 
 
 def _is_between(main: IdleCause | None, kernels: int, mean_ns: int) -> bool:
     """Return whether a device waits in the short gaps between short kernels, which are queued."""
     return (
         main is not None
-        and main.cause == "queue"
+        and main.cause == Part.IDLE_QUEUE
         and kernels > 0
         and max(mean_ns, main.total_ns / main.count) <= SHORT_KERNEL_NS
     )
 
 
 def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str | None) -> str:
-    loading = idle_ns(trace, "data_loading") / whole.span_ns
+    loading = idle_ns(trace, Part.IDLE_DATA) / whole.span_ns
     more = f"; another {percent(loading)} for data, transfers, hooks and callbacks"
     end = f"{more if trace.steady is not None and loading >= NOTABLE_SHARE else ''}."
     least = "at least " if whole.is_least else ""
@@ -345,10 +335,10 @@ def _next_steps(trace: TraceReport, main: IdleCause | None, kernels: int, *, is_
         return UNKNOWN_NEXT
     lines = trace.device_ledger.of("idle_python") if trace.device_ledger is not None else ()
     place = next((line.name for line in lines if "): " in line.name), None)
-    if main.cause == "python" and place:
+    if main.cause == Part.IDLE_PYTHON and place:
         return (MOVE.format(place=place),)
     choices: tuple[Remedy | str, ...] = NEXT.get(main.cause, LAUNCH_NEXT)
-    if main.cause != "python":
+    if main.cause != Part.IDLE_PYTHON:
         return remedies(trace, *choices)
     is_long = _in_long_gaps(main, kernels)
     choices = (*_elsewhere(main), *choices) if is_long else choices
@@ -362,14 +352,14 @@ def _by_name(trace: TraceReport, main: IdleCause | None, kernels: int) -> tuple[
     """Return the next step for what the host is in for most of the idle time, if it is not launching."""
     if main is None:
         return ()
-    if main.cause == "synchronization":
+    if main.cause == Part.IDLE_SYNCHRONIZATION:
         return (COPY,) if "Memcpy" in main.mostly_in else ()
-    if main.cause == "data_loading":
+    if main.cause == Part.IDLE_DATA:
         return (workers_of(trace.device_ledger, in_one=main.longest_ns >= MAIN_PART * main.total_ns),)
     if (step := next((step for name, step in BY_NAME if name.search(main.mostly_in)), None)) is not None:
         return (step,)
     takes = f"it takes up to {format_ns(main.longest_ns)} on the host"
-    if main.cause == "operators" and main.mostly_in and _in_long_gaps(main, kernels):
+    if main.cause == Part.IDLE_OPERATORS and main.mostly_in and _in_long_gaps(main, kernels):
         return (f"Call {main.mostly_in} less often, or on tensors on the GPU: {takes}.",)
     return (f"Call {main.mostly_in} once, before the steps: {takes}.",) if _is_other_call(main) else ()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from lightning_memprof.account.ledger.model import TimePart
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import Finding, Severity
 from lightning_memprof.judge.traces import (
     BESIDE_THE_STEP,
+    CAUSES,
     NOTABLE_SHARE,
-    PARTS,
     Remedy,
     after_waits,
     is_short,
@@ -32,7 +32,7 @@ READS: Final = (
 )
 COPY: Final = "Copy from pinned memory without blocking: tensor.pin_memory().to(device, non_blocking=True)."
 # A gap after a wait: the end of the call, and what the host then does up to the next launch.
-AFTER_WAITS: Final[tuple[TimePart, ...]] = tuple(part for part in PARTS if part != "idle_data")
+AFTER_WAITS: Final = tuple(part for part in CAUSES if part != Part.IDLE_DATA)
 ADVICE: Final = {
     "aten::is_nonzero": "Do not branch on a tensor's value in a step: torch.where instead of if.",
     "aten::nonzero": "Avoid value-dependent sizes, which stop the host: torch.where instead of a boolean index.",

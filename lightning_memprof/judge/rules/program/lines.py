@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from lightning_memprof.account.ledger.model import TimePart
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import FORWARD
 from lightning_memprof.account.steps.lines import MIN_LOOKS, Spot, lines, source_of, spots
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
@@ -204,7 +204,7 @@ NAMED: Final = re.compile(
 # What is done less often or in another way leaves some of its time.
 SAVED: Final = (0.5, 0.95)
 OF_HELPER: Final = (0.0, 0.5)
-OF_TRAINING_STEP: Final[tuple[TimePart, ...]] = ("forward", "forward_hook", "self_log")
+OF_TRAINING_STEP: Final = (Part.FORWARD, Part.FORWARD_HOOK, Part.SELF_LOG)
 BACKWARD: Final = re.compile(r"\b(?:manual_)?backward\(")
 
 

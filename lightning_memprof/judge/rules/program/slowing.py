@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from lightning_memprof.account.ledger.growth import Slowing, steady_slowing
-from lightning_memprof.account.ledger.model import HostPart, TimeLedger, total
+from lightning_memprof.account.ledger.model import TimeLedger, total
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery
 from lightning_memprof.read.run.model import Rank
@@ -19,42 +20,35 @@ EXPLAINS: Final = 0.5
 
 
 class _Phase(NamedTuple):
-    """A phase of the pulse: its parts of the ledger, its name in a sentence, and what may grow in it."""
+    """A phase of the pulse: its parts of the ledger, and what may grow in it."""
 
-    parts: tuple[HostPart, ...]
-    name: str
+    parts: tuple[Part, ...]
     next_step: str
 
 
-PHASES: Final[Mapping[str, _Phase]] = {
-    "data_wait_ns": _Phase(
-        ("data_wait",),
-        "the wait for data",
+PHASES: Final[Mapping[Part, _Phase]] = {
+    Part.DATA_WAIT: _Phase(
+        (Part.DATA_WAIT,),
         "Find what the data set keeps, or reads from its start again for each batch: a list, a file, a cache.",
     ),
-    "forward_ns": _Phase(
-        ("forward", "forward_hook", "self_log", "metric"),
-        "the forward pass",
+    Part.FORWARD: _Phase(
+        (Part.FORWARD, Part.FORWARD_HOOK, Part.SELF_LOG, Part.METRIC),
         "Find what forward goes through and each step adds to: hooks that are not removed, a list, a cache, a metric.",
     ),
-    "backward_ns": _Phase(
-        ("backward", "backward_hook"),
-        "the backward pass",
+    Part.BACKWARD: _Phase(
+        (Part.BACKWARD, Part.BACKWARD_HOOK),
         "Detach what one step hands to the next (hidden states, losses): backward runs through earlier steps, too.",
     ),
-    "optimizer_ns": _Phase(
-        ("optimizer",),
-        "the optimizer",
+    Part.OPTIMIZER: _Phase(
+        (Part.OPTIMIZER,),
         "Find what is added to the optimizer in each step: parameter groups (add_param_group), hooks.",
     ),
-    "callbacks_ns": _Phase(
-        ("callback", "logging", "checkpoint", "validation"),
-        "callbacks",
+    Part.CALLBACK: _Phase(
+        (Part.CALLBACK, Part.LOGGING, Part.CHECKPOINT, Part.VALIDATION),
         "Find what {name} keeps from step to step and goes through each time: a list of outputs, a file.",
     ),
-    "other_ns": _Phase(
-        ("untracked", "module_hook", "logging", "metric"),
-        "the rest of the step",
+    Part.UNTRACKED: _Phase(
+        (Part.UNTRACKED, Part.MODULE_HOOK, Part.LOGGING, Part.METRIC),
         "Find what the training loop keeps from step to step and goes through each time.",
     ),
 }
@@ -76,23 +70,23 @@ def slower_steps(facts: Facts) -> Finding | None:
     found = [worst for rank in facts.run.ranks if rank.rank in facts.ledgers and (worst := _of_rank(rank)) is not None]
     if not found:
         return None
-    rank, column, steps, slowing = max(found, key=lambda each: each[3].added_ns)
-    ledger, phase = facts.ledgers[rank.rank], PHASES[column]
+    rank, part, steps, slowing = max(found, key=lambda each: each[3].added_ns)
+    ledger, phase = facts.ledgers[rank.rank], PHASES[part]
     excess = min(steps.added_ns / 2, ledger.ns(*phase.parts))
     worth = Recovery(unit="ns", min=0, max=excess, whole=ledger.step_ns)
-    hook = _main(ledger, "forward_hook") if column == "forward_ns" else ""
+    hook = _main(ledger, Part.FORWARD_HOOK) if part == Part.FORWARD else ""
     name = _main(ledger, *phase.parts)
-    part = f", which calls the forward hook {hook}" if hook else f" (largest part: {name})" if name else ""
+    named = f", which calls the forward hook {hook}" if hook else f" (largest part: {name})" if name else ""
     return Finding(
         rule="slower_steps",
         title=(
             f"Steps get slower: each takes {format_ns(steps.per_step_ns)} longer than the one before"
-            f"{facts.on_rank(rank)}, mostly in {phase.name}{part}."
+            f"{facts.on_rank(rank)}, mostly in {part.label}{named}."
         ),
         why=(
             f"Over {steps.steps} steps they rise steadily from {format_ns(steps.start_ns)} to "
             f"{format_ns(steps.start_ns + steps.added_ns)} ({percent(steps.added_ns / steps.start_ns)} more), "
-            f"{phase.name} by {format_ns(slowing.added_ns)}."
+            f"{part.label} by {format_ns(slowing.added_ns)}."
         ),
         remedies=(
             *((HOOK.format(name=hook),) if hook else ()),
@@ -103,7 +97,7 @@ def slower_steps(facts: Facts) -> Finding | None:
         evidence=(facts.pulse(rank),),
         numbers={
             "rank": rank.rank,
-            "phase": column.removesuffix("_ns"),
+            "phase": part.phase,
             "per_step_ns": round(steps.per_step_ns),
             "start_ns": steps.start_ns,
             "added_ns": steps.added_ns,
@@ -114,7 +108,7 @@ def slower_steps(facts: Facts) -> Finding | None:
     )
 
 
-def _main(ledger: TimeLedger, *parts: HostPart) -> str:
+def _main(ledger: TimeLedger, *parts: Part) -> str:
     """Return the name whose lines have more than half of the time of parts, empty where none has."""
     lines = ledger.of(*parts)
     names = {line.name for line in lines if line.name}
@@ -122,13 +116,13 @@ def _main(ledger: TimeLedger, *parts: HostPart) -> str:
     return next((name for name, ns in spent.items() if ns > EXPLAINS * ledger.ns(*parts)), "")
 
 
-def _of_rank(rank: Rank) -> tuple[Rank, str, Slowing, Slowing] | None:
+def _of_rank(rank: Rank) -> tuple[Rank, Part, Slowing, Slowing] | None:
     """Return the phase with most of a rank's rise, and the rise of the steps and of the phase; None without one."""
     steps = steady_slowing(rank.pulse, "duration_ns", without="core_wait_ns")
     if steps is None or steps.added_ns < MIN_RISE * steps.start_ns:
         return None
-    phases = {column: found for column in PHASES if (found := steady_slowing(rank.pulse, column)) is not None}
-    column = max(phases, key=lambda each: phases[each].added_ns, default=None)
-    if column is None or phases[column].added_ns < EXPLAINS * steps.added_ns:
+    phases = {part: found for part in PHASES if (found := steady_slowing(rank.pulse, f"{part.phase}_ns")) is not None}
+    part = max(phases, key=lambda each: phases[each].added_ns, default=None)
+    if part is None or phases[part].added_ns < EXPLAINS * steps.added_ns:
         return None
-    return rank, column, steps, phases[column]
+    return rank, part, steps, phases[part]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kineto import write_trace
 from lightning_memprof.account.ledger.device import device_ledger
 from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.parts import Part
 from lightning_memprof.read.trace.columns import Kind, TraceColumns, step_spans
 from lightning_memprof.read.trace.device import device_events, device_steps
 from lightning_memprof.read.trace.report import trace_report
@@ -247,7 +248,7 @@ def test_no_time_is_laid_on_this_packages_own_callback(tmp_path):
     assert found.device_ledger is not None
     assert owners(found.device_ledger)["idle_python", "", None, None] == 78
     assert "MemProfilerCallback" not in {cause.example for cause in found.idle}
-    assert [cause.example for cause in found.idle if cause.cause == "python"] == [""]
+    assert [cause.example for cause in found.idle if cause.cause == Part.IDLE_PYTHON] == [""]
 
 
 def test_code_that_the_driver_loads_owns_its_time(tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kineto import write_trace
 from lightning_memprof.account.ledger.host import corrected
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.read.trace.report import trace_report
 
@@ -291,7 +292,7 @@ def test_a_loop_of_multiplications_has_its_operators_in_forward_and_in_backward(
     assert total(found.lines) == pytest.approx(found.step_ns)
     for part, called in (("forward", "aten::mul"), ("backward", "MulBackward0")):
         calls: Counter[str | None] = Counter()
-        for line in found.of(part):  # type: ignore[arg-type]
+        for line in found.of(part):
             if line.operator == called:
                 calls[line.module] += round(line.called)
         assert calls["net.4"] == 200
@@ -339,7 +340,9 @@ LINES = st.lists(
 def test_corrected_lines_sum_to_the_true_time_and_none_is_negative(
     spent: list[tuple[str, int, int, int]], true_ns: int
 ) -> None:
-    lines = tuple(TimeLine(part="forward", operator=at, ns=ns, count=n, inside=inside) for at, ns, n, inside in spent)
+    lines = tuple(
+        TimeLine(part=Part.FORWARD, operator=at, ns=ns, count=n, inside=inside) for at, ns, n, inside in spent
+    )
     found = corrected(lines, true_ns)
     assert all(line.ns >= 0 for line in found)
     if found:
@@ -347,7 +350,7 @@ def test_corrected_lines_sum_to_the_true_time_and_none_is_negative(
 
 
 def operator_line(ns: float, inside: int, name: str = "aten::linear", count: int = 1) -> TimeLine:
-    return TimeLine(part="forward", operator=name, ns=ns, count=count, inside=inside)
+    return TimeLine(part=Part.FORWARD, operator=name, ns=ns, count=count, inside=inside)
 
 
 def test_the_cost_of_recording_an_operator_is_taken_from_the_event_around_it() -> None:

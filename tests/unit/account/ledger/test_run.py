@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, grouped, total
 from lightning_memprof.account.ledger.run import run_ledger, without_stalls
+from lightning_memprof.account.parts import Part
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.model import Rank
 
@@ -103,19 +104,19 @@ def test_callbacks_have_a_line_each_that_takes_no_more_than_the_phase(tmp_path: 
 def test_on_a_devices_clock_the_passes_have_their_kernels_and_the_wait_of_the_device(tmp_path: Path) -> None:
     rank = lead(tmp_path, FakeRun(device_bytes=lambda _: 1 << 30))
     kernels = (
-        TimeLine(part="forward", module="net", operator="aten::mm", ns=4e6),
-        TimeLine(part="backward", module="net", operator="aten::mm", ns=50e6),
+        TimeLine(part=Part.FORWARD, module="net", operator="aten::mm", ns=4e6),
+        TimeLine(part=Part.BACKWARD, module="net", operator="aten::mm", ns=50e6),
     )
     device = TimeLedger(step_ns=99e6, median_ns=99e6, steps=2, basis="", lines=(), passes=kernels)
     before, found = run_ledger(rank), run_ledger(rank, device=device)
     assert before is not None
     assert found is not None
     assert total(found.lines) == pytest.approx(total(before.lines))
-    named = {(line.part, line.name, line.module): line.ns for line in found.of("forward", "backward")}
-    assert named["forward", "", "net"] == 4e6
-    assert named["forward", "device idle", None] == pytest.approx(before.ns("forward") - 4e6)
+    named = {(line.part, line.name, line.module): line.ns for line in found.of(Part.FORWARD, Part.BACKWARD)}
+    assert named[Part.FORWARD, "", "net"] == 4e6
+    assert named[Part.FORWARD, "device idle", None] == pytest.approx(before.ns("forward") - 4e6)
     # They never take more than the phase.
-    assert named["backward", "", "net"] == pytest.approx(before.ns("backward"))
+    assert named[Part.BACKWARD, "", "net"] == pytest.approx(before.ns("backward"))
     # Recorded steps that ended before the device had done their work have a part of it.
     ahead = run_ledger(rank, device=msgspec.structs.replace(device, step_ns=before.median_ns / 1.25))
     assert ahead is not None
@@ -127,7 +128,7 @@ def forward(
 ) -> TimeLine:
     longest_ns = None if longest_ms is None else round(longest_ms * 1e6)
     return TimeLine(
-        part="forward", module=module, operator=operator, ns=ms * 1e6, count=count, longest_ns=longest_ns
+        part=Part.FORWARD, module=module, operator=operator, ns=ms * 1e6, count=count, longest_ns=longest_ns
     )  # fmt: skip
 
 
@@ -182,11 +183,13 @@ def test_a_pause_in_a_window_is_in_no_modules_share_of_the_run(tmp_path: Path) -
 
 def test_repeated_blocks_are_one_line_and_the_sum_stays() -> None:
     lines = [
-        TimeLine(part="forward", module=f"blocks.{block}.{name}", operator="aten::mm", ns=ns, count=1, longest_ns=block)
+        TimeLine(
+            part=Part.FORWARD, module=f"blocks.{block}.{name}", operator="aten::mm", ns=ns, count=1, longest_ns=block
+        )
         for block in range(3)
         for name, ns in (("norm", 1.0), ("attention", 5.0))
     ]
-    found = grouped([*lines, TimeLine(part="forward", module="head", operator="aten::mm", ns=2.0)])
+    found = grouped([*lines, TimeLine(part=Part.FORWARD, module="head", operator="aten::mm", ns=2.0)])
     assert [(line.module, line.ns, line.count) for line in found] == [
         ("blocks.0-2.attention", 15.0, 3),
         ("blocks.0-2.norm", 3.0, 3),
@@ -245,8 +248,8 @@ def test_on_the_clock_of_a_device_the_wait_of_the_host_is_no_line(tmp_path: Path
 
 
 def test_the_transfers_of_a_run_are_those_of_its_trace_beside_the_waits_of_every_step(tmp_path: Path) -> None:
-    transfer = TimeLine(part="collective", name="all_reduce", ns=3_000_000)
-    wait = TimeLine(part="rank_wait", name="all_reduce", ns=2_000_000)
+    transfer = TimeLine(part=Part.COLLECTIVE, name="all_reduce", ns=3_000_000)
+    wait = TimeLine(part=Part.RANK_WAIT, name="all_reduce", ns=2_000_000)
     host = TimeLedger(step_ns=0, median_ns=0, steps=1, basis="", lines=(), communication=(transfer, wait))
     rank = lead(tmp_path, FakeRun(phases=steady()))
 

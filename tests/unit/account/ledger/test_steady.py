@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, TimePart, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.steady import in_steady_state
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Facts, Severity, examine, examine_files
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.trace.model import TraceReport
@@ -22,9 +23,9 @@ STEPS = 5
 
 def device_ledger(**parts: float) -> TimeLedger:
     """Of each part so many ms per step."""
-    kinds: dict[str, TimePart] = {
-        "compute": "compute", "copy": "copy", "python": "idle_python", "operators": "idle_operators",
-        "queue": "idle_queue", "cold": "cold_start", "allocator": "idle_allocator",
+    kinds: dict[str, Part] = {
+        "compute": Part.COMPUTE, "copy": Part.COPY, "python": Part.IDLE_PYTHON, "operators": Part.IDLE_OPERATORS,
+        "queue": Part.IDLE_QUEUE, "cold": Part.COLD_START, "allocator": Part.IDLE_ALLOCATOR,
     }  # fmt: skip
     lines = tuple(TimeLine(part=kinds[name], ns=ms * MS) for name, ms in parts.items() if ms)
     return TimeLedger(step_ns=total(lines), median_ns=total(lines), steps=STEPS, basis="5 recorded steps", lines=lines)
@@ -37,9 +38,9 @@ def recorded(
     ledger = device_ledger(compute=compute, python=python, operators=operators, cold=cold, allocator=allocator)
     waits = round((python + operators + allocator) * STEPS * MS)
     causes = [
-        idle("allocator", round(allocator * STEPS * MS), "cudaMalloc"),
-        idle("python", round(python * STEPS * MS), "[pl][profile]run_training_batch"),
-        idle("operators", round(operators * STEPS * MS), "aten::linear"),
+        idle(Part.IDLE_ALLOCATOR, round(allocator * STEPS * MS), "cudaMalloc"),
+        idle(Part.IDLE_PYTHON, round(python * STEPS * MS), "[pl][profile]run_training_batch"),
+        idle(Part.IDLE_OPERATORS, round(operators * STEPS * MS), "aten::linear"),
     ]
     return trace(
         STEPS,
@@ -82,7 +83,7 @@ def test_the_driver_takes_as_long_for_memory_as_it_was_recorded() -> None:
     assert parts(found) == {"idle_allocator": 28, "compute": 25, "idle_python": 2.8, "idle_operators": 4.2}
     assert found.gpu_window is not None
     assert sum(cause.total_ns for cause in found.idle) == pytest.approx(found.gpu_window.idle_ns, abs=2)
-    assert next(cause.total_ns for cause in found.idle if cause.cause == "allocator") == 28 * STEPS * MS
+    assert next(cause.total_ns for cause in found.idle if cause.cause == Part.IDLE_ALLOCATOR) == 28 * STEPS * MS
 
 
 def test_of_a_device_that_waits_for_several_causes_the_largest_is_first() -> None:
@@ -146,10 +147,10 @@ def test_a_page_says_the_time_outside_windows_and_what_to_do_about_many_short_ga
         each for each in examine_files((replace(found, idle=scattered),), ()) if each.rule == "gpu_idle"
     )  # fmt: skip
     assert finding.severity is Severity.CRITICAL
-    assert finding.title == "The GPU is idle 50% of the time, mostly while the host runs Python outside operators."
+    assert finding.title == "The GPU is idle 50% of the time, mostly while the host is in Python outside operators."
     assert finding.why.startswith(
         "A step outside windows takes 50.0 ms; the GPU works for 25.0 ms. In the rest it waits: 15.0 ms while the host "
-        "runs Python outside operators, 10.0 ms while the host is inside operators (mostly aten::linear) (divided as "
+        "is in Python outside operators, 10.0 ms while the host is in operators (mostly aten::linear) (divided as "
         "in 5 recorded steps). It runs 100 kernels per step, "
     )
     assert finding.next_steps[0].startswith("Launch fewer and longer kernels")
@@ -160,7 +161,7 @@ def test_what_waits_for_hooks_and_data_is_apart_from_what_waits_for_launches() -
     assert parts(found) == {"compute": 25, "idle_data": 15, "idle_python": 6, "idle_operators": 4}
     finding = next(each for each in examine_files((found,), ()) if each.rule == "gpu_idle")
     assert finding.title == (
-        "The GPU is idle 20% of the time, mostly while the host runs Python outside operators; another 30% for data, "
+        "The GPU is idle 20% of the time, mostly while the host is in Python outside operators; another 30% for data, "
         "transfers, hooks and callbacks."
     )
     assert "15.0 ms for data, transfers, hooks and callbacks" in finding.why
@@ -177,9 +178,9 @@ def test_a_run_is_judged_by_its_steps_outside_windows(tmp_path: Path) -> None:
     run = load_run(make_run(tmp_path, FakeRun(device_bytes=lambda _: 1 << 30)))
     report = recorded(compute=17, python=45, operators=38)
     assert report.device_ledger is not None
-    line = TimeLine(part="compute", module="net.attention", operator="aten::mm", ns=17 * MS, count=9)
+    line = TimeLine(part=Part.COMPUTE, module="net.attention", operator="aten::mm", ns=17 * MS, count=9)
     lines = (line, *report.device_ledger.lines[1:])
-    ledger = replace(report.device_ledger, lines=lines, passes=(replace(line, part="forward"),))
+    ledger = replace(report.device_ledger, lines=lines, passes=(replace(line, part=Part.FORWARD),))
     facts = Facts.of(run, (replace(report, device_ledger=ledger),))
     assert all(finding.severity < Severity.WARNING for finding in examine(facts))
     first = examine(facts)[0]

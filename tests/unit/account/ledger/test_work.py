@@ -11,6 +11,7 @@ import pytest
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import OperatorWork
 from lightning_memprof.account.ledger.work import all_pairs, work_of
+from lightning_memprof.account.parts import Part
 from lightning_memprof.read.trace.columns import Inputs
 from lightning_memprof.read.trace.report import trace_report
 
@@ -123,7 +124,7 @@ def test_the_work_of_a_host_has_the_time_of_the_operator_with_what_it_calls(tmp_
 
 def spent(operator: str, shapes: str, ns: float, flops: float = 0.0) -> OperatorWork:
     return OperatorWork(
-        part="forward",
+        part=Part.FORWARD,
         module="",
         operator=operator,
         shapes=shapes,

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from device_traces import paired_ranks
 from fake_runs import FakeRun, make_run
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.arrivals import RankTrack, track, window_waits
-from lightning_memprof.account.ranks.report import Cause, Straggler, rank_report
+from lightning_memprof.account.ranks.report import Straggler, rank_report
 from lightning_memprof.account.ranks.summary import (
     Arrivals,
     RankSummary,
@@ -165,7 +166,7 @@ def test_of_hundreds_of_ranks_on_hosts_with_other_clocks_the_late_one_is_named(t
     report = rank_report(run, {})
     assert report is not None
     assert report.straggler is not None
-    assert (report.straggler.rank, report.straggler.host, report.straggler.cause) == (42, "node005", "data_wait")
+    assert (report.straggler.rank, report.straggler.host, report.straggler.cause) == (42, "node005", Part.DATA_WAIT)
     assert report.straggler.caused_ns == pytest.approx(40 * MS, rel=0.02)
     assert report.waiting is not None
     assert report.waiting.clock_error_ns < MS
@@ -227,7 +228,7 @@ def test_a_late_rank_that_recorded_no_collectives_is_named_and_its_waiting_is_no
     report = Facts.of(load_run(directory)).ranks
     assert report is not None
     assert report.straggler is not None
-    assert (report.straggler.rank, report.straggler.cause) == (5, "data_wait")
+    assert (report.straggler.rank, report.straggler.cause) == (5, Part.DATA_WAIT)
     waits = {rank.rank: rank.wait_ns for rank in report.ranks}
     assert waits[5] is None
     assert waits[8] is not None
@@ -256,17 +257,17 @@ def test_one_hiccup_and_taking_turns_are_no_straggler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cause", "hosts", "device", "severity"),
     [
-        ("compute", ("a", "a"), "cpu", Severity.INFO),
-        ("optimizer", ("a", "a"), "cpu", Severity.INFO),
+        (Part.COMPUTE, ("a", "a"), "cpu", Severity.INFO),
+        (Part.OPTIMIZER, ("a", "a"), "cpu", Severity.INFO),
         (None, ("a", "a"), "cpu", Severity.INFO),
-        ("data_wait", ("a", "a"), "cpu", Severity.CRITICAL),
-        ("callbacks", ("a", "a"), "cpu", Severity.CRITICAL),
-        ("compute", ("a", "b"), "cpu", Severity.CRITICAL),
-        ("compute", ("a", "a"), "cuda", Severity.CRITICAL),
+        (Part.DATA_WAIT, ("a", "a"), "cpu", Severity.CRITICAL),
+        (Part.CALLBACK, ("a", "a"), "cpu", Severity.CRITICAL),
+        (Part.COMPUTE, ("a", "b"), "cpu", Severity.CRITICAL),
+        (Part.COMPUTE, ("a", "a"), "cuda", Severity.CRITICAL),
     ],
 )
 def test_a_rank_that_computes_longer_than_others_on_the_same_cores_is_an_info(
-    tmp_path: Path, cause: Cause | None, hosts: tuple[str, str], device: str, severity: Severity
+    tmp_path: Path, cause: Part | None, hosts: tuple[str, str], device: str, severity: Severity
 ) -> None:
     run = load_run(
         make_run(tmp_path / "run", FakeRun(world_size=2, device_bytes=None if device == "cpu" else lambda _: 1))
@@ -288,13 +289,13 @@ def test_a_rank_that_computes_longer_than_others_on_the_same_cores_is_an_info(
 @pytest.mark.parametrize(
     ("elements", "cause", "words"),
     [
-        ((2000, 4000), "compute", "Rank 1 gets 4,000 elements per batch, the others 2,000."),
-        ((2000, 4000), "data_wait", "Check the data of rank 1"),
-        ((2000, 2200), "compute", "Compare rank 1 with the others"),
+        ((2000, 4000), Part.COMPUTE, "Rank 1 gets 4,000 elements per batch, the others 2,000."),
+        ((2000, 4000), Part.DATA_WAIT, "Check the data of rank 1"),
+        ((2000, 2200), Part.COMPUTE, "Compare rank 1 with the others"),
     ],
 )
 def test_a_rank_that_computes_longer_for_its_larger_batches_gets_a_sampler_as_its_remedy(
-    tmp_path: Path, elements: tuple[int, int], cause: Cause, words: str
+    tmp_path: Path, elements: tuple[int, int], cause: Part, words: str
 ) -> None:
     directory = make_run(tmp_path, FakeRun(world_size=2, elements=lambda rank, _: elements[rank]))
     assert words in next_step_of_rank_1(directory, cause)
@@ -303,10 +304,10 @@ def test_a_rank_that_computes_longer_for_its_larger_batches_gets_a_sampler_as_it
 def test_a_few_large_batches_of_a_late_rank_are_not_its_size(tmp_path: Path) -> None:
     sizes = iter([1000, 1000, 1000, 9000] * 9)
     directory = make_run(tmp_path, FakeRun(world_size=2, elements=lambda rank, _: 1500 if rank == 0 else next(sizes)))
-    assert "Compare rank 1 with the others" in next_step_of_rank_1(directory, "compute")
+    assert "Compare rank 1 with the others" in next_step_of_rank_1(directory, Part.COMPUTE)
 
 
-def next_step_of_rank_1(directory: Path, cause: Cause) -> str:
+def next_step_of_rank_1(directory: Path, cause: Part) -> str:
     facts = Facts.of(load_run(directory))
     assert facts.ranks is not None
     late = Straggler(

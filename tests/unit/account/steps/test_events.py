@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
-from lightning_memprof.account.steps.events import PARTS, event_totals, part_of, rank_events, window_events
+from lightning_memprof.account.parts import Part
+from lightning_memprof.account.steps.events import ACTION_PARTS, event_totals, part_of, rank_events, window_events
 from lightning_memprof.account.steps.pauses import pauses
 from lightning_memprof.read.run.model import RecordedWindow
 
@@ -36,41 +37,41 @@ ACTIONS = [
 @pytest.mark.parametrize(
     ("action", "around", "stage", "part"),
     [
-        ("[_TrainingEpochLoop].train_dataloader_next", "other", "fit", "data_wait"),
-        ("[DataLoader]Noise.fetch", "data_wait", "fit", "data_wait"),
-        ("[_EvaluationLoop].val_next", "validation", "fit", "validation"),
-        ("[_EvaluationLoop].val_next", "other", "validate", "data_wait"),
-        ("[_PredictionLoop].predict_next", "other", "predict", "data_wait"),
-        ("[Strategy]X.batch_to_device", "other", "fit", "transfer"),
-        ("[Strategy]X.batch_to_device", "validation", "fit", "validation"),
-        ("[LightningModule]M.on_after_batch_transfer", "transfer", "fit", "transfer"),
-        ("[Precision]MixedPrecision.convert_input", "other", "fit", "transfer"),
-        ("[Strategy]X.training_step", "optimizer", "fit", "forward"),
-        ("[Strategy]X.validation_step", "validation", "fit", "validation"),
-        ("[Strategy]X.validation_step", "other", "validate", "forward"),
-        ("[Strategy]X.backward", "optimizer", "fit", "backward"),
-        ("[Precision]Precision.backward", "forward", "fit", "backward"),
-        ("[LightningModule]M.on_after_backward", "backward", "fit", "backward"),
-        ("[LightningModule]M.backward", "forward", "fit", "forward"),
-        ("[Optimizer]AdamW.step", "forward", "fit", "optimizer"),
-        ("[Optimizer]AdamW.zero_grad", "forward", "fit", "optimizer"),
-        ("[LightningModule]M.lr_scheduler_step", "other", "fit", "optimizer"),
-        ("[Callback]X.on_train_batch_end", "other", "fit", "callbacks"),
-        ("[Callback]X.on_validation_end", "validation", "fit", "callbacks"),
-        ("[Callback]X.on_validation_batch_end", "validation", "fit", "validation"),
-        ("[Callback]X.on_validation_batch_end", "other", "validate", "callbacks"),
-        ("run_validation", "other", "fit", "validation"),
-        ("save_checkpoint", "callbacks", "fit", "checkpoint"),
-        ("[Strategy]X.save_checkpoint", "checkpoint", "fit", "checkpoint"),
-        ("[CheckpointIO]TorchCheckpointIO.remove_checkpoint", "callbacks", "fit", "checkpoint"),
-        ("logging", "validation", "fit", "logging"),
-        ("[Logger]CSVLogger.save", "other", "fit", "logging"),
-        ("[MemProfiler]after_forward", "optimizer", "fit", "other"),
-        ("run_training_batch", "other", "fit", "other"),
-        ("[LightningModule]M.on_train_batch_start", "other", "fit", "other"),
+        ("[_TrainingEpochLoop].train_dataloader_next", Part.UNTRACKED, "fit", Part.DATA_WAIT),
+        ("[DataLoader]Noise.fetch", Part.DATA_WAIT, "fit", Part.DATA_WAIT),
+        ("[_EvaluationLoop].val_next", Part.VALIDATION, "fit", Part.VALIDATION),
+        ("[_EvaluationLoop].val_next", Part.UNTRACKED, "validate", Part.DATA_WAIT),
+        ("[_PredictionLoop].predict_next", Part.UNTRACKED, "predict", Part.DATA_WAIT),
+        ("[Strategy]X.batch_to_device", Part.UNTRACKED, "fit", Part.TRANSFER),
+        ("[Strategy]X.batch_to_device", Part.VALIDATION, "fit", Part.VALIDATION),
+        ("[LightningModule]M.on_after_batch_transfer", Part.TRANSFER, "fit", Part.TRANSFER),
+        ("[Precision]MixedPrecision.convert_input", Part.UNTRACKED, "fit", Part.TRANSFER),
+        ("[Strategy]X.training_step", Part.OPTIMIZER, "fit", Part.FORWARD),
+        ("[Strategy]X.validation_step", Part.VALIDATION, "fit", Part.VALIDATION),
+        ("[Strategy]X.validation_step", Part.UNTRACKED, "validate", Part.FORWARD),
+        ("[Strategy]X.backward", Part.OPTIMIZER, "fit", Part.BACKWARD),
+        ("[Precision]Precision.backward", Part.FORWARD, "fit", Part.BACKWARD),
+        ("[LightningModule]M.on_after_backward", Part.BACKWARD, "fit", Part.BACKWARD),
+        ("[LightningModule]M.backward", Part.FORWARD, "fit", Part.FORWARD),
+        ("[Optimizer]AdamW.step", Part.FORWARD, "fit", Part.OPTIMIZER),
+        ("[Optimizer]AdamW.zero_grad", Part.FORWARD, "fit", Part.OPTIMIZER),
+        ("[LightningModule]M.lr_scheduler_step", Part.UNTRACKED, "fit", Part.OPTIMIZER),
+        ("[Callback]X.on_train_batch_end", Part.UNTRACKED, "fit", Part.CALLBACK),
+        ("[Callback]X.on_validation_end", Part.VALIDATION, "fit", Part.CALLBACK),
+        ("[Callback]X.on_validation_batch_end", Part.VALIDATION, "fit", Part.VALIDATION),
+        ("[Callback]X.on_validation_batch_end", Part.UNTRACKED, "validate", Part.CALLBACK),
+        ("run_validation", Part.UNTRACKED, "fit", Part.VALIDATION),
+        ("save_checkpoint", Part.CALLBACK, "fit", Part.CHECKPOINT),
+        ("[Strategy]X.save_checkpoint", Part.CHECKPOINT, "fit", Part.CHECKPOINT),
+        ("[CheckpointIO]TorchCheckpointIO.remove_checkpoint", Part.CALLBACK, "fit", Part.CHECKPOINT),
+        ("logging", Part.VALIDATION, "fit", Part.LOGGING),
+        ("[Logger]CSVLogger.save", Part.UNTRACKED, "fit", Part.LOGGING),
+        ("[MemProfiler]after_forward", Part.OPTIMIZER, "fit", Part.UNTRACKED),
+        ("run_training_batch", Part.UNTRACKED, "fit", Part.UNTRACKED),
+        ("[LightningModule]M.on_train_batch_start", Part.UNTRACKED, "fit", Part.UNTRACKED),
     ],
 )
-def test_an_action_belongs_to_its_part(action: str, around: str, stage: str, part: str) -> None:
+def test_an_action_belongs_to_its_part(action: str, around: Part, stage: str, part: Part) -> None:
     assert part_of(action, around, stage) == part
 
 
@@ -132,11 +133,11 @@ def test_a_step_is_shared_among_its_events_and_callbacks_are_named(tmp_path: Pat
         "forward": 20,
         "backward": 25,
         "optimizer": 20,
-        "callbacks": 5 + 20 + 3 + 7,
+        "callback": 5 + 20 + 3 + 7,
         "validation": 31,
         "checkpoint": 17,
         "logging": 2,
-        "other": 200 - 160,
+        "untracked": 200 - 160,
     }
     assert step.callbacks_ns == {"ModelCheckpoint{'monitor': 'a.b'}": 20, "C": 15}
     assert [
@@ -159,10 +160,10 @@ nested_rows = st.lists(
 def test_parts_sum_to_the_step_for_any_rows(tmp_path_factory: Any, rows: list[dict[str, Any]], length: int) -> None:
     made = window(tmp_path_factory.mktemp("run"), [*rows, row("step", 0, length, -1)])
     (step,) = window_events(made, "fit")
-    assert tuple(step.parts_ns) == PARTS
+    assert tuple(step.parts_ns) == ACTION_PARTS
     assert sum(step.parts_ns.values()) == length
     assert min(step.parts_ns.values()) >= 0
-    assert sum(step.callbacks_ns.values()) == step.parts_ns["callbacks"]
+    assert sum(step.callbacks_ns.values()) == step.parts_ns[Part.CALLBACK]
     offsets = [event.offset_ns for event in step.events]
     assert offsets == sorted(offsets)
     for event in step.events:
@@ -192,9 +193,9 @@ def test_totals_count_each_action_of_all_steps(tmp_path: Path) -> None:
     assert (
         step.total_ns
         == batch.total_ns
-        == sum(sum(step.parts_ns[part] for part in ("forward", "backward", "optimizer")) for step in steps)
+        == sum(sum(step.parts_ns[part] for part in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)) for step in steps)
     )
-    assert step.self_ns == sum(step.parts_ns["optimizer"] for step in steps)
+    assert step.self_ns == sum(step.parts_ns[Part.OPTIMIZER] for step in steps)
     assert step.max_self_ns <= step.max_ns <= step.total_ns
 
 

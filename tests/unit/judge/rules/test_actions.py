@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
 from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine
 from lightning_memprof.account.ledger.model import TimeLine
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Facts, Finding, Severity, examine, verdict_of
 from lightning_memprof.judge.verdict import RULES
 from lightning_memprof.read.run.load import load_run
@@ -321,6 +322,6 @@ def test_an_optimizer_whose_time_was_a_wait_for_a_core_breaks_no_rule(tmp_path: 
     facts = Facts.of(run)
     ledger = facts.ledgers[0]
     others = [line for line in ledger.lines if line.part != "optimizer"]
-    nothing = TimeLine(part="optimizer", name="AdamW", ns=0.0)
+    nothing = TimeLine(part=Part.OPTIMIZER, name="AdamW", ns=0.0)
     vars(facts)["ledgers"] = {0: replace(ledger, lines=(*others, nothing))}
     assert "rule_failed" not in {finding.rule for finding in examine(facts)}

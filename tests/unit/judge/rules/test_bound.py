@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from device_traces import Recording
 from fake_runs import FakeRun, make_run
-from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, TimePart
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Facts, Finding, examine_files, nothing_in_files
 from lightning_memprof.judge.rules.bound import nothing_found
 from lightning_memprof.read.run.load import load_run
@@ -72,7 +73,7 @@ FUNCTION = "shop/run.py(12): train_step"
         pytest.param(
             "torch/serialization.py(944): save",
             8_000,
-            "Host-bound: saving takes 80% of each step, mostly save in train_step (shop/run.py:12).",
+            "Host-bound: checkpoints take 80% of each step, mostly save in train_step (shop/run.py:12).",
             "Save checkpoints less often",
             id="a checkpoint",
         ),
@@ -336,7 +337,7 @@ def test_waiting_for_a_late_rank_is_not_called_the_backward_pass(tmp_path: Path)
     run = load_run(make_run(tmp_path, FakeRun(world_size=2, phases=phases, trace=False)))
     found = nothing_found(Facts.of(run))
     assert found.title == "Waiting for other ranks takes 60% of each step."
-    assert "the second largest part is the backward pass 20%" in found.why
+    assert "the second largest part is backward 20%" in found.why
 
 
 @pytest.mark.parametrize(
@@ -350,12 +351,12 @@ def test_waiting_for_a_late_rank_is_not_called_the_backward_pass(tmp_path: Path)
 def test_backward_outside_operators_is_no_computation_where_its_collectives_wait(
     wait_ms: int, apart_ms: int, title: str, tmp_path: Path
 ) -> None:
-    def line(part: TimePart, ms: int, module: str = "", operator: str = "") -> TimeLine:
+    def line(part: Part, ms: int, module: str = "", operator: str = "") -> TimeLine:
         return TimeLine(part=part, module=module, operator=operator, ns=ms * 1e6)
 
-    passes = (*(line("forward", 20, module, "aten::addmm") for module in ("a", "b", "c")), line("backward", 40))
-    met = (line("rank_wait", wait_ms), line("collective", 2))
-    lines = (*passes, line("rank_wait", apart_ms))
+    passes = (*(line(Part.FORWARD, 20, module, "aten::addmm") for module in ("a", "b", "c")), line(Part.BACKWARD, 40))
+    met = (line(Part.RANK_WAIT, wait_ms), line(Part.COLLECTIVE, 2))
+    lines = (*passes, line(Part.RANK_WAIT, apart_ms))
     ledger = TimeLedger(step_ns=1e8, median_ns=1e8, steps=20, basis="", lines=lines, communication=met)
     facts = Facts.of(load_run(make_run(tmp_path, FakeRun(world_size=2))))
     vars(facts)["ledgers"] = {0: ledger, 1: ledger}

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.trace.report import trace_report
@@ -96,8 +97,8 @@ def test_of_two_optimizers_each_has_its_own_time(tmp_path: Path) -> None:
         "parameter_dtypes": {"float32": 1500},
     }
     lines = (
-        TimeLine(part="optimizer", name="Adam", operator="aten::addcdiv_", ns=9e6, count=1),
-        TimeLine(part="optimizer", name="SGD", operator="aten::add_", ns=1e6, count=900),
+        TimeLine(part=Part.OPTIMIZER, name="Adam", operator="aten::addcdiv_", ns=9e6, count=1),
+        TimeLine(part=Part.OPTIMIZER, name="SGD", operator="aten::add_", ns=1e6, count=900),
     )
     host = TimeLedger(step_ns=10e6, median_ns=10e6, steps=2, basis="", lines=lines)
     trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
@@ -135,7 +136,7 @@ def test_fused_is_for_dense_gradients(tmp_path: Path, is_sparse: bool) -> None:
 def with_ledger(tmp_path: Path, fake: FakeRun, **changes: Any) -> dict[str, Finding]:
     """The findings of a run whose trace has one operator of 10 ms in backward, in ``count`` calls."""
     count = changes.pop("count", 1.0)
-    line = TimeLine(part="backward", module="", operator="aten::mm", ns=10e6, count=count, called=count)
+    line = TimeLine(part=Part.BACKWARD, module="", operator="aten::mm", ns=10e6, count=count, called=count)
     host = TimeLedger(step_ns=10e6, median_ns=10e6, steps=2, basis="", lines=(line,), **changes)
     run = load_run(make_run(tmp_path, fake))
     trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
@@ -188,7 +189,7 @@ def test_recomputed_forwards_are_a_fault_where_memory_is_ample(
         median_ns=10e6,
         steps=2,
         basis="",
-        lines=(TimeLine(part="backward", module="", operator="aten::mm", ns=10e6, count=1, called=1),),
+        lines=(TimeLine(part=Part.BACKWARD, module="", operator="aten::mm", ns=10e6, count=1, called=1),),
         recomputed_ns=5e6,
     )
     trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)

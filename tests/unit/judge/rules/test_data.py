@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.workers import calls
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.judge import Facts, Finding, examine, examine_files
@@ -49,7 +50,7 @@ def test_the_remedy_depends_on_where_the_padding_is(tmp_path: Path, beyond: int,
 
 
 def test_loading_in_a_recorded_window_is_not_the_runs_whose_pulse_has_every_step(tmp_path: Path) -> None:
-    window = trace(2, loading_ns=80 * MS, causes=(idle("data_loading", 80 * MS),))
+    window = trace(2, loading_ns=80 * MS, causes=(idle(Part.IDLE_DATA, 80 * MS),))
     assert "input_bound_trace" in {finding.rule for finding in examine_files([window], [])}
     facts = Facts.of(load_run(make_run(tmp_path, FakeRun(trace=False))), traces=(window,))
     assert not {"input_bound", "input_bound_trace"} & {finding.rule for finding in examine(facts)}

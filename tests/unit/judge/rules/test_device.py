@@ -107,7 +107,7 @@ def test_short_kernels_leave_the_device_idle(tmp_path: Path) -> None:
     finding = found(training(tmp_path / "short.pt.trace.json", kernel_us=4))["gpu_idle"]
     assert finding.numbers["launch_bound"] is True
     assert finding.severity is Severity.CRITICAL
-    assert finding.numbers["causes_ns"]["operators"] > finding.numbers["idle_ns"] / 2
+    assert finding.numbers["causes_ns"]["idle_operators"] > finding.numbers["idle_ns"] / 2
     assert finding.recovers is not None
     assert (finding.recovers.min, finding.recovers.whole) == (finding.recovers.max / 2, KERNELS * 25_000)
     assert 0.8 < finding.recovers.max / finding.recovers.whole < 0.85  # 20 of 25 us at each kernel
@@ -354,7 +354,7 @@ def test_one_call_that_blocks_for_most_of_the_idle_time_is_named(tmp_path: Path)
 
     finding = found(training(tmp_path / "blocked.pt.trace.json", before=block, kernel_us=4))["gpu_idle"]
     assert finding.numbers["launch_bound"] is False
-    assert "in one gap of 463 ms: the host is in a blocking call (hipMemcpyWithStream)" in finding.title
+    assert "in one gap of 463 ms: the host is in synchronization (hipMemcpyWithStream)" in finding.title
     assert "non_blocking=True" in finding.next_steps[0]
 
 
@@ -372,7 +372,7 @@ def test_one_long_gap_in_each_step_is_not_launch_bound(tmp_path: Path, seen: boo
         made.events = [event for event in made.events if event["cat"] in {"kernel", "cuda_runtime"}]
     finding = found(made.write(tmp_path / "long.pt.trace.json"))["gpu_idle"]
     assert finding.numbers["launch_bound"] is False
-    doing = "runs Python outside operators" if seen else "does unrecorded work"
+    doing = "is in Python outside operators" if seen else "does unrecorded work"
     assert f"mostly while the host {doing}, half of it in gaps of 8.0" in finding.title
     assert finding.next_steps[0].startswith("Record the Python stacks" if seen else "Record the host too")
 
@@ -550,7 +550,7 @@ def test_the_call_that_the_host_is_in_while_a_kernel_is_queued_is_named(tmp_path
         if kernel == 50:
             made.call("hipMemcpyWithStream", 400_000)
     finding = found(made.write(tmp_path / "queued.pt.trace.json"))["gpu_idle"]
-    assert "the next kernel is queued and does not start (the host is in hipMemcpyWithStream)" in finding.title
+    assert "the next kernel is queued, not started (the host is in hipMemcpyWithStream)" in finding.title
 
 
 def test_short_kernels_that_are_queued_are_too_many(tmp_path: Path) -> None:
@@ -562,7 +562,7 @@ def test_short_kernels_that_are_queued_are_too_many(tmp_path: Path) -> None:
                 made.free += 12  # the device takes time to begin
                 made.launch(5)
     finding = found(made.write(tmp_path / "many.pt.trace.json"))["gpu_idle"]
-    assert finding.numbers["main_cause"] == "queue"
+    assert finding.numbers["main_cause"] == "idle_queue"
     assert finding.title.endswith(", mostly in the short gaps between kernels that are queued.")
     assert "Launch fewer and longer kernels" in finding.next_steps[0]
 
@@ -615,9 +615,9 @@ def test_compiling_in_every_step_is_no_cold_start(tmp_path: Path) -> None:
 KEEPS = {
     "other call": ("cudaIpcOpenMemHandle", "the host is in cudaIpcOpenMemHandle", "Call cudaIpcOpenMemHandle once"),
     "graph": ("cudaGraphInstantiate", "the host is in cudaGraphInstantiate", "Record each graph of kernels once"),
-    "pinning": ("cudaHostAlloc", "the allocator calls the driver", "Keep pinned memory from step to step"),
-    "operator": ("torchvision::nms", "inside operators (mostly torchvision::nms)", "Call torchvision::nms less often"),
-    "guards": ("TorchDynamo Cache Lookup", "inside operators (mostly TorchDynamo", "Check fewer guards"),
+    "pinning": ("cudaHostAlloc", "allocator calls", "Keep pinned memory from step to step"),
+    "operator": ("torchvision::nms", "in operators (mostly torchvision::nms)", "Call torchvision::nms less often"),
+    "guards": ("TorchDynamo Cache Lookup", "in operators (mostly TorchDynamo", "Check fewer guards"),
 }
 
 

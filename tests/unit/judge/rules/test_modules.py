@@ -11,6 +11,7 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Facts, examine
 from lightning_memprof.judge.rules.modules import (
     Heaviest,
@@ -29,7 +30,7 @@ MS = 1_000_000
 
 
 def line(module: str, operator: str, ms: float, **of: Any) -> TimeLine:
-    return TimeLine(**{"part": "forward", "module": module, "operator": operator, "ns": ms * MS, "count": 1.0, **of})
+    return TimeLine(**{"part": Part.FORWARD, "module": module, "operator": operator, "ns": ms * MS, "count": 1.0, **of})
 
 
 def ledger(*lines: TimeLine) -> TimeLedger:
@@ -41,7 +42,7 @@ def test_the_heaviest_module_is_the_innermost_with_half_of_the_time() -> None:
         [
             line("net.head", "aten::addmm", 2),
             line("net.blocks.0.attention", "aten::bmm", 3),
-            line("net.blocks.1.attention", "aten::bmm", 3, part="backward"),
+            line("net.blocks.1.attention", "aten::bmm", 3, part=Part.BACKWARD),
             line("net.blocks.0.norm", "aten::native_layer_norm", 1),
             line("net.blocks.1.norm", "aten::native_layer_norm", 1),
         ]
@@ -124,7 +125,7 @@ def test_on_a_cpu_arithmetic_is_not_to_be_fused(tmp_path: Path, family: str, sha
 
 
 def test_lines_without_operators_have_no_heaviest_module() -> None:
-    assert heaviest_module([TimeLine(part="forward", ns=MS)]) is None
+    assert heaviest_module([TimeLine(part=Part.FORWARD, ns=MS)]) is None
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_values_that_are_read_one_by_one_are_named_with_their_number(tmp_path: P
 
 def test_gc_pauses_belong_to_the_values_that_are_read_as_far_as_their_objects_start_them() -> None:
     reads = line("", "aten::item", 1, count=1400, called=1400)
-    pauses = TimeLine(part="gc_pauses", ns=6 * MS, count=4)
+    pauses = TimeLine(part=Part.GC_PAUSES, ns=6 * MS, count=4)
     python = _python(ledger(reads, pauses))
     assert (python.reads, python.ns) == (1400, 1 * MS + 6 * MS / 2)
     assert _python(ledger(msgspec.structs.replace(reads, called=70), pauses)).ns == 0

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
+from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.naming import processes_name
 from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.read.run.load import load_run
@@ -46,7 +47,7 @@ def found(directory: Path, *rows: dict[str, Any], host: tuple[TimeLine, ...] = (
 
 
 def line(name: str, operator: str, ns: float, **more: Any) -> TimeLine:
-    return TimeLine(**{"part": "transfer", "name": name, "module": "", "operator": operator, "ns": ns, **more})
+    return TimeLine(**{"part": Part.TRANSFER, "name": name, "module": "", "operator": operator, "ns": ns, **more})
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,8 @@ def test_an_optimizer_of_the_program_that_calls_operators_for_each_tensor_update
 ) -> None:
     training = {"optimizers": [{"name": name, "parameters": parameters, "device": "cpu"}]}
     directory = make_run(tmp_path, FakeRun(phases=phases(optimizer=5 * MS), training=training))
-    ours = TimeLine(part="optimizer", name=name, operator="aten::mul_", ns=4e6, called=called)
-    others = TimeLine(part="optimizer", name="Adam", operator="aten::mul_", ns=1e6, called=1000)
+    ours = TimeLine(part=Part.OPTIMIZER, name=name, operator="aten::mul_", ns=4e6, called=called)
+    others = TimeLine(part=Part.OPTIMIZER, name="Adam", operator="aten::mul_", ns=1e6, called=1000)
     rules = found(directory, host=(ours, others))
     assert ("optimizer_bound" in rules) == is_loop
     if is_loop:
@@ -92,7 +93,7 @@ def test_a_hook_that_reads_many_values_from_a_gpu_waits_for_each(
     device_bytes = (lambda _: MIB) if on_device else None
     directory = make_run(tmp_path, FakeRun(phases=phases(other=20 * MS), device_bytes=device_bytes))
     name = "Net.on_after_backward"
-    host = (line(name, "aten::is_nonzero", 9e6, part="module_hook", called=302),)
+    host = (line(name, "aten::is_nonzero", 9e6, part=Part.MODULE_HOOK, called=302),)
     finding = found(directory, action(f"[LightningModule]{name}", 18 * MS), host=host)["hook_bound"]
     assert ("302 values" in finding.why) is is_told
     assert finding.next_steps[0].startswith(f"Read one value in {name}") is is_told
@@ -101,7 +102,10 @@ def test_a_hook_that_reads_many_values_from_a_gpu_waits_for_each(
 def test_a_hook_that_copies_many_tensors_is_to_copy_less(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=9 * MS)))
     name = "Average.on_train_batch_end"
-    host = (line(name, "aten::copy_", 8e6, part="callback", called=64), line(name, "aten::mul", 1e6, part="callback"))
+    host = (
+        line(name, "aten::copy_", 8e6, part=Part.CALLBACK, called=64),
+        line(name, "aten::mul", 1e6, part=Part.CALLBACK),
+    )
     finding = found(directory, action(f"[Callback]{name}", 9 * MS, "callbacks"), host=host)["callback_bound"]
     assert "aten::copy_ 64 times, copies of tensors" in finding.why
     assert finding.next_steps[0].startswith(f"Copy less in {name}")
@@ -115,8 +119,8 @@ def test_a_hook_that_copies_as_many_tensors_as_the_model_has_copies_the_model(
     directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=9 * MS), training=training))
     name = "Average.on_train_batch_end"
     host = (
-        line(name, "aten::mul", 7e6, part="callback", called=80),
-        line(name, "aten::clone", 1e6, part="callback", called=clones),
+        line(name, "aten::mul", 7e6, part=Part.CALLBACK, called=80),
+        line(name, "aten::clone", 1e6, part=Part.CALLBACK, called=clones),
     )
     finding = found(directory, action(f"[Callback]{name}", 9 * MS, "callbacks"), host=host)["callback_bound"]
     assert ("copies the model" in finding.why) is is_model
@@ -140,8 +144,8 @@ def test_a_transfer_without_a_device_visits_objects(tmp_path: Path) -> None:
 def test_a_callback_that_runs_the_model_for_most_of_its_time_says_so(tmp_path: Path, ms: int, is_most: bool) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=ms * MS)))
     name = "Accuracy.on_train_batch_end"
-    host = tuple(line(name, "aten::addmm", 2e6, part="callback", module=f"net.{i}", called=1) for i in range(3))
-    other = line(name, "aten::argmax", 1e6, part="callback", called=1)
+    host = tuple(line(name, "aten::addmm", 2e6, part=Part.CALLBACK, module=f"net.{i}", called=1) for i in range(3))
+    other = line(name, "aten::argmax", 1e6, part=Part.CALLBACK, called=1)
     finding = found(directory, action(f"[Callback]{name}", ms * MS, "callbacks"), host=(*host, other))["callback_bound"]
     assert ("runs net" in finding.why) is is_most
     assert finding.next_steps[0].startswith(f"Use the outputs of the step in {name}") is is_most
@@ -195,7 +199,7 @@ def test_pauses_outside_fetches_are_not_the_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("synced", [36, 1])
 def test_collectives_of_logged_values_are_counted(tmp_path: Path, synced: int) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(other=20 * MS)))
-    log = TimeLine(part="rank_wait", name="Net.log", ns=1e6, count=synced)
+    log = TimeLine(part=Part.RANK_WAIT, name="Net.log", ns=1e6, count=synced)
     finding = found(directory, action("[LightningModule]Net.log", 18 * MS), host=(log,))["logging_bound"]
     assert ("36 collectives per step" in finding.why) == (synced == 36)
     assert ("sync_dist=True" in finding.next_steps[0]) == (synced == 36)
@@ -233,11 +237,11 @@ def test_a_loop_over_a_parameter_that_is_made_anew_has_its_own_remedy(
     directory = make_run(tmp_path, FakeRun())
     made = "cell.parametrizations.weight.0"
     host = (
-        TimeLine(part="forward", name="", module="cell", operator="", ns=1e5, count=12),
-        TimeLine(part="forward", name="", module="", operator="", ns=1e5, count=1),
-        TimeLine(part="forward", name="", module=made, operator="", ns=1e5, count=times),
-        TimeLine(part="forward", name="", module=made, operator="aten::linalg_solve", ns=9e6, called=times),
-        TimeLine(part="forward", name="", module="cell", operator="aten::addmm", ns=6e6, called=12, count=12),
+        TimeLine(part=Part.FORWARD, name="", module="cell", operator="", ns=1e5, count=12),
+        TimeLine(part=Part.FORWARD, name="", module="", operator="", ns=1e5, count=1),
+        TimeLine(part=Part.FORWARD, name="", module=made, operator="", ns=1e5, count=times),
+        TimeLine(part=Part.FORWARD, name="", module=made, operator="aten::linalg_solve", ns=9e6, called=times),
+        TimeLine(part=Part.FORWARD, name="", module="cell", operator="aten::addmm", ns=6e6, called=12, count=12),
     )
     finding = found(directory, host=host)["python_loop"]
     assert ("parametrize.cached()" in finding.next_steps[0]) == is_anew

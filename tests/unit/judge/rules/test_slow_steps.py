@@ -15,6 +15,7 @@ from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.memory.report import memory_report
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.statistics import pulse_statistics, window_steps
 from lightning_memprof.judge import Facts, Finding, Severity, examine, verdict_of
 from lightning_memprof.read.run.load import load_run
@@ -142,7 +143,7 @@ def test_slow_steps_of_a_gpu_whose_cudnn_tries_its_algorithms_may_have_new_shape
 def test_cudnns_benchmark_is_named_where_a_model_convolves(tmp_path: Path, operator: str, tries: bool) -> None:
     slow = in_some(lambda step: step % 8 == 7, forward=150 * MS)
     fake = FakeRun(steps=60, phases=slow, device_bytes=lambda _: MIB, training={"cudnn_benchmark": True})
-    line = TimeLine(part="forward", module="net", operator=operator, ns=MS)
+    line = TimeLine(part=Part.FORWARD, module="net", operator=operator, ns=MS)
     ledger = TimeLedger(step_ns=9 * MS, median_ns=9 * MS, steps=2, basis="", lines=(), passes=(line,))
     trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), device_ledger=ledger)
     run = load_run(make_run(tmp_path / "log", fake))

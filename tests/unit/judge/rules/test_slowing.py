@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.account.ledger.model import TimeLine
+from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.judge.rules.program.slowing import slower_steps
 from lightning_memprof.read.run.load import load_run
@@ -24,22 +25,12 @@ def slower(root: Path, phases: Callable[[int, int], Phases], **changes: object) 
     return next((finding for finding in examine(facts) if finding.rule == "slower_steps"), None)
 
 
-@pytest.mark.parametrize(
-    ("phase", "words"),
-    [
-        ("data_wait", "the wait for data"),
-        ("forward", "the forward pass"),
-        ("backward", "the backward pass"),
-        ("optimizer", "the optimizer"),
-        ("callbacks", "callbacks"),
-        ("other", "the rest of the step"),
-    ],
-)
-def test_a_phase_to_which_each_step_adds_is_named_with_its_slope(tmp_path: Path, phase: str, words: str) -> None:
+@pytest.mark.parametrize("phase", PHASE_PARTS)
+def test_a_phase_to_which_each_step_adds_is_named_with_its_slope(tmp_path: Path, phase: str) -> None:
     finding = slower(tmp_path, lambda _, step: {**HEALTHY, phase: HEALTHY[phase] + step * MS}, steps=60)
     assert finding is not None
     assert finding.title.startswith("Steps get slower: each takes 1.00 ms longer than the one before, mostly in ")
-    assert words in finding.title
+    assert PHASE_PARTS[phase].label in finding.title
     assert finding.severity > Severity.INFO
     assert finding.recovers is not None
     # Half of what 53 steps after the warmup add.
@@ -108,14 +99,14 @@ def test_what_names_the_code_comes_before_it(tmp_path: Path) -> None:
     [
         pytest.param(
             "forward",
-            TimeLine(part="forward_hook", name="watch (net.py:7)", ns=1.0),
-            "the forward pass, which calls the forward hook watch (net.py:7).",
+            TimeLine(part=Part.FORWARD_HOOK, name="watch (net.py:7)", ns=1.0),
+            "forward, which calls the forward hook watch (net.py:7).",
             "Remove the forward hook watch (net.py:7) after use",
             id="a forward hook",
         ),
         pytest.param(
             "callbacks",
-            TimeLine(part="callback", name="EMA.on_train_batch_end", ns=1e9),
+            TimeLine(part=Part.CALLBACK, name="EMA.on_train_batch_end", ns=1e9),
             "callbacks (largest part: EMA.on_train_batch_end).",
             "Find what EMA.on_train_batch_end keeps",
             id="a callback",

@@ -190,19 +190,19 @@ def test_idle_time_is_what_the_launching_thread_did_meanwhile(tmp_path):
         kernel(65, 70, 1),
     )
     assert found == {
-        "data_loading": 20,
-        "synchronization": 6,
-        "allocator": 4,
-        "gc_pauses": 3,
-        "python": 7,
-        "operators": 8,
-        "launch": 7,
+        "idle_data": 20,
+        "idle_synchronization": 6,
+        "idle_allocator": 4,
+        "idle_gc_pauses": 3,
+        "idle_python": 7,
+        "idle_operators": 8,
+        "idle_launch": 7,
     }
 
 
 def test_a_kernel_that_starts_long_after_its_launch_was_queued(tmp_path):
     found = causes(tmp_path, kernel(0, 10), call(4, 6, 1), kernel(100, 110, 1))
-    assert found == {"launch": 16, "queue": 74}
+    assert found == {"idle_launch": 16, "idle_queue": 74}
 
 
 def test_before_a_thread_of_autograd_begins_the_training_thread_tells(tmp_path):
@@ -215,7 +215,7 @@ def test_before_a_thread_of_autograd_begins_the_training_thread_tells(tmp_path):
         call(38, 39, 1, AUTOGRAD),
         kernel(40, 50, 1),
     )
-    assert found == {"operators": 16, "python": 12, "launch": 2}
+    assert found == {"idle_operators": 16, "idle_python": 12, "idle_launch": 2}
 
 
 def test_a_wait_costs_the_gap_behind_it_unless_the_next_kernel_was_queued(tmp_path):

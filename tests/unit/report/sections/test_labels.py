@@ -7,16 +7,15 @@ import subprocess
 import sys
 from html import unescape
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof import judge
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Evidence, Finding, Severity
 from lightning_memprof.read.run.targets import find_targets
-from lightning_memprof.read.trace.model import Cause
 from lightning_memprof.report.document import Lines
 from lightning_memprof.report.files_view import FilesView, files_view
 from lightning_memprof.report.opened import OpenOptions, opened
@@ -69,7 +68,7 @@ def files(path: Path) -> FilesView:
         snapshot([segment(block(0, 2 * MIB), unused(2 * MIB, MIB), block(3 * MIB, MIB, state="active_pending_free"))]),
     )
     view = files_view(find_targets([file]))
-    causes = tuple(idle(cause, 1_000_000) for cause in get_args(Cause))
+    causes = tuple(idle(cause, 1_000_000) for cause in Part if cause.group == "device idle")
     traced = trace(causes=causes, gpu_window=gpu_times(100_000_000, 40_000_000, exposed_ns=5_000_000))
     return replace(view, traces=(traced,), sizes={**view.sizes, traced.file: 1})
 

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ledger.model import TimeLine
+from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.artifacts.naming import system_name
-from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.document import Facts, Stack, text
@@ -200,7 +200,7 @@ def test_events_callbacks_and_parts_of_a_recorded_step_are_there(tmp_path: Path)
     shown = run_view(load_run(make_run(tmp_path, FakeRun(windows=((2, 3),)))))
     (stack,) = [part for part in steps_section(shown).parts if isinstance(part, Stack)]
     assert [bar.name for bar in stack.bars] == [
-        "data wait", "forward", "backward", "optimizer", "callbacks", "untracked",
+        "data wait", "forward", "backward", "optimizer", "callbacks", "untracked time",
     ]  # fmt: skip
     owners = [(row["part"], row["owner"]) for row in table_of(shown, "ledger")]
     assert owners[:3] == [("backward", ""), ("forward", ""), ("optimizer", "")]
@@ -230,8 +230,8 @@ def test_the_document_has_every_step_and_the_order_of_its_events(tmp_path: Path)
     ]  # fmt: skip
     assert events["steps"][20]["events"] is None
     pulse = run.lead.pulse
-    for phase in PHASES:
-        assert events["parts_ns"][phase] == round(sum(pulse[step][f"{phase}_ns"] or 0 for step in range(2, 25)) / 23)
+    for phase, part in PHASE_PARTS.items():
+        assert events["parts_ns"][part] == round(sum(pulse[step][f"{phase}_ns"] or 0 for step in range(2, 25)) / 23)
     assert list(events["callbacks_ns"]) == ["TQDMProgressBar"]
 
 
@@ -240,10 +240,10 @@ def test_the_bar_of_a_step_has_the_parts_of_its_ledger_and_sums_to_the_step(tmp_
     assert shown.ledger is not None
     third = shown.ledger.step_ns / 3
     lines = (
-        TimeLine(part="forward", ns=3 * third),
-        TimeLine(part="core_wait", ns=third),
-        TimeLine(part="gc_pauses", ns=third / 1000),
-        TimeLine(part="metric", ns=third / 1000),
+        TimeLine(part=Part.FORWARD, ns=3 * third),
+        TimeLine(part=Part.CORE_WAIT, ns=third),
+        TimeLine(part=Part.GC_PAUSES, ns=third / 1000),
+        TimeLine(part=Part.METRIC, ns=third / 1000),
     )
     ledger = replace(shown.ledger, lines=lines, step_ns=sum(line.ns for line in lines))
     section = overview_section(replace(shown, ledger=ledger), {}, [])

@@ -12,6 +12,7 @@ from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Facts, Finding, examine
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.trace.report import trace_report
@@ -65,7 +66,7 @@ def test_a_larger_batch_recovers_half_of_the_fixed_work_or_more(tmp_path: Path) 
 @pytest.mark.parametrize(("calls", "is_found"), [(8, False), (200, True)])
 def test_calls_that_compute_little_take_as_long_for_a_larger_batch(tmp_path: Path, calls: int, is_found: bool) -> None:
     lines = tuple(
-        TimeLine(part="backward", module=f"layers.{number}", operator="aten::mm", ns=10e6 / calls, count=1)
+        TimeLine(part=Part.BACKWARD, module=f"layers.{number}", operator="aten::mm", ns=10e6 / calls, count=1)
         for number in range(calls)
     )
     fake = FakeRun(samples=2, padding=(0, 0, 0))
