@@ -44,14 +44,6 @@ def own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def no_benchmark() -> Iterator[None]:
-    """Have no page measure this machine, which takes half a second and writes into the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LIGHTNING_MEMPROF_BENCHMARK", "0")
-        yield
-
-
 FROZEN = gc.get_freeze_count
 
 

@@ -11,7 +11,6 @@ import msgspec
 
 from lightning_memprof.account.ledger.memory import ByteLedger, run_bytes
 from lightning_memprof.account.ledger.model import TimeLedger, total
-from lightning_memprof.account.ledger.peaks import Peaks
 from lightning_memprof.account.ledger.ranks import log_waits, with_waits
 from lightning_memprof.account.ledger.run import run_ledger, typical_in_windows
 from lightning_memprof.account.ledger.steady import in_steady_state
@@ -36,7 +35,7 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
     """A run, the pulse statistics of its ranks that have a pulse, and the comparison of its ranks.
 
     ``traces`` and ``snapshots`` are the analyzed ones, which takes time in proportion to their size; ``memory`` is
-    None if it was not read. ``measure`` returns what this machine reaches; None where nothing may be measured.
+    None if it was not read.
     """
 
     run: Run
@@ -45,7 +44,6 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
     traces: tuple[TraceReport, ...] = ()
     snapshots: tuple[SnapshotReport, ...] = ()
     memory: MemoryReport | None = None
-    measure: Callable[[], Peaks | None] | None = None
 
     @classmethod
     def of(
@@ -54,7 +52,6 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
         traces: tuple[TraceReport, ...] = (),
         snapshots: tuple[SnapshotReport, ...] = (),
         memory: MemoryReport | None = None,
-        measure: Callable[[], Peaks | None] | None = None,
     ) -> Facts:
         """Return the facts of a run."""
         found = {rank.rank: pulse_statistics(rank) for rank in run.ranks}
@@ -68,7 +65,6 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
             traces=tuple(with_waits(trace, waits) for trace in traces) if waits else traces,
             snapshots=snapshots,
             memory=memory,
-            measure=measure,
         )
 
     @cached_property

@@ -10,7 +10,6 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.peaks import machine_peaks
 from lightning_memprof.account.memory.allocations import run_allocations
 from lightning_memprof.artifacts.remote import is_url
 from lightning_memprof.errors import ArtifactError
@@ -83,9 +82,7 @@ def _run(found: LocalRun, options: OpenOptions, progress: Callable[[Path, int, i
     run = replace(loaded, url=found.url)
     run = ensure_operator_tables(_of_window(_led_by(run, options.rank), options.window))
     run, reports = _with_files(run, options.max_file_bytes, progress)
-    return run_view(
-        run, run_allocations(run), traces=reports.traces, snapshots=reports.snapshots, measure=machine_peaks
-    )
+    return run_view(run, run_allocations(run), traces=reports.traces, snapshots=reports.snapshots)
 
 
 def _led_by(run: Run, rank: int | None) -> Run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from lightning_memprof.account.ledger.growth import left_by_windows
 from lightning_memprof.account.ledger.memory import ByteLedger
 from lightning_memprof.account.ledger.model import TimeLedger
-from lightning_memprof.account.ledger.peaks import Peaks
 from lightning_memprof.account.memory.model import WindowAllocations
 from lightning_memprof.account.memory.report import MemoryReport, memory_report
 from lightning_memprof.account.oom.autopsy import Autopsy, autopsies
@@ -159,7 +158,6 @@ def run_view(
     max_memory_bytes: int | None = None,
     traces: tuple[TraceReport, ...] = (),
     snapshots: tuple[SnapshotReport, ...] = (),
-    measure: Callable[[], Peaks | None] | None = None,
 ) -> View:
     """Analyse a run.
 
@@ -169,10 +167,9 @@ def run_view(
         max_memory_bytes: as ``max_bytes`` of :func:`lightning_memprof.account.memory.report.memory_report`.
         traces: those of its traces that were analysed.
         snapshots: those of its snapshots that were analysed.
-        measure: returns what this machine reaches; None in a training run, which a measurement would slow down.
     """
     memory = memory_report(run.in_full, allocations, max_bytes=max_memory_bytes)
-    facts = Facts.of(run, traces, snapshots, memory, measure=measure)
+    facts = Facts.of(run, traces, snapshots, memory)
     tried, unread = _tried(run)
     findings = _with_results(_named_as_listed(run, examine(facts)), tried)
     ranks = _rank_views(facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -209,11 +208,7 @@ def _of_module(facts: Facts, rank: Rank, heaviest: Heaviest) -> Achieved | None:
     pairs = all_pairs(within, sum(each.ns for each in within) / 2)
     if not work and not pairs:
         return None
-    if trace is not None:
-        peaks = device_peaks(trace.devices[0]) if trace.devices else None
-    else:
-        is_here = rank.facts.is_cpu and rank.facts.host == platform.node()
-        peaks = facts.measure() if is_here and facts.measure else None
+    peaks = device_peaks(trace.devices[0]) if trace is not None and trace.devices else None
     achieved = achieved_by(work or within, peaks, on_device=trace is not None)
     return replace(achieved, on=f", on all pairs of {pairs}", pairs=pairs) if achieved and pairs else achieved
 

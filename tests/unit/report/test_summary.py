@@ -4,16 +4,12 @@ import gzip
 import io
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fake_runs import FakeRun, make_run
-from lightning_memprof.account.ledger.peaks import machine_peaks
 from lightning_memprof.errors import ReportError
-from lightning_memprof.judge import Facts
 from lightning_memprof.report import summary
-from lightning_memprof.report.opened import opened
 from lightning_memprof.report.summary import print_summary
 from lightning_memprof.units import MIB
 
@@ -99,18 +95,3 @@ def test_a_rank_that_is_still_writing_is_left_out_and_named(tmp_path: Path, caps
 def test_where_no_rank_has_ended_the_page_has_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(make_run(tmp_path, FakeRun(world_size=2, endings={0: None, 1: None})))
     assert "killed" in " ".join(capsys.readouterr().out.split())
-
-
-def test_only_a_process_that_reports_measures_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    make = Facts.of
-
-    def of(*arguments: Any, measure: object = None) -> Facts:
-        asked.append(measure)
-        return make(*arguments)
-
-    monkeypatch.setattr(Facts, "of", of)
-    directory = make_run(tmp_path)
-    print_summary(directory)
-    with opened([str(directory)]):
-        assert asked == [None, machine_peaks]
