@@ -93,6 +93,11 @@ _KINDS: Final = {
 }
 
 
+# Metadata of Kineto, also of a trace without events.
+_OF_TORCH: Final = frozenset({"schemaVersion", "deviceProperties", "distributedInfo", "baseTimeNanoseconds"})
+_NAMED_CATEGORIES: Final = 3
+
+
 class Step(NamedTuple):
     """A step on the host, in ns after the trace's origin."""
 
@@ -219,6 +224,11 @@ def read_columns(path: Path, progress: Progress | None = None) -> TraceColumns:
             f"{path}: is a timeline of {text.merged_traces} merged traces, for lightning-memprof view; name the run or "
             "the traces themselves"
         )
+    if not table.is_of_torch and not _OF_TORCH & text.metadata.keys():
+        raise ArtifactError(
+            f"{path}: is a trace of another program: none of its events has a category of torch.profiler"
+            f"{table.categories}; name a trace of torch.profiler"
+        )
     base = text.metadata.get("baseTimeNanoseconds")
     origin = base if isinstance(base, int) and 0 <= base < LARGEST else 0
     return table.columns(text.metadata, origin + text.ts_offset_us * 1000)
@@ -237,6 +247,17 @@ class _Table:
         self._shaped, self._shape_numbers, self._inputs = array("q"), array("i"), _Numbers()
         self._collectives: list[NamedEvent] = []
         self._events = 0
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether a category is one of torch's, or there is no event."""
+        return not self._events or any(kind != Kind.OTHER for kind in self._kind_of.values())
+
+    @property
+    def categories(self) -> str:
+        """The first categories of the events, in brackets."""
+        named = [category for category in self._kind_of if category]
+        return f" (they are {', '.join(named[:_NAMED_CATEGORIES])})" if named else ""
 
     def take(self, text: bytes) -> list[int]:
         """Take the events of a piece, a JSON array; return their number.

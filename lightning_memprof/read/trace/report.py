@@ -254,7 +254,11 @@ def _number(metadata: dict[str, Any], key: str, pattern: re.Pattern[str]) -> int
 
 
 def _devices(columns: TraceColumns, device: DeviceEvents) -> list[tuple[str, tuple[int, int]]]:
-    """Return name and compute capability of the devices with events; one without a name has its number."""
+    """Return name and compute capability of the devices with events; one without a name has its number.
+
+    Where the program sees only some devices (HIP_VISIBLE_DEVICES), ROCm writes their numbers on the machine at events,
+    and those in the program at properties: devices that are all alike are known without their numbers.
+    """
     properties = columns.metadata.get("deviceProperties")
     known: dict[str, tuple[str, tuple[int, int]]] = {}
     if isinstance(properties, list):
@@ -265,7 +269,9 @@ def _devices(columns: TraceColumns, device: DeviceEvents) -> list[tuple[str, tup
         known = {number: (name, (0, 0)) for number, name in _DEVICE.findall(properties)}
     lanes = np.unique(columns.lanes[device.rows])
     found = sorted({str(columns.lane_of[lane][0]) for lane in lanes})
-    return [known.get(number, (f"device {number}", (0, 0))) for number in found]
+    alike = set(known.values())
+    unlisted = alike.pop() if len(alike) == 1 else None
+    return [known.get(number) or unlisted or (f"device {number}", (0, 0)) for number in found]
 
 
 def _busy(columns: TraceColumns, device: DeviceEvents) -> tuple[int, ...]:

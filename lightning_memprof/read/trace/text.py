@@ -35,6 +35,8 @@ BASE_TIME: Final = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
 _UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError)
 
 _GZIP: Final = b"\x1f\x8b"
+# A file that is its events, without metadata.
+_LIST: Final = b"["
 _CHUNK: Final = 1 << 20
 # The text beside the events; for 4,096 ranks with all their groups it is a few MiB.
 _HEAD_LIMIT: Final = 32 << 20
@@ -60,11 +62,17 @@ _OPENING: Final = frozenset({b"{", b"["})
 _BRACKETS: Final = _OPENING | {b"}", b"]"}
 _BETWEEN_EVENTS: Final = re.compile(rb"\}\s*,\s*\{\s*\Z")
 _FIRST_KEY: Final = re.compile(rb'\s*\{\s*("[^"\\]*")')
+# With which events begin; metadata may have another order than the others.
+_KEYS: Final = (b'"ph"', b'"name"', b'"cat"', b'"pid"', b'"tid"', b'"ts"', b'"args"')
 _ARRAY_OPENS: Final = re.compile(rb"\s*:\s*\[")
 _NAME_LINE: Final = re.compile(rb'^([ \t]*"name": ")(.*)(",?[ \t]*)$', re.MULTILINE)
 _BARE_QUOTE: Final = re.compile(rb'(?<!\\)"')
 # A string need not end: else each escaped quote of a string that continues after the buffer would begin another.
 _NON_FINITE: Final = re.compile(_STRING + rb"?|([-+]?\b(?:nan|inf(?:inity)?)\b)", re.IGNORECASE | re.DOTALL)
+# torch.autograd.profiler's lists have no categories: the process is the kind of an event.
+_LEGACY_PROCESS: Final = re.compile(rb'"pid":\s*"(\w+) functions"')
+_LEGACY_HOST: Final = b'"cat":"cpu_op","pid":"CPU functions"'
+_LEGACY_DEVICE: Final = b'"cat":"kernel","pid":0'
 # 16 digits of microseconds since 1970 and a fraction: more than a double holds.
 _EPOCH_TS: Final = re.compile(rb'("ts":\s*)(\d{16})(?=[.,\s}])')
 _EPOCH_TS_WITH_FRACTION: Final = re.compile(rb'("ts":\s*)(\d{16})\.\d')
@@ -129,6 +137,7 @@ class TraceText:
         self, raw: IO[bytes], stream: IO[bytes], decode: Callable[[bytes], list[_T]], chunk: int
     ) -> Iterator[list[_T]]:
         head, buffer = _read_head(self.path, stream, chunk)
+        decode = _with_categories(decode) if head == _LIST else decode
         splitter = _Splitter(self.path, buffer, decode)
         self.ts_offset_us = splitter.ts_offset_us
         plain, found = len(buffer), True
@@ -170,7 +179,7 @@ class _Splitter:
         epoch = _EPOCH_TS_WITH_FRACTION.search(sample)
         bucket = int(epoch[2]) // _BUCKET_US if epoch else 0
         self._path = path
-        self._keys = dict.fromkeys((b'"ph"', first[1] if first else b'"ph"'))
+        self._keys = dict.fromkeys((first[1] if first else _KEYS[0], *_KEYS))
         self._decode = decode
         # Some time before the first event, so that no time becomes negative.
         self.ts_offset_us = (bucket - 8) * _BUCKET_US if epoch else 0
@@ -264,6 +273,12 @@ def _originally(decode: Callable[[bytes], list[_T]]) -> Callable[[bytes], list[_
     return lambda text: decode(original_categories(text))
 
 
+def _with_categories(decode: Callable[[bytes], list[_T]]) -> Callable[[bytes], list[_T]]:
+    return lambda text: decode(
+        _LEGACY_PROCESS.sub(lambda found: _LEGACY_HOST if found[1] == b"CPU" else _LEGACY_DEVICE, text)
+    )
+
+
 def open_trace(path: Path) -> IO[bytes]:
     """Open the text of a regular file, whatever it holds; its first bytes show whether it is compressed.
 
@@ -306,8 +321,8 @@ def _read_head(path: Path, stream: IO[bytes], chunk: int) -> tuple[bytes, bytes]
     """Read until the event array opens; return the text up to its bracket, and the bytes after it."""
     data = stream.read(chunk).removeprefix(codecs.BOM_UTF8)
     first = data.lstrip()[:1]
-    if first == b"[":
-        return b"[", data.lstrip()[1:]
+    if first == _LIST:
+        return _LIST, data.lstrip()[1:]
     if first != b"{":
         raise ArtifactError(f"{path}: is not a trace; a trace is a JSON object with `traceEvents`")
     length = chunk
@@ -358,7 +373,7 @@ def _repair(buffer: bytes) -> bytes:
 
 def _metadata(path: Path, head: bytes, tail: bytes) -> dict[str, Any]:
     """Return all except the events; `head` ends at the array's opening bracket, `tail` begins after the closing one."""
-    if head == b"[":
+    if head == _LIST:
         if tail.strip():
             raise ArtifactError(f"{path}: has text after its events; a list of events ends with its bracket")
         return {}

@@ -10,6 +10,7 @@ import pytest
 from kineto import write_trace
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.trace import events as trace_module
+from lightning_memprof.read.trace import text as trace_text
 from lightning_memprof.read.trace.events import read_trace
 from recorded_rows import read_events
 
@@ -219,3 +220,23 @@ def test_a_byte_order_mark_before_the_trace_is_no_part_of_it(tmp_path, packed):
     path = tmp_path / ("marked.json.gz" if packed else "marked.json")
     path.write_bytes(gzip.compress(text) if packed else text)
     assert names(path) == ["aten::add"]
+
+
+@pytest.mark.parametrize("keys", [("name", "ph"), ("ts", "ph"), ("args", "name", "ph")])
+def test_metadata_may_have_another_order_of_keys_than_events(
+    keys: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    careful = trace_text._Splitter._careful_cut
+
+    def counting(splitter: trace_text._Splitter, buffer: bytes) -> tuple[int, int, bool] | None:
+        counted.append(len(buffer))
+        return careful(splitter, buffer)
+
+    monkeypatch.setattr(trace_text._Splitter, "_careful_cut", counting)
+    labels = {"name": "process_labels", "ph": "M", "ts": 0.0, "pid": 9, "tid": 0, "args": {"labels": "GPU 0"}}
+    metadata = {**{key: labels[key] for key in keys}, **labels}
+    path = write_trace(tmp_path / "a.json", [OPERATOR, *[metadata] * 40_000, OPERATOR])
+    assert len(names(path)) == 40_002
+    # Counting brackets takes several times as long: only for the last piece, which ends with the array.
+    assert len(counted) <= 1

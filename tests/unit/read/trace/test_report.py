@@ -13,6 +13,7 @@ from device_traces import Recording
 from kineto import write_trace
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.trace.columns import Kind, read_columns
+from lightning_memprof.read.trace.key_averages import collect_rows
 from lightning_memprof.read.trace.report import trace_report
 
 HOST, AUTOGRAD, STREAM, OTHER_STREAM = 1, 2, 7, 9
@@ -317,6 +318,15 @@ def test_rank_and_device_are_found_in_an_object_and_in_the_text_of_one(tmp_path)
     assert (plain.rank, plain.world_size, plain.devices) == (3, 8, ("Fast 9",))
 
 
+@pytest.mark.parametrize(
+    ("names", "device"), [(["Fast 9"], "Fast 9"), (["Fast 9", "Fast 9"], "Fast 9"), (["Fast 9", "Slow 1"], "device 2")]
+)
+def test_a_device_that_is_not_listed_is_that_of_the_list_if_all_are_alike(tmp_path, names, device):
+    properties = [{"id": number, "name": name, "computeMajor": 9} for number, name in enumerate(names)]
+    found = report(tmp_path, {**kernel(0, 1), "pid": 2}, deviceProperties=properties)
+    assert found.devices == (device,)
+
+
 @pytest.mark.parametrize(("major", "capability"), [(9, (9, 0)), ("9", (0, 0)), (None, (0, 0))])
 def test_the_compute_capability_is_read_where_the_trace_has_it(tmp_path, major, capability):
     properties = [{"id": 0, "name": "Fast 9", "computeMajor": major, "computeMinor": 0}]
@@ -559,3 +569,42 @@ def test_the_kernels_of_an_optimizers_loop_are_those_that_its_steps_launch(
             made.copy(5, "Memcpy HtoD (Pinned -> Device)", 4)
     program = trace_report(made.write(tmp_path / "a.pt.trace.json")).program
     assert (program.loop_optimizer, program.loop_ns) == found
+
+
+def legacy(pid: str, name: str, start: float, end: float) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "ts": start, "dur": end - start, "tid": 1, "pid": pid, "args": {}}
+
+
+def test_a_list_of_the_older_profiler_has_operators_and_kernels(tmp_path):
+    path = tmp_path / "list.json"
+    arrow = {"name": "aten::mm", "ph": "s", "ts": 5, "tid": 1, "pid": "CPU functions", "id": 0, "cat": "cpu_to_cuda"}
+    events = [legacy("CPU functions", "aten::mm", 0.5, 30.5), arrow, legacy("CUDA functions", "sgemm", 10, 90)]
+    path.write_text(json.dumps(events))
+    found = trace_report(path)
+    assert found.host_events == 1
+    assert [(each.name, each.total_ns) for each in found.kernels] == [("sgemm", 80_000)]
+    assert [(row.name, row.on_device) for row in collect_rows([path], group_by_input_shapes=False).rows] == [
+        ("aten::mm", False),
+        ("sgemm", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "metadata", "named"),
+    [
+        ([event("FEE", "f (a.py:1)", 0, 5)], {"viztracer_metadata": {"version": "1"}}, "FEE"),
+        ([event("", "MatMul", 0, 5)], {"metadata": {"highres-ticks": True}}, "torch.profiler"),
+        ([{"ph": "B", "cat": "toplevel", "name": "f", "pid": 1, "tid": 1, "ts": 1}], {}, "torch.profiler"),
+    ],
+    ids=["VizTracer", "TensorFlow", "Chrome"],
+)
+def test_a_trace_of_another_program_is_refused_in_one_line(tmp_path, events, metadata, named):
+    with pytest.raises(ArtifactError, match="another program") as refused:
+        report(tmp_path, *events, **metadata)
+    assert named in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_trace_of_torch_may_have_no_event_that_is_known(tmp_path):
+    found = report(tmp_path, event("Trace", "PyTorch Profiler (0)", 0, 5), schemaVersion=1)
+    assert found.host_events == 0
