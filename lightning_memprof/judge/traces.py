@@ -339,6 +339,17 @@ def severity_of(share: float) -> Severity:
     return Severity.WARNING if share >= NOTABLE_SHARE else Severity.INFO
 
 
+def share_of_time(trace: TraceReport, ns: float) -> float:
+    """Return device time in all steps as a share of the steps' time, 0 to 1; several streams count as one."""
+    whole_ns = steps_ns(trace)
+    return min(ns / whole_ns, 1.0) if whole_ns else 0.0
+
+
+def span(trace: TraceReport) -> str:
+    """Return what shares of a trace's time are of."""
+    return "each step" if trace.steps else "the recorded time"
+
+
 def is_brief(trace: TraceReport) -> bool:
     """Return whether too little was recorded to say how busy a device is."""
     window = trace.gpu_window

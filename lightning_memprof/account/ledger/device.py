@@ -305,13 +305,14 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, work: _Work) -> Table:
         free = difference(free, busy)
     known = work.launched >= 0
     operator = np.where(known, host.operator[work.launched], _NONE)
+    worked = np.where(computes, _with_usual(columns.names[rows].astype(np.int64), operator, own), operator)
     module = np.where(known & ~device.communicates, host.module[work.launched], _UNKNOWN)
     numbers = [part.number for part in BUSY]
     lines.add(
         np.where(computes, numbers[0], np.where(device.communicates, numbers[1], numbers[2])),
         _labels(lines, work, computes),
         module,
-        np.where(device.communicates, _NONE, np.where(computes & (operator < 0), columns.names[rows], operator)),
+        np.where(device.communicates, _NONE, worked),
         ns=own,
         longest=ends - starts,
     )
@@ -325,6 +326,20 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, work: _Work) -> Table:
     calls = np.maximum(made, 0)
     inputs = np.where(made >= 0, columns.shapes.of(calls), _NONE)
     return shaped(numbers[0], inputs, host.module[calls], columns.names[calls], own, is_first)
+
+
+def _with_usual(names: Column, operators: Column, ns: Column) -> Column:
+    """Return the operator of each kernel; without one, that of most of the time of kernels of its name, else the name.
+
+    A kernel that was launched before the recording, or by a graph, has no operator.
+    """
+    found, known = operators.copy(), operators >= 0
+    most = int(operators.max(initial=0)) + 1
+    pairs, inverse = np.unique(names[known] * most + operators[known], return_inverse=True)
+    spent = np.bincount(inverse.reshape(-1), weights=ns[known], minlength=len(pairs))
+    usual = {pair // most: pair % most for pair in pairs[np.argsort(spent, kind="stable")].tolist()}
+    found[~known] = [usual.get(name, name) for name in names[~known].tolist()]
+    return found
 
 
 def _pass_of(columns: TraceColumns, launched: Column, training: int) -> Column:

@@ -200,4 +200,5 @@ def achieved_by(work: Sequence[OperatorWork], peaks: Peaks | None, *, on_device:
 
 
 def _flops(per_s: float) -> str:
-    return f"{per_s / 1e12:,.3g} TFLOP/s" if per_s >= TERA else f"{per_s / 1e9:,.3g} GFLOP/s"
+    rate, unit = (per_s / 1e12, "TFLOP/s") if per_s >= TERA else (per_s / 1e9, "GFLOP/s")
+    return f"{float(f'{rate:.3g}'):,g} {unit}"

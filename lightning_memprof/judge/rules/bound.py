@@ -16,7 +16,7 @@ from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.ranks.hangs import first_exception
 from lightning_memprof.account.steps.lines import Spot
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity
+from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.rules.gpu.busy import BATCH, VIEW, busy, look, of_device
 from lightning_memprof.judge.rules.gpu.holders import of_memory
@@ -26,6 +26,7 @@ from lightning_memprof.judge.rules.modules import (
     ROOT,
     Heaviest,
     faster,
+    faster_by,
     forwards_per_step,
     heaviest_module,
     in_compiled,
@@ -37,6 +38,7 @@ from lightning_memprof.judge.traces import (
     ALL_AT_ONCE,
     open_trace,
     remedies,
+    remedy,
     times,
 )
 from lightning_memprof.read.run.locate import shown_place
@@ -260,6 +262,7 @@ IN_PYTHON: Final[Mapping[Part, str]] = {
     Part.GC_PAUSES: Part.GC_PAUSES.takes,
     Part.CHECKPOINT: Part.CHECKPOINT.takes,
 }
+COMPILE_ALL: Final = remedy("Fuse its operators: torch.compile(model).", "eager")
 RECORD_RANKS: Final = "Record the other ranks too: a collective waits for the last rank to arrive."
 RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
 
@@ -289,7 +292,7 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         sentence = "No device activity in this trace."
     elif (optimizer := ledger.ns("optimizer")) > heaviest.ns:
         sentence = f"Optimizer-bound on the host: the optimizer takes {percent(optimizer / ledger.step_ns)} of {span}."
-        why = f"{format_ns(optimizer)} of {format_ns(ledger.step_ns)}. {why} No device activity was recorded."
+        why = f"{format_ns(optimizer)} of {format_ns(ledger.step_ns)}; no device was recorded. {why}"
         next_steps = (*(step for step in remedies(trace, ALL_AT_ONCE) if step != open_trace(trace)), *next_steps)
     elif (python := _in_python(ledger, heaviest)) is not None:
         part, ns, place = python
@@ -300,11 +303,16 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
             sentence = f"Backward was not recorded: {share} of {span} is outside operators: in backward or in Python."
             next_steps = (RECORD_DEVICE, look(trace))
     else:
-        sentence = (
-            f"Compute-bound on the host: {heaviest.module} takes {percent(heaviest.ns / ledger.step_ns)} of {span}, "
-            f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}."
+        sentence = titled(
+            f"Compute-bound on the host: {{module}} takes {percent(heaviest.ns / ledger.step_ns)} of {span}, "
+            f"{percent(heaviest.family_ns / heaviest.ns)} in {{family}}.",
+            module=heaviest.module,
+            family=heaviest.family,
         )
-        why = f"{format_ns(heaviest.ns)} of {format_ns(ledger.step_ns)}. {why} No device activity was recorded."
+        why = f"{format_ns(heaviest.ns)} of {format_ns(ledger.step_ns)}; no device was recorded. {why}"
+        compiled = tuple(step for step in remedies(trace, COMPILE_ALL) if step != open_trace(trace))
+        faster_on_host = faster_by(heaviest, (), compiled, is_cpu=True)
+        next_steps = (*fitting(heaviest.family, None), *faster_on_host, *next_steps)
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,

@@ -6,12 +6,12 @@ import re
 from typing import Final
 
 from lightning_memprof.account.ledger.model import grouped
-from lightning_memprof.judge.finding import Finding, Recovery, Severity
+from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.rules.compute import FOREACH
 from lightning_memprof.judge.rules.program.lines import FUSED_ATTENTION
 from lightning_memprof.judge.traces import (
     ALL_AT_ONCE,
-    NOTABLE_SHARE,
     computing,
     listed,
     on_rank,
@@ -19,7 +19,9 @@ from lightning_memprof.judge.traces import (
     remedies,
     remedy,
     seen_in,
+    share_of_time,
     shorter_name,
+    span,
     times,
     total_ns,
 )
@@ -62,9 +64,9 @@ def many_small_kernels(trace: TraceReport) -> Finding | None:
     steps = max(len(trace.steps), 1)
     # Kernels from before the steps take time in the recording, and belong to no step of it.
     inside = count - sum(trace.outside.get(kernel.name, 0) for kernel in small)
-    if not compute_ns or small_ns / compute_ns <= NOTABLE_SMALL or inside < MANY_KERNELS * steps:
+    share = share_of_time(trace, small_ns)
+    if share < POLICY.note or small_ns <= NOTABLE_SMALL * compute_ns or inside < MANY_KERNELS * steps:
         return None
-    share = small_ns / compute_ns
     most = sorted(small, key=lambda kernel: kernel.count, reverse=True)[:SHOWN]
     simple = sum(kernel.count for kernel in small if any(part in kernel.name for part in SIMPLE))
     number = f"{inside / steps:,.0f} kernels per step" if len(trace.steps) > 1 else f"{count:,} kernels"
@@ -72,7 +74,7 @@ def many_small_kernels(trace: TraceReport) -> Finding | None:
         rule="many_small_kernels",
         # If the device waits for them, gpu_idle reports it; on a busy device there is less to gain.
         severity=Severity.INFO,
-        title=(f"{number}{on_rank(trace)} below {format_ns(SHORT_NS)} take {percent(share)} of the computing time."),
+        title=f"{number}{on_rank(trace)} below {format_ns(SHORT_NS)} take {percent(share)} of {span(trace)}.",
         why=(
             f"They take {format_ns(small_ns / count)} on average; the most frequent: "
             f"{listed((kernel.name, round(kernel.count / steps)) for kernel in most)}."
@@ -176,8 +178,6 @@ def _why_operators(found: HostOperators, recording_ns: int) -> str:
     )
 
 
-# Tensor cores take about a quarter of the time: above 20% of the total, the gain is 1.2 times.
-NOTABLE_PRODUCTS: Final = 0.20
 # TF32 on them takes half of the time of a GeForce at most, half precision a quarter; data sheets of A100 and H100 give
 # an eighth for TF32.
 ON_TENSOR_CORES: Final = (0.5, 0.85)
@@ -221,9 +221,9 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
     compute_ns = total_ns(kernels)
     ordinary = [kernel for kernel in kernels if _is_ordinary(kernel.name)]
     ordinary_ns = total_ns(ordinary)
-    if not compute_ns or ordinary_ns / compute_ns <= NOTABLE_PRODUCTS or not _has_tensor_cores(trace, ordinary):
+    share = share_of_time(trace, ordinary_ns)
+    if share < POLICY.note or not _has_tensor_cores(trace, ordinary):
         return None
-    share = ordinary_ns / compute_ns
     tensor_ns = total_ns(
         kernel for kernel in kernels if not _is_ordinary(kernel.name) and TENSOR.search(kernel.name.lower())
     )
@@ -241,16 +241,19 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
     return Finding(
         rule="tensor_cores_unused",
         # Not every model can be trained in lower precision; a device that waits would only wait longer.
-        severity=min(recovers.severity, Severity.WARNING) if recovers and is_busy else Severity.INFO,
-        title=(
+        severity=min(max(recovers.severity, Severity.INFO), Severity.WARNING)
+        if recovers and is_busy
+        else Severity.INFO,
+        title=titled(
             f"{'32-bit attention takes' if is_attention else '32-bit matrix multiplications without tensor cores take'}"
-            f" {percent(share)} of the computing time{f', in {where}' if where else ''}"
-            f"{', in a program that uses half precision elsewhere' if is_mixed else ''}{on_rank(trace)}."
+            f" {percent(share)} of {span(trace)}{', in {name}' if where else ''}{on_rank(trace)}.",
+            name=where,
         ),
         why=(
             f"{format_ns(ordinary_ns)} of {format_ns(compute_ns)} in kernels, "
             f"{format_ns(ordinary[0].total_ns)} of it in {shorter_name(ordinary[0].name)}; "
             f"{format_ns(tensor_ns) if tensor_ns else 'none'} with tensor cores."
+            f"{' The program uses half precision elsewhere.' if is_mixed else ''}"
         ),
         remedies=(AUTOCAST,) if is_mixed else _next_for_products(trace, early=early),
         evidence=seen_in(trace),
@@ -365,15 +368,14 @@ def unfused_attention(trace: TraceReport) -> Finding | None:
     }
     spent = sum(found.values())
     share = spent / ledger.step_ns
-    if share <= NOTABLE_SHARE:
-        return None
     worth = Recovery(unit="ns", min=ON_CHIP[0] * spent, max=ON_CHIP[1] * spent, whole=ledger.step_ns)
-    span = "each step" if trace.steps else "the recorded time"
+    if worth.share < POLICY.note:
+        return None
     most = sorted(found, key=lambda name: -found[name])
     return Finding(
         rule="unfused_attention",
         title=(
-            f"Unfused attention: softmax and other operators on the attention matrix take {percent(share)} of {span}"
+            f"Unfused attention: operators on the attention matrix take {percent(share)} of {span(trace)}"
             f"{on_rank(trace)}."
         ),
         why=(
@@ -401,16 +403,16 @@ def optimizer_loop(trace: TraceReport) -> Finding | None:
         return None
     spent = ledger.ns("compute") * min(program.loop_ns / window.compute_ns, 1.0)
     share = spent / ledger.step_ns
-    if share <= NOTABLE_SHARE:
-        return None
     worth = Recovery(unit="ns", min=IN_ONE_KERNEL[0] * spent, max=IN_ONE_KERNEL[1] * spent, whole=ledger.step_ns)
+    if worth.share < POLICY.note:
+        return None
     return Finding(
         rule="optimizer_loop",
         title=(
-            f"Optimizer-bound: kernels of {program.loop_optimizer}, which updates its parameters one by one, take "
-            f"{percent(share)} of {'each step' if trace.steps else 'the recorded time'}{on_rank(trace)}."
+            f"{'Optimizer-bound: ' if share >= POLICY.bound else ''}{program.loop_optimizer}, one parameter at a time, "
+            f"takes {percent(share)} of {span(trace)}{on_rank(trace)}."
         ),
-        why=f"They take {format_ns(spent)} of {format_ns(ledger.step_ns)}; none of them updates several parameters.",
+        why=f"Its kernels take {format_ns(spent)} of {format_ns(ledger.step_ns)}; none updates several parameters.",
         remedies=remedies(trace, ALL_AT_ONCE),
         evidence=seen_in(trace),
         numbers={"share": share, "ns": spent, "optimizer": program.loop_optimizer},

@@ -28,16 +28,38 @@ EXPLAINS: Final = 0.5
 # What one of several submodules must have, of the whole and beside the next one, to be worth a name.
 LEADS: Final = 0.25
 AHEAD: Final = 1.25
-# Operators that do the same, under the names of forward and backward and of all libraries.
+# Work of one kind, under the names of operators and kernels, of forward and backward and of all libraries; a name has
+# the first that fits.
 FAMILIES: Final = (
+    ("compiled code", re.compile(r"CompiledFxGraph|CompiledFunction|Torch-Compiled Region|TorchDynamo|\btriton_")),
+    ("attention", re.compile(r"attention|attn(?![a-z])|\bflash|_flash_|fmha|\bmha_", re.IGNORECASE)),
+    (
+        "convolution",
+        re.compile(
+            r"conv(?!ert|ex)|im2col|col2im|winograd|fprop|(?<![a-z])[dw]grad|igemm_(?:fwd|bwd|wrw)|[sh\d]cudnn_",
+            re.IGNORECASE,
+        ),
+    ),
+    ("normalization", re.compile(r"(?:batch|layer|group|instance|rms)_?norm|cudnn::bn_", re.IGNORECASE)),
+    ("recurrent layers", re.compile(r"lstm|(?<![a-z])gru(?![a-z])|rnn", re.IGNORECASE)),
     (
         "matrix multiplication",
-        re.compile(r"aten::(?:mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|_scaled_mm|mkldnn_linear\w*)\Z"),
+        re.compile(
+            r"::_?\w*?(?<![a-z])(?:add|b|badd|addb|int_|scaled_|grouped_)*mm(?![a-z])|::(?:mv|addmv|v?dot)\Z"
+            r"|(?<!bi)(?<!tri)(?<!upsample_)linear\w*\Z|(?<!fb)gem[mv]|nvjet|matmul|cijk_|splitk|xmma",
+            re.IGNORECASE,
+        ),
     ),
-    ("convolution", re.compile(r"aten::\w*conv\w*\Z")),
-    ("attention", re.compile(r"aten::_?\w*(?:scaled_dot_product|flash|efficient)_attention\w*\Z")),
-    ("compiled code", re.compile(r"## Call CompiledFxGraph|CompiledFunction|Torch-Compiled Region|TorchDynamo")),
-    ("recurrent layers", re.compile(r"aten::\w*(?:lstm|gru|rnn)\w*\Z")),
+)
+# They read and write each element once, for little arithmetic.
+POINTWISE: Final = re.compile(
+    r"aten::_?(?:add|sub|rsub|mul|div|true_divide|pow|square|neg|abs|sign|sgn|exp2?|expm1|log|log1p|log2|r?sqrt"
+    r"|reciprocal|sin|cos|tanh?|erfc?|(?:leaky_|p|r)?relu6?|gelu|silu|elu|celu|selu|glu|mish|(?:hard|log_)?sigmoid"
+    r"|hard(?:tanh|swish)|softplus|threshold|clamp(?:_min|_max)?|clip|maximum|minimum|floor|ceil|round|trunc|fmod"
+    r"|remainder|lerp|addcmul|addcdiv|where|masked_fill|fill|zero|eq|ne|lt|le|gt|ge|isnan|isfinite"
+    r"|(?:logical|bitwise)_\w+|copy|to_copy|to|cat|stack|clone|contiguous|repeat|flip|roll|tril|triu"
+    r"|(?:native_|fused_)?dropout|constant_pad_nd)(?:_backward|_forward)?_?\Z"
+    r"|(?<!index_)(?<!gather_)elementwise_kernel|CatArrayBatchedCopy|fused_dropout|batched_transpose|nchwToNhwc|nhwcToNchw|FillFunctor"
 )
 
 
@@ -127,13 +149,13 @@ def _unfused(lines: Iterable[TimeLine]) -> list[TimeLine]:
 
 
 def operator_family(operator: str | None) -> str:
-    """Return the usual name of an operator's work, ``matrix multiplication``, else its own.
+    """Return the usual name of the work of an operator or a kernel, ``matrix multiplication``, else its own.
 
     Outside operators it is ``Python``; None, where nothing is recorded, is ``unprofiled``.
     """
     if operator is None:
         return "unprofiled"
-    return next((name for name, matches in FAMILIES if matches.match(operator)), operator or "Python")
+    return next((name for name, matches in FAMILIES if matches.search(operator)), operator or "Python")
 
 
 FORWARD_ONCE: Final = (
@@ -188,6 +210,15 @@ LESS: Final = (
 )
 
 
+LAYOUT: Final = "Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too."
+# What torch runs on a CPU where no library has the operator: a loop over the samples, with a copy of each.
+FALLBACK: Final = re.compile(r"aten::_?(?:slow_conv|thnn_conv)")
+WITH_LIBRARY: Final = (
+    "Use a build of torch with oneDNN (torch.backends.mkldnn.is_available()), or a GPU, on a Mac the device mps: "
+    "these convolutions have no library."
+)
+
+
 def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
     """Return what makes the operators of a module faster on this run's device."""
     precision = (rank.training.precision if rank.training else None) or "32-true"
@@ -195,10 +226,25 @@ def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
     overlaps = any(all(a == b for a, b in zip(found, place, strict=False)) for place in _compiled(rank))
     compiled = () if overlaps else (f"Fuse its operators: compile {heaviest.module} with torch.compile(module).",)
     lower = ("Compute in bfloat16: Trainer(precision='bf16-mixed').",) if precision == "32-true" else ()
+    return faster_by(heaviest, lower, compiled, is_cpu=rank.facts.is_cpu)
+
+
+def faster_by(
+    heaviest: Heaviest, lower: tuple[str, ...], compiled: tuple[str, ...], *, is_cpu: bool
+) -> tuple[str, ...]:
+    """Return what makes the operators of a module faster, the best first.
+
+    Args:
+        heaviest: the module.
+        lower: how to compute in fewer bits, where that is possible.
+        compiled: how to compile it, where it is not compiled.
+        is_cpu: whether it runs on a CPU.
+    """
     if heaviest.family == "convolution" and not (SIGNALS in heaviest.operators and not IMAGES & heaviest.operators):
-        return ("Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too.", *lower)
+        library = (WITH_LIBRARY,) if is_cpu and any(map(FALLBACK.match, heaviest.operators)) else ()
+        return (*library, LAYOUT, *lower)
     if heaviest.family in ARITHMETIC and heaviest.family_ns >= EXPLAINS * heaviest.ns:
-        less = (LESS.format(module=heaviest.module, family=heaviest.family),) if rank.facts.is_cpu else ()
+        less = (LESS.format(module=heaviest.module, family=heaviest.family),) if is_cpu else ()
         return (*less, *lower, *compiled)
     return (*compiled, *lower)
 

@@ -423,23 +423,25 @@ def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None
     report = trace(kernels=(kernel(name, 100, MS), kernel("add", 100, MS)))
     finding = found(report)["tensor_cores_unused"]
     assert finding.severity is Severity.INFO  # nobody knows what it is worth
-    assert finding.numbers["share"] == pytest.approx(0.5)
+    assert finding.numbers["share"] == pytest.approx(0.2)
     assert "bf16-mixed" in finding.next_steps[0]
 
 
+def test_products_in_32_bits_that_take_little_of_a_step_are_not_mentioned() -> None:
+    products = kernel("volta_sgemm_64x64_nt", 100, MS // 4)
+    assert "tensor_cores_unused" in found(trace(kernels=(products,)))
+    assert "tensor_cores_unused" not in found(trace(steps=6, kernels=(products,)))
+
+
 @pytest.mark.parametrize(
-    ("half_ns", "title", "advice"),
+    ("half_ns", "why", "advice"),
     [
-        (
-            MS,
-            "80% of the computing time, in blocks.0.attention, in a program that uses half precision elsewhere.",
-            "Let autocast run it in half",
-        ),
-        (MS // 10, "98% of the computing time, in blocks.0.attention.", "Train in mixed precision"),
+        (MS, "uses half precision elsewhere.", "Let autocast run it in half"),
+        (MS // 10, "with tensor cores.", "Train in mixed precision"),
     ],
     ids=["in a mixed training", "beside a few casts"],
 )
-def test_attention_in_32_bits_is_that_of_a_mixed_training_or_not(half_ns: int, title: str, advice: str) -> None:
+def test_attention_in_32_bits_is_that_of_a_mixed_training_or_not(half_ns: int, why: str, advice: str) -> None:
     line = TimeLine(
         part=Part.COMPUTE, module="blocks.0.attention", operator="aten::_efficient_attention_forward", ns=STEP_NS / 2
     )
@@ -451,7 +453,8 @@ def test_attention_in_32_bits_is_that_of_a_mixed_training_or_not(half_ns: int, t
         device_ledger=TimeLedger(step_ns=STEP_NS, median_ns=STEP_NS, steps=5, basis="", lines=(line,)),
     )
     finding = found(report)["tensor_cores_unused"]
-    assert finding.title == f"32-bit attention takes {title}"
+    assert finding.title == "32-bit attention takes 80% of each step, in blocks.0.attention."
+    assert finding.why.endswith(why)
     assert finding.next_steps[0].startswith(advice)
     assert finding.numbers["tensor_ns"] == 100 * half_ns
 
@@ -508,17 +511,17 @@ def test_tensor_cores_are_known_by_compute_capability(device: str, capability: t
 
 
 def test_many_short_kernels_are_to_be_fused() -> None:
-    short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
+    short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 8_000)
     program = Program(loop_optimizer="AdamW")
-    finding = found(trace(kernels=(short, kernel("gemm", 500, 40_000)), program=program))["many_small_kernels"]
+    finding = found(trace(kernels=(short, kernel("gemm", 500, 80_000)), program=program))["many_small_kernels"]
     assert finding.severity is Severity.INFO
-    assert finding.title == "1,000 kernels per step below 10.0 µs take 50% of the computing time."
+    assert finding.title == "1,000 kernels per step below 10.0 µs take 8% of each step."
     assert "torch.compile" in finding.next_steps[0]
     assert finding.next_steps[1] == "Update all parameters at once: torch.optim.AdamW(..., fused=True)."
 
 
 def test_kernels_from_before_the_steps_are_not_those_of_a_step() -> None:
-    small = kernel("vectorized_elementwise_kernel", 6_000, 4_000)
+    small = kernel("vectorized_elementwise_kernel", 6_000, 8_000)
     every = found(trace(steps=5, kernels=(small,)))["many_small_kernels"]
     fewer = found(trace(steps=5, kernels=(small,), outside={small.name: 1_000}))["many_small_kernels"]
     assert every.title.startswith("1,200 kernels per step")
@@ -526,7 +529,7 @@ def test_kernels_from_before_the_steps_are_not_those_of_a_step() -> None:
 
 
 def test_short_kernels_of_a_fused_optimizer_are_not_its_loop() -> None:
-    short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 4_000)
+    short = kernel("void at::native::vectorized_elementwise_kernel<4, add>(int)", 5_000, 8_000)
     finding = found(trace(kernels=(short, kernel("void multi_tensor_apply_kernel<Adam>", 5, 10_000))))[
         "many_small_kernels"
     ]
@@ -653,7 +656,7 @@ def test_next_steps_fit_the_recorded_program(program: Program, banned: tuple[str
     exposed = gpu_times(window_ns, 5 * MS, exposed_ns=200 * MS)
     reports = [
         *(trace(causes=(idle(cause, 300 * MS),)) for cause in Part if cause.group == "device idle"),
-        trace(causes=(idle(Part.IDLE_LAUNCH, 300 * MS),), kernels=(kernel("elementwise_kernel", 5_000, 4_000),)),
+        trace(causes=(idle(Part.IDLE_LAUNCH, 300 * MS),), kernels=(kernel("elementwise_kernel", 5_000, 8_000),)),
         trace(kernels=(kernel("volta_sgemm_64x64_nt", 100, 4 * MS),), devices=("NVIDIA A100",)),
         trace(kernels=(kernel("volta_sgemm_64x64_nt", 100, 4 * MS),), devices=("Tesla V100",)),
         trace(
@@ -715,9 +718,7 @@ def attention(changes: dict[str, tuple[float, int]] | None = None) -> TraceRepor
 def test_operators_on_the_attention_matrix_are_those_that_run_as_often_and_as_long_as_the_softmax() -> None:
     finding = found(attention())["unfused_attention"]
     assert finding.severity is Severity.WARNING
-    assert finding.title == (
-        "Unfused attention: softmax and other operators on the attention matrix take 20% of each step."
-    )
+    assert finding.title == ("Unfused attention: operators on the attention matrix take 20% of each step.")
     assert finding.numbers["operators"] == ["aten::div", "aten::_softmax", "aten::native_dropout"]
     assert "the softmax runs 60 times, with 120 batched products" in finding.why
     assert "scaled_dot_product_attention" in finding.next_steps[0]
@@ -746,7 +747,7 @@ def test_operators_that_may_run_on_something_else_do_not_count(
     [
         pytest.param({"aten::bmm": (12, 10)}, id="a softmax beside a single product"),
         pytest.param({"aten::_softmax": (0, 0)}, id="the fused kernel"),
-        pytest.param({"aten::native_dropout": (12, 2), "aten::_softmax": (12, 2), "aten::div": (24, 4)}, id="short"),
+        pytest.param({"aten::native_dropout": (12, 1), "aten::_softmax": (12, 1), "aten::div": (24, 2)}, id="short"),
     ],
 )
 def test_a_softmax_of_something_else_or_of_little_is_no_unfused_attention(
@@ -768,15 +769,13 @@ def optimizer_loop(optimizer: str, ms_per_step: int) -> TraceReport:
 def test_an_optimizer_that_updates_parameters_one_by_one_on_a_busy_device_is_worth_a_fused_one() -> None:
     finding = found(optimizer_loop("AdamW", 20))["optimizer_loop"]
     assert finding.severity is Severity.WARNING
-    assert finding.title == (
-        "Optimizer-bound: kernels of AdamW, which updates its parameters one by one, take 20% of each step."
-    )
+    assert finding.title == ("AdamW, one parameter at a time, takes 20% of each step.")
     assert finding.next_steps == ("Update all parameters at once: torch.optim.AdamW(..., fused=True).",)
     assert finding.recovers is not None
     assert finding.recovers.min == pytest.approx(8 * MS)
     assert finding.recovers.max == pytest.approx(18 * MS)
 
 
-@pytest.mark.parametrize(("optimizer", "ms_per_step"), [("AdamW", 10), ("Shampoo", 20), ("", 0)])
+@pytest.mark.parametrize(("optimizer", "ms_per_step"), [("AdamW", 4), ("Shampoo", 20), ("", 0)])
 def test_an_optimizer_of_little_time_or_without_another_form_is_no_loop(optimizer: str, ms_per_step: int) -> None:
     assert "optimizer_loop" not in found(optimizer_loop(optimizer, ms_per_step))

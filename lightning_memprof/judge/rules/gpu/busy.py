@@ -1,4 +1,4 @@
-"""What a device of a trace without a fault is bound by: operators, copies, devices that take turns."""
+"""What a device of a trace without a fault is bound by: families of operators, copies, devices that take turns."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final
 
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
-from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity
+from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.rules.gpu.waits import COPY
-from lightning_memprof.judge.rules.modules import operator_family
+from lightning_memprof.judge.rules.modules import LAYOUT, POINTWISE, operator_family
 from lightning_memprof.judge.rules.program.lines import MOVE
 from lightning_memprof.judge.traces import (
     LATER,
-    MAIN_PART,
     Remedy,
     computing,
     is_brief,
@@ -21,10 +21,9 @@ from lightning_memprof.judge.traces import (
     open_trace,
     remedies,
     remedy,
-    shorter_name,
-    total_ns,
 )
 from lightning_memprof.read.run.locate import shown_path
+from lightning_memprof.read.trace.kernel_names import kernel_name
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_count, format_ns, percent, quoted
 
@@ -63,7 +62,7 @@ def of_device(trace: TraceReport) -> Finding:
     work = [
         each
         for each in (trace.device_ledger.work if trace.device_ledger else ())
-        if family == operator_family(each.operator)
+        if family == device_family(each.operator)
     ]
     achieved = achieved_by(work, device_peaks(trace.devices[0]) if trace.devices else None, on_device=True)
     return Finding(
@@ -72,7 +71,7 @@ def of_device(trace: TraceReport) -> Finding:
         title=sentence or f"The device is busy {percent(busy(trace))} of the time.",
         why=(
             f"{achieved.text + ' ' if achieved else ''}Device time in {format_ns(window.window_ns)}{of_steps}: "
-            f"{named or 'none'}.{_by_device(trace)}"
+            f"{named or 'none'}{_by_device(trace)}."
         ),
         remedies=(
             *((RECORD_ALL,) if trace.is_sample else remedies(trace, *LATER) if is_brief(trace) else ()),
@@ -101,7 +100,7 @@ def _by_device(trace: TraceReport) -> str:
     window = trace.gpu_window
     if not trace.devices_busy_ns or window is None or not window.window_ns:
         return ""
-    return f" By GPU: {', '.join(percent(ns / window.window_ns) for ns in trace.devices_busy_ns)}."
+    return f"; by GPU: {', '.join(percent(ns / window.window_ns) for ns in trace.devices_busy_ns)}"
 
 
 def _take_turns(trace: TraceReport) -> str | None:
@@ -124,8 +123,8 @@ LOWER: Final = (
 NEAR: Final = 0.6
 BATCH: Final = "Batch the tiny operators: stack their inputs and call one operator, or torch.compile(model)."
 SHAPE: Final = "Give each operator more work: a larger batch, and sizes that are multiples of 8."
-# It reads and writes each element for little arithmetic.
-POINTWISE: Final = "elementwise_kernel"
+RECORD_SHAPES: Final = "Record the inputs of operators, for the FLOP/s that they reach: profile(record_shapes=True)."
+ELEMENTWISE: Final = "pointwise and copy operators"
 # By the kind of a copy: what it is, and a next step.
 OF_COPIES: Final = {
     "HtoD": ("copies to the GPU", COPY),
@@ -136,11 +135,10 @@ OF_COPIES: Final = {
         "Copy less between GPUs: keep a layer and its inputs on one, and copy each tensor once per step.",
     ),
     "Memset": (
-        "filling memory",
+        "memory fills",
         "Fill less: torch.empty where every element is written, optimizer.zero_grad(set_to_none=True).",
     ),
 }
-LAYOUT: Final = "Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too."
 
 
 def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple[str, ...]:
@@ -148,10 +146,11 @@ def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple
     if (copies := OF_COPIES.get(_bare(family))) is not None:
         return (copies[1],)
     if achieved is None:
-        kernels = computing(trace)
-        pointwise = total_ns(kernel for kernel in kernels if POINTWISE in kernel.name)
-        fusing = remedies(trace, FUSE) if pointwise >= MAIN_PART * total_ns(kernels) else ()
-        return tuple(step for step in fusing if step != open_trace(trace))
+        ledger = trace.device_ledger
+        fuses = ledger is not None and _families(ledger)[ELEMENTWISE] >= POLICY.verdict * ledger.step_ns
+        is_known = family == ELEMENTWISE or "record_shapes" in trace.recorded_with
+        steps = remedies(trace, *((FUSE,) if fuses else ()), *(() if is_known else (RECORD_SHAPES,)))
+        return tuple(step for step in steps if step != open_trace(trace))
     peaks = device_peaks(trace.devices[0]) if trace.devices else None
     lower = LOWER if achieved.dtype == "float32" and peaks and "bfloat16" in peaks.flops_per_s else ()
     choices: tuple[Remedy | str, ...] = ()
@@ -186,19 +185,44 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
     return _most_work(ledger, span)
 
 
+def device_family(operator: str | None) -> str:
+    """Return the usual name of the work of an operator or a kernel on a device; a compiler fuses what is pointwise."""
+    family = operator_family(operator or "unknown")
+    return ELEMENTWISE if POINTWISE.search(family) else family
+
+
+def _families(ledger: TimeLedger) -> Counter[str]:
+    """Return ns per step of the computation by family of operators, and of the copies by kind."""
+    found: Counter[str] = Counter()
+    for line in ledger.of("compute", "copy"):
+        found[line.name if line.part == "copy" else device_family(line.operator)] += round(line.ns)
+    return found
+
+
 def _most_work(ledger: TimeLedger, span: str) -> tuple[str | None, str | None]:
     """Return the operators or the kind of copies with most of the device's time, and a sentence."""
-    by_work: Counter[tuple[str, str]] = Counter()
-    for line in ledger.of("compute", "copy"):
-        name = line.name if line.part == "copy" else operator_family(line.operator or "unknown")
-        by_work[line.part, name] += round(line.ns)
+    by_work = _families(ledger)
     if not by_work:
         return None, None
-    (((part, name), ns),) = by_work.most_common(1)
-    share, of = percent(ns / ledger.step_ns), f"({format_ns(ns)} of {format_ns(ledger.step_ns)})"
-    if part == "copy":
-        return name, f"Copy-bound: {share} of {span} is {OF_COPIES.get(_bare(name), (name,))[0]} {of}."
-    return name, f"Compute-bound: {shorter_name(name)} takes {share} of {span} {of}."
+    ((name, ns),) = by_work.most_common(1)
+    share = percent(ns / ledger.step_ns)
+    copies, shown = OF_COPIES.get(_bare(name)), _named(ledger) if name == ELEMENTWISE else name
+    compute_ns = ledger.ns("compute")
+    if ns >= POLICY.bound * ledger.step_ns:
+        bound = "Copy" if copies else "Memory" if name == ELEMENTWISE else "Compute"
+        takes = "take" if copies or shown == ELEMENTWISE else "takes"
+        title = f"{bound}-bound: {{name}} {takes} {share} of {span} ({format_ns(ns)} of {format_ns(ledger.step_ns)})."
+    elif compute_ns >= POLICY.bound * ledger.step_ns:
+        title = f"Compute-bound: kernels take {percent(compute_ns / ledger.step_ns)} of {span}, {{name}} {share}."
+    else:
+        title = f"No bottleneck found: the largest part of {span} is {{name}}, {share}."
+    return name, titled(title, name=copies[0] if copies else kernel_name(shown))
+
+
+def _named(ledger: TimeLedger) -> str:
+    """Return the name of the pointwise operators, the operator's if there is only one."""
+    names = {line.operator or "" for line in ledger.of("compute") if device_family(line.operator) == ELEMENTWISE}
+    return names.pop() if len(names) == 1 else ELEMENTWISE
 
 
 def _bare(copies: str) -> str:

@@ -194,10 +194,26 @@ def test_a_kernel_of_backward_belongs_to_the_module_whose_forward_made_its_node(
         launch(2, 90, 95, AUTOGRAD),
         kernel(1, 30, 60),
         kernel(2, 100, 200),
-        kernel(0, 60, 70),
     )
     compute = {(line.module, line.operator): line.ns / 1000 for line in found.of("compute")}
-    assert compute == {("net.0", "aten::linear"): 30, ("net.0", "aten::mm"): 100, (None, "gemm"): 10}
+    assert compute == {("net.0", "aten::linear"): 30, ("net.0", "aten::mm"): 100}
+
+
+def test_a_kernel_without_a_launch_has_the_operator_of_most_kernels_of_its_name(tmp_path):
+    found = ledger(
+        tmp_path,
+        step(0, 200),
+        *(operator("aten::linear", 10, 20), launch(1, 11, 12), kernel(1, 30, 50)),
+        *(operator("aten::mm", 20, 30), launch(2, 21, 22), kernel(2, 50, 90)),
+        kernel(0, 0, 10),
+        kernel(0, 90, 95, name="other"),
+        launch(3, 95, 97),
+        kernel(3, 100, 120),
+    )
+    compute: dict[str | None, float] = {}
+    for line in found.of("compute"):
+        compute[line.operator] = compute.get(line.operator, 0) + line.ns / 1000
+    assert compute == {"aten::linear": 20, "aten::mm": 70, "other": 5}
 
 
 @pytest.mark.parametrize(

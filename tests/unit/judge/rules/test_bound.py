@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from device_traces import Recording
+from device_traces import GEMM, Recording
 from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
@@ -16,9 +18,13 @@ from lightning_memprof.judge.rules.bound import nothing_found
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.trace.report import trace_report
 
+MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float>>(int)"
+OTHERS = [("aten::_softmax", "b"), ("aten::sum", "c")]
+CAT = "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 2, 128, 1>(float*)"
 
-def bound(made: Recording, path: Path) -> Finding:
-    return nothing_in_files([trace_report(made.write(path / "trace.pt.trace.json"))], [])
+
+def bound(made: Recording, path: Path, **metadata: Any) -> Finding:
+    return nothing_in_files([trace_report(made.write(path / "trace.pt.trace.json", **metadata))], [])
 
 
 def test_a_trace_of_a_host_names_the_operators_that_take_most_of_a_step(tmp_path: Path) -> None:
@@ -30,9 +36,28 @@ def test_a_trace_of_a_host_names_the_operators_that_take_most_of_a_step(tmp_path
             made.python(1_000)
     finding = bound(made, tmp_path)
     assert finding.title == (
-        "Compute-bound on the host: the model takes 100% of each step, 75% of it in matrix multiplication."
+        "Compute-bound on the host: the model takes 100% of each step, 75% in matrix multiplication."
     )
     assert "10.0 ms of 10.0 ms" in finding.why
+
+
+@pytest.mark.parametrize(
+    ("operator", "words"),
+    [
+        ("aten::_slow_conv2d_forward", "oneDNN"),
+        ("aten::slow_conv_dilated3d", "oneDNN"),
+        ("aten::mkldnn_convolution", "channels_last"),
+        ("aten::addmm", "less work"),
+        ("aten::relu", "torch.compile"),
+        ("aten::linalg_svd", "Decompose"),
+    ],
+)
+def test_a_program_on_a_cpu_is_told_what_makes_its_operators_faster(operator: str, words: str, tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        made.work(9_000, operator)
+        made.work(1_000, "aten::add")
+    assert words in bound(made, tmp_path).next_steps[0]
 
 
 def test_a_step_in_python_is_not_called_compute_bound(tmp_path: Path) -> None:
@@ -215,7 +240,7 @@ def test_copies_that_take_most_of_a_step_are_what_it_is_bound_by(
             made.copy(8_000, name, 1 << 20)
             made.synchronize()
     finding = bound(made, tmp_path)
-    assert finding.title.startswith(f"Copy-bound: 80% of each step is {is_copies} (8.00 ms of")
+    assert finding.title.startswith(f"Copy-bound: {is_copies} take 80% of each step (8.00 ms of")
     assert finding.next_steps[0].startswith(advice)
 
 
@@ -235,22 +260,72 @@ def test_an_optimizer_that_takes_more_than_the_model_is_what_a_host_is_bound_by(
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    ("operator", "shapes", "advice"),
     [
-        ("void at::native::vectorized_elementwise_kernel<4, Mul>(int)", "Fuse operators that are bound by memory"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "See every operator on a timeline"),
+        ("aten::mul", 0, "Fuse operators that are bound by memory"),
+        ("aten::mm", 0, "Record the inputs of operators"),
+        ("aten::mm", 1, "See every operator on a timeline"),
     ],
 )
-def test_kernels_that_read_and_write_each_element_are_to_be_fused_also_where_no_shapes_are(
-    name: str, advice: str, tmp_path: Path
+def test_operators_that_read_and_write_each_element_are_to_be_fused_also_where_no_shapes_are(
+    operator: str, shapes: int, advice: str, tmp_path: Path
 ) -> None:
     made = Recording()
     for step in range(3):
         with made.inside(f"ProfilerStep#{step}"):
-            with made.inside("aten::mul", "cpu_op"):
-                made.launch(3_000, name)
+            with made.inside(operator, "cpu_op"):
+                made.python(1)
+                made.launch(3_000)
             made.synchronize()
-    assert bound(made, tmp_path).next_steps[0].startswith(advice)
+    assert bound(made, tmp_path, record_shapes=shapes).next_steps[0].startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("launched", "sentence"),
+    [
+        (
+            [("aten::mul", MUL), ("aten::cat", CAT), ("aten::mm", GEMM), (None, MUL)],
+            "Memory-bound: pointwise and copy operators take 75% of the recorded time (75.0 ms of 100 ms).",
+        ),
+        (
+            [("aten::mul", MUL), ("aten::mul", MUL), ("aten::mul", MUL), ("aten::mm", GEMM)],
+            "Memory-bound: aten::mul takes 75% of the recorded time (75.0 ms of 100 ms).",
+        ),
+        (
+            [("aten::mm", GEMM), ("_C::cutlass_scaled_mm", GEMM), (None, GEMM), ("aten::mul", MUL)],
+            "Compute-bound: matrix multiplication takes 75% of the recorded time (75.0 ms of 100 ms).",
+        ),
+        (
+            [(None, "volta_h884cudnn_256x64_ldg8"), ("aten::conv2d", "a"), ("aten::mm", GEMM), *OTHERS],
+            "Compute-bound: kernels take 100% of the recorded time, convolution 40%.",
+        ),
+    ],
+)
+def test_a_device_is_bound_by_the_work_of_all_names_of_a_family(
+    launched: list[tuple[str | None, str]], sentence: str, tmp_path: Path
+) -> None:
+    made = Recording()
+    for _ in range(10):
+        for operator, kernel in launched:
+            with made.inside(operator, "cpu_op") if operator else nullcontext():
+                made.python(1)
+                made.launch(2_500, kernel)
+    assert bound(made, tmp_path).title == sentence
+
+
+@pytest.mark.parametrize(
+    ("span", "name"), [("ProfilerStep#1", "my_" * 50), ("range", "ns::" * 50 + "kernel<int>(int)")]
+)
+@pytest.mark.parametrize("others", [0, 5])
+def test_a_title_with_a_long_name_has_at_most_100_characters(span: str, name: str, others: int, tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside(span):
+        made.launch(100_000, name)
+        for number in range(others):
+            made.launch(90_000, f"kernel_{number}")
+    sentence = bound(made, tmp_path).title
+    assert "Compute-bound" in sentence
+    assert len(sentence) <= 100
 
 
 @pytest.mark.parametrize(("us", "says"), [(2, "Too little was recorded"), (3_000, "The GPU is idle")])
@@ -291,7 +366,7 @@ def on_two_devices(path: Path, us: tuple[int, int], *, overlap: float = 0.0, idl
 def test_devices_that_take_turns_are_not_called_busy(tmp_path: Path) -> None:
     finding = on_two_devices(tmp_path, (5_000, 5_000))
     assert finding.title == "2 GPUs work one after another: the busiest one is busy 50% of the time."
-    assert finding.why.endswith("By GPU: 50%, 50%.")
+    assert finding.why.endswith("; by GPU: 50%, 50%.")
     assert finding.next_steps[0].startswith("Let the GPUs work at once")
 
 
@@ -308,7 +383,7 @@ def test_devices_that_overlap_or_rest_or_of_which_one_does_it_all_do_not_take_tu
 def test_devices_at_once_say_how_busy_each_is(tmp_path: Path) -> None:
     finding = on_two_devices(tmp_path, (10_000, 3_000), overlap=1.0)
     assert finding.title.startswith("Compute-bound")
-    assert "By GPU: " in finding.why
+    assert "; by GPU: " in finding.why
 
 
 def test_a_busy_device_says_what_its_operators_reach_and_what_makes_them_faster(tmp_path: Path) -> None:
