@@ -41,7 +41,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "double_backward": PASSES,
     "double_precision": WORK,
     "exposed_copies": ("copy",),
-    "fragmentation": ("fragmentation",),
+    "fragmentation": ("fragmentation", "free_segments"),
     "gpu_idle": (*IDLE, "idle_data"),
     "idle_cores": WORK,
     "input_bound": ("data_wait",),

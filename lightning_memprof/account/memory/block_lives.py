@@ -1,7 +1,7 @@
 """The blocks of one device over a window: time of allocation and free, address, size, stack and category.
 
 Traces and snapshots do not have categories. The category of a block is derived from the phase of the step in which it
-was allocated, and from whether it outlives that phase:
+was allocated, and from whether it outlives that phase; of a snapshot by ``categories``:
 
 | allocated in | freed in the same phase | freed later |
 |---|---|---|
@@ -27,6 +27,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from lightning_memprof.account.memory.categories import BEFORE, OUTLIVING, categories
 from lightning_memprof.account.memory.columns import (
     DeviceMemory,
     MemoryColumns,
@@ -40,17 +41,10 @@ from lightning_memprof.account.memory.model import curve_corners
 from lightning_memprof.read.snapshot.replay import Replay
 from lightning_memprof.read.stacks import Frame, is_library
 
-BEFORE: Final = "before"
 # These are not freed between steps.
 STAYING: Final = ("parameter", "optimizer_state")
 # In stacking order, the longest-lived at the bottom.
 KINDS: Final = (BEFORE, "parameter", "optimizer_state", "gradient", "activation", "input", "other", "temporary")
-_OUTLIVING: Final = {
-    "data_wait": "input",
-    "forward": "activation",
-    "backward": "gradient",
-    "optimizer": "optimizer_state",
-}
 _AFTER_POINT: Final = {
     "step_start": "data_wait",
     "batch_start": "forward",
@@ -59,7 +53,6 @@ _AFTER_POINT: Final = {
     "after_backward": "optimizer",
     "before_optimizer_step": "optimizer",
 }
-_FETCHING: Final = frozenset({"batch_to_device", "transfer_batch_to_device", "move_data_to_device"})
 # Frames shown of a stack, innermost first.
 _FRAMES: Final = 6
 
@@ -210,7 +203,7 @@ class _Phases:
         until = self._times[at] if at < len(self._times) else None
         if died is not None and (until is None or died <= until):
             return "temporary"
-        return _OUTLIVING.get(named, "other")
+        return OUTLIVING.get(named, "other")
 
 
 def lives_of_replay(ring: Replay) -> BlockLives:
@@ -222,48 +215,11 @@ def lives_of_replay(ring: Replay) -> BlockLives:
     start, end = (moments[0], moments[-1]) if moments else (0, 0)
     words = ["\n".join(map(str, shown_stack(stack))) for stack in ring.snapshot.stacks]
     lives = BlockLives(device=f"cuda:{ring.device}", is_timed=is_timed, start=start, end=end, stacks=words)
-    phases = [_phase_of(stack) for stack in ring.snapshot.stacks]
-    ends = _phase_ends([phases[event.stack] if event.action == "alloc" else None for event in events])
-    for life in ring.lives:
-        if life.born < 0:
-            kind = BEFORE
-        elif life.died <= ends[life.born] and life.died < len(events):
-            kind = "temporary"
-        else:
-            kind = _OUTLIVING.get(phases[life.stack] or "", "other")
+    for life, kind in zip(ring.lives, categories(ring), strict=True):
         born = moments[life.born] if life.born >= 0 else start
         died = moments[life.died] if life.died < len(events) else end + 1
         lives.add((born, died, life.address % (1 << 64), life.requested_size), kind, life.stack)
     return lives
-
-
-def _phase_of(stack: Sequence[Frame]) -> str | None:
-    """Return the phase in which a stack allocates, None if unknown."""
-    if stack and not any(frame.is_python for frame in stack):
-        return "backward"  # autograd threads have no Python frames
-    for frame in stack:
-        path = frame.filename.replace("\\", "/")
-        if "torch/optim/" in path:
-            return "optimizer"
-        if frame.name == "backward" and ("torch/_tensor" in path or "torch/autograd/" in path):
-            return "backward"
-        if frame.name in _FETCHING or "torch/utils/data/" in path:
-            return "data_wait"
-    return "forward" if any(frame.name in {"forward", "_call_impl"} for frame in stack) else None
-
-
-def _phase_ends(phases: Sequence[str | None]) -> list[int]:
-    """Return for each event the next event of another phase; events of unknown phase end none."""
-    ends = [len(phases)] * len(phases)
-    current, until = None, len(phases)
-    starts = until
-    for i in range(len(phases) - 1, -1, -1):
-        if phases[i] is not None and phases[i] != current:
-            current, until = phases[i], starts
-        if phases[i] is not None:
-            starts = i
-        ends[i] = until
-    return ends
 
 
 def with_held(lives: BlockLives, held: Mapping[str, int]) -> BlockLives:

@@ -248,6 +248,7 @@ def _next_for_churn(snapshot: SnapshotReport, device: DeviceReport, line: str | 
 NOTABLE_PIECES: Final = 0.25
 # Each check sorts the live blocks: pieces force the largest segments.
 MAX_CHECKS: Final = 8
+RETURN_CACHE: Final = "Return the allocator's cache before another program needs it: torch.cuda.empty_cache()."
 STEADY: Final = "Pad batches to a few lengths: sizes that change with every batch leave pieces that fit nothing else."
 
 
@@ -255,36 +256,42 @@ def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
     """Find reserved memory in pieces at the peak; a warning if that forced requests to the driver.
 
     At any other time pieces are normal: after backward the activations are freed. Recovers at least the segments that
-    the pieces forced, at most all pieces; nothing for sure where segments grow already.
+    the pieces forced, at most all pieces; nothing for sure where segments grow already. Without a recorded history the
+    moment is that of the snapshot, and whole segments without a live block count, too.
     """
-    if not device.events:
-        return None
-    pieces = [piece.size for piece in free_ranges(device, device.peak_event) if not piece.is_segment]
+    free = free_ranges(device, device.peak_event)
+    pieces = [piece.size for piece in free if not piece.is_segment]
     split, reserved = sum(pieces), device.live_at(device.peak_event).reserved_bytes
-    if split < MIN_BYTES or split < NOTABLE_PIECES * reserved:
+    unused = split if device.events else sum(piece.size for piece in free)
+    if unused < MIN_BYTES or unused < NOTABLE_PIECES * reserved:
         return None
     forced = _forced(device)
-    worth = recovery_of(device, 0 if device.snapshot.is_expandable else sum(forced), split, "fragmentation")
+    least = 0 if device.snapshot.is_expandable else sum(forced)
+    worth = recovery_of(device, least, unused, "fragmentation", *(() if device.events else ("free_segments",)))
     made = format_count(len(forced), "segment")
     added = f" {made} came from the driver although as many bytes were free in smaller pieces." if forced else ""
+    between = "all" if split == unused else percent(split / unused)
+    parts = f"between live blocks, in {len(pieces):,} pieces of at most {format_bytes(max(pieces, default=0))}"
     return Finding(
         rule="fragmentation",
         severity=Severity.WARNING if forced else Severity.INFO,
         title=(
-            f"{percent(split / reserved)} of reserved memory of {device_name(device)} is in unused pieces at the peak."
+            f"{percent(unused / reserved)} of reserved memory of {device_name(device)} is "
+            f"{'in unused pieces at the peak' if device.events else f'unused, {between} of it between live blocks'}."
         ),
         why=(
-            f"{format_bytes(split)} of {format_bytes(reserved)} are between live blocks, in {len(pieces):,} pieces of "
-            f"at most {format_bytes(max(pieces))}; {format_bytes(device.peak_requested_bytes)} are live.{added}"
+            f"{format_bytes(split)} of {format_bytes(reserved)} are {parts}; "
+            f"{format_bytes(device.peak_requested_bytes)} are live.{added}"
         ),
-        remedies=_against_pieces(snapshot, device),
+        remedies=_against_pieces(snapshot, device) if 2 * split >= unused else (RETURN_CACHE,),
         numbers={
             "device": device.device,
             "split_bytes": split,
+            "unused_bytes": unused,
             "reserved_bytes": reserved,
             "split_share": split / reserved,
             "pieces": len(pieces),
-            "largest_piece_bytes": max(pieces),
+            "largest_piece_bytes": max(pieces, default=0),
             "peak_requested_bytes": device.peak_requested_bytes,
             "forced_segments": len(forced),
         },

@@ -9,7 +9,7 @@ from lightning_memprof.read.snapshot.reader import DeviceSnapshot
 from lightning_memprof.read.stacks import Frame
 
 Stack = tuple[Frame, ...]
-Part = Literal["forward", "backward", "other"]
+Phase = Literal["data_wait", "loading", "forward", "backward", "optimizer"]
 
 OPTIMIZER: Final = "/torch/optim/"
 MODULES: Final = "/torch/nn/modules/module.py"
@@ -20,20 +20,39 @@ CACHE: Final = re.compile(r"kv_?cache|cache_(?:engine|utils)|key_value", re.IGNO
 _LIGHTNING: Final = ("/lightning/pytorch/", "/pytorch_lightning/")
 # C++ stacks have torch::autograd:: in every forward, too: it has the bindings of all operators.
 _TRAINS: Final = re.compile(r"backward|torch::autograd::(?:Engine|AccumulateGrad)|\Atraining_step\Z", re.IGNORECASE)
-# In windows of this package, `_call_impl` is not on the stack.
-_CALLS: Final = frozenset({"_call_impl", "_wrapped_call_impl"})
+# The functions of each phase, and files all of whose functions are. In windows of this package `_call_impl` is not on
+# the stack.
+_PHASES: Final[tuple[tuple[Phase, frozenset[str], str], ...]] = (
+    ("optimizer", frozenset(), OPTIMIZER),
+    ("backward", _RUNS_BACKWARD, ""),
+    (
+        "data_wait",
+        frozenset({"batch_to_device", "transfer_batch_to_device", "move_data_to_device"}),
+        "/torch/utils/data/",
+    ),
+    (
+        "loading",
+        frozenset({"_apply", "load_state_dict", "_load_from_state_dict", "reset_parameters", "from_pretrained"}),
+        "",
+    ),
+    ("forward", frozenset({"_call_impl", "_wrapped_call_impl", "forward"}), ""),
+)
 
 
-def part_of(stack: Stack) -> Part:
-    """Return in which part of a step a stack allocates; "other" is outside of forward and backward.
+def phase_of(stack: Stack) -> Phase | None:
+    """Return the phase in which a stack allocates, by its innermost frame that tells; None outside of all.
 
-    Threads of backward have no Python frames, the other threads of a program do.
+    Threads of backward have no Python frames, the other threads of a program do. The forward and the backward that an
+    optimizer's step calls, as Lightning has it, are not the optimizer's.
     """
-    python = [frame for frame in stack if frame.is_python]
-    if not python or any(frame.name in _RUNS_BACKWARD for frame in python):
+    if not any(frame.is_python for frame in stack):
         return "backward"
-    is_forward = any(frame.name in _CALLS and MODULES in frame.filename for frame in python)
-    return "forward" if is_forward else "other"
+    for frame in stack:
+        path = frame.filename.replace("\\", "/")
+        for phase, names, files in _PHASES:
+            if frame.name in names or (files and files in path):
+                return phase
+    return None
 
 
 def is_lightning(device: DeviceSnapshot) -> bool:
@@ -47,6 +66,6 @@ def is_training(device: DeviceSnapshot) -> bool:
     allocating = {event.stack for event in device.events if event.action == "alloc"}
     return (
         not any(device.stacks)
-        or any(part_of(device.stacks[stack]) == "backward" for stack in allocating)
+        or any(phase_of(device.stacks[stack]) == "backward" for stack in allocating)
         or any(OPTIMIZER in frame.filename or _TRAINS.search(frame.name) for stack in device.stacks for frame in stack)
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from lightning_memprof.read.snapshot.frames import BACKWARD, CACHE, Part, Stack, is_training, part_of
+from lightning_memprof.read.snapshot.frames import BACKWARD, CACHE, Phase, Stack, is_training, phase_of
 from lightning_memprof.read.snapshot.replay import BlockLife, Replay, holders_of
 from lightning_memprof.read.stacks import user_frame
 from lightning_memprof.units import MIB
@@ -26,6 +26,9 @@ MAX_FREED: Final = 0.1
 MAX_CHANGE: Final = 0.25
 # Not yet in the current step, and perhaps not in a longer one before it.
 MAX_MISSED: Final = 2
+
+
+_PASSES: Final = frozenset({"forward", "backward"})
 
 
 class Growth(NamedTuple):
@@ -48,7 +51,7 @@ class _Place(NamedTuple):
     Blocks of backward, gradients for instance, and caches of keys and values stay by design: they may not grow.
     """
 
-    part: Part
+    phase: Phase | None
     function: tuple[str, str] | None
     may_grow: bool
 
@@ -104,13 +107,13 @@ def _root(stack: Stack) -> tuple[str, str] | None:
 
 
 def _place(stack: Stack, main: tuple[str, str] | None) -> _Place:
-    part = part_of(stack)
+    phase = phase_of(stack)
     inner = user_frame(stack) or next((frame for frame in stack if frame.is_python), None)
     is_cache = any(CACHE.search(f"{frame.filename} {frame.name}") for frame in stack)
     return _Place(
-        part=part,
+        phase=phase,
         function=(inner.filename, inner.name) if inner is not None else None,
-        may_grow=part != "backward" and _root(stack) == main and not is_cache,
+        may_grow=phase != "backward" and _root(stack) == main and not is_cache,
     )
 
 
@@ -147,13 +150,13 @@ def _steps(history: _History, function: tuple[str, str]) -> list[_Step]:
     others outside of it. Two layers of a forward pass have neither between them.
     """
     steps: list[_Step] = []
-    seen: set[Part] = set()
+    seen: set[Phase | None] = set()
     for number, life in enumerate(history.lives):
         place = history.places[life.stack]
         if place.function != function:
-            seen.add(place.part)
+            seen.add(place.phase)
         elif place.may_grow and history.stays(life):
-            passes = not history.trains and "forward" in seen and "other" in seen | {place.part}
+            passes = not history.trains and "forward" in seen and bool((seen | {place.phase}) - _PASSES)
             if not steps or passes or "backward" in seen:
                 steps.append(_Step(number, []))
             steps[-1].blocks.append(life)

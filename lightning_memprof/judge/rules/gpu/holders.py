@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity
+from lightning_memprof.account.memory.categories import categories
+from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.rules.gpu.remedies import (
     CACHE,
     OPTIMIZER,
     PARAMETER_GRADIENTS,
     SAVED,
-    SMALLER,
+    WEIGHTS,
+    WITHOUT_GRADIENTS,
     freed_growth,
     sharded,
+    smaller_batch,
 )
 from lightning_memprof.judge.rules.snapshot import device_name, recovery_of, seen_in
 from lightning_memprof.read.snapshot import frames
-from lightning_memprof.read.snapshot.replay import Holder
+from lightning_memprof.read.snapshot.replay import Holder, site_of
 from lightning_memprof.read.snapshot.report import DeviceReport, HeldLine, SnapshotReport
 from lightning_memprof.read.stacks import parse_frame
 from lightning_memprof.units import GIB, format_bytes, format_count, percent
@@ -62,14 +66,15 @@ def peak_holder(snapshot: SnapshotReport, device: DeviceReport) -> Finding | Non
     return Finding(
         rule="peak_holder",
         severity=Severity.INFO,
-        title=(
-            f"{percent(line.bytes / peak)} of the {whole} of {device_name(device)} is allocated by {line.site}{inner}."
+        title=titled(
+            f"{percent(line.bytes / peak)} of the {whole} of {device_name(device)} is allocated by {{site}}.",
+            site=line.site,
         ),
         why=(
-            f"{format_bytes(line.bytes)} of {format_bytes(peak)}, in {format_count(line.blocks, 'block')}{most}."
+            f"{format_bytes(line.bytes)} of {format_bytes(peak)}, in {format_count(line.blocks, 'block')}{inner}{most}."
             f"{'' if _has_peak(device) else missing}"
         ),
-        remedies=_remedies(device, line.site, alike),
+        remedies=_remedies(device, line.site),
         numbers={
             "device": device.device,
             "line": line.site,
@@ -96,9 +101,10 @@ def steady_growth(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
     return Finding(
         rule="steady_growth",
         severity=Severity.CRITICAL if share >= NOTABLE_HOLDER else Severity.WARNING,
-        title=(
-            f"Memory of {device_name(device)} grows by {format_bytes(growth.step_bytes)} per step: the blocks of "
-            f"{growth.site} are not freed."
+        title=titled(
+            f"Memory of {device_name(device)} grows by {format_bytes(growth.step_bytes)} per step: "
+            "{site} is not freed.",
+            site=growth.site,
         ),
         why=(
             f"{format_bytes(growth.bytes)} in {format_count(growth.blocks, 'block')} of {growth.steps} steps are live "
@@ -142,20 +148,30 @@ def _mostly(line: HeldLine, alike: Sequence[Holder]) -> tuple[str, str]:
     return f" (mostly in {called})", f"; {called} has {format_bytes(held)} in {format_count(blocks, 'block')}"
 
 
-def _remedies(device: DeviceReport, site: str, alike: Sequence[Holder]) -> tuple[str, ...]:
-    """Return what makes the blocks of a site smaller, by what their stacks and their lives say they are."""
+def _remedies(device: DeviceReport, site: str) -> tuple[str, ...]:
+    """Return what makes the blocks of a site smaller, by the category of most of them at the peak."""
     if device.growth is not None and device.growth.site == site:
         return freed_growth(device, device.growth)
-    if site in GRADIENTS:
-        return (sharded(device, PARAMETER_GRADIENTS),)
-    if _NODE.fullmatch(site):
-        return (TEMPORARIES,)
-    largest = max(alike, key=lambda holder: holder.bytes).stack
-    if any(frames.CACHE.search(frame) for frame in largest):
+    stacks = [holder.stack for holder in device.holders_at_peak if holder.site == site]
+    if any(frames.CACHE.search(frame) for frame in stacks[0]):
         return (CACHE,)
-    if any(frames.OPTIMIZER in frame for frame in largest):
-        return (sharded(device, OPTIMIZER),)
-    return (SAVED if frames.is_training(device.snapshot) else SMALLER,)
+    held: Counter[str] = Counter()
+    for life, category in zip(device.lives, categories(device), strict=True):
+        if life.born <= device.peak_event < life.died and site_of(device.snapshot.stacks[life.stack]) == site:
+            held[category] += life.requested_size
+    category = held.most_common(1)[0][0]
+    if category == "gradient" and _NODE.fullmatch(site) and site not in GRADIENTS:
+        category = "temporary"
+    trains = frames.is_training(device.snapshot)
+    steps: dict[str, str] = {
+        "parameter": WEIGHTS,
+        "gradient": sharded(device, PARAMETER_GRADIENTS),
+        "optimizer_state": sharded(device, OPTIMIZER),
+        "activation": SAVED if trains else WITHOUT_GRADIENTS,
+        "input": smaller_batch(device),
+        "temporary": TEMPORARIES if _NODE.fullmatch(site) else smaller_batch(device),
+    }
+    return (steps.get(category, f"To lower the peak, start with {site}."),)
 
 
 def of_memory(snapshot: SnapshotReport) -> Finding:
@@ -186,18 +202,19 @@ def of_memory(snapshot: SnapshotReport) -> Finding:
 
 
 def _next_of(device: DeviceReport, parts: Sequence[HeldLine]) -> tuple[str, ...]:
-    known = [part.site for part in parts if part.site]
     if not device.has_stacks:
         return (RECORD_STACKS,)
-    if not known:
-        return ("Record stacks from the start of the program: most of the peak has none.",)
-    clear = (CLEAR,) if _in_forward(device) and any(site in GRADIENTS for site in known) else ()
-    line = next((line for line in device.lines_at_peak if line.site and line.site not in GRADIENTS), None)
-    if line is None or line.bytes < NOTABLE_PART * device.peak_requested_bytes:
-        return clear or (sharded(device, PARAMETER_GRADIENTS),)
-    stacks = [holder.stack for holder in device.holders_at_peak if holder.site == line.site]
-    is_optimizer = any(frames.OPTIMIZER in frame for stack in stacks for frame in stack)
-    return (*clear, sharded(device, OPTIMIZER) if is_optimizer else f"To lower the peak, start with {line.site}.")
+    peak = device.peak_requested_bytes
+    unknown = sum(line.bytes for line in device.lines_at_peak if not line.site)
+    if unknown > NOTABLE_HOLDER * peak:
+        whole = "peak" if _has_peak(device) else "live memory"
+        return (f"Record stacks from the start of the program: {percent(unknown / peak)} of the {whole} has none.",)
+    clear = (CLEAR,) if _in_forward(device) and any(part.site in GRADIENTS for part in parts) else ()
+    line = next((line for line in device.lines_at_peak if line.site and not (clear and line.site in GRADIENTS)), None)
+    if line is None or line.bytes < NOTABLE_PART * peak:
+        return clear or (smaller_batch(device),)
+    where = "" if _NODE.fullmatch(line.site) or line.site in GRADIENTS else f"At {line.site}: "
+    return (*clear, *(f"{where}{step}" for step in _remedies(device, line.site)))
 
 
 def _in_forward(device: DeviceReport) -> bool:

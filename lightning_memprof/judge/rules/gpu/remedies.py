@@ -16,7 +16,12 @@ AUTOCAST: Final = "Train in mixed precision: torch.autocast('cuda', dtype=torch.
 SMALLER: Final = (
     "If these are weights, load them in fewer bytes (dtype=torch.bfloat16); if it is a cache, make it smaller."
 )
-SAVED: Final = "If these are saved activations: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)."
+WEIGHTS: Final = "Load the weights in fewer bytes: dtype=torch.bfloat16."
+SAVED: Final = "Save fewer activations: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)."
+WITHOUT_GRADIENTS: Final = (
+    "Run the model under torch.no_grad() if it does not train; else save fewer activations: "
+    "torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)."
+)
 CACHE: Final = (
     "Make the cache smaller: a shorter maximum length, or fewer sequences at once; with vLLM, "
     "LLM(gpu_memory_utilization=..., max_model_len=...)."

@@ -141,6 +141,14 @@ def test_the_phases_of_a_ring_are_told_from_its_stacks():
     )
 
 
+def test_a_block_from_before_the_ring_has_the_category_of_its_stack():
+    block = {"address": 0, "size": 512, "requested_size": 500, "state": "active_allocated", "frames": [FORWARD]}
+    segment = {"device": 0, "address": 0, "total_size": 512, "stream": 0, "blocks": [block]}
+    data = {"segments": [segment], "device_traces": [[event("alloc", 512, 10, 1, STEP)]]}
+    lives = lives_of_replay(replay(parse_snapshot(data, "it")))
+    assert [KINDS[kind] for kind, size in zip(lives.kind, lives.size, strict=True) if size == 500] == ["activation"]
+
+
 def test_a_ring_without_times_counts_its_events():
     untimed = [event("alloc", 512, 10, 0, FORWARD), event("free_completed", 512, 10, 0)]
     for ring_event in untimed:

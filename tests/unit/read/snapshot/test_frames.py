@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_memprof.read.snapshot.frames import is_lightning, is_training, part_of
+from lightning_memprof.read.snapshot.frames import is_lightning, is_training, phase_of
 from lightning_memprof.read.snapshot.reader import parse_snapshot
 from lightning_memprof.units import MIB
 from snapshots import TRAIN, History, frame
@@ -43,4 +43,23 @@ def test_a_forward_is_what_a_module_calls_also_in_a_window_of_ours(call):
         MIB, frame(f"{TORCH}/nn/modules/linear.py", "forward"), frame(f"{TORCH}/nn/modules/module.py", call)
     )
     (stack,) = [stack for stack in parse_snapshot(history.data(), "a.pickle").devices[0].stacks if stack]
-    assert part_of(stack) == "forward"
+    assert phase_of(stack) == "forward"
+
+
+@pytest.mark.parametrize(
+    ("stack", "phase"),
+    [
+        ([frame("/home/a/model.py", "forward"), frame(f"{TORCH}/optim/adam.py", "step")], "forward"),
+        ([frame("/home/a/model.py", "backward"), frame(f"{TORCH}/optim/adam.py", "step")], "backward"),
+        ([frame(f"{TORCH}/optim/adam.py", "_init_group"), frame("/home/a/train.py", "forward")], "optimizer"),
+        ([frame(f"{TORCH}/nn/modules/module.py", "_apply"), frame("/home/a/train.py", "main")], "loading"),
+        ([frame(f"{TORCH}/utils/data/_utils/pin_memory.py", "pin"), frame("/home/a/train.py", "main")], "data_wait"),
+        ([frame("/home/a/train.py", "main")], None),
+        ([ENGINE], "backward"),
+    ],
+)
+def test_the_innermost_frame_that_tells_is_the_phase(stack, phase):
+    history = History()
+    history.allocate(MIB, *stack)
+    (found,) = [each for each in parse_snapshot(history.data(), "a.pickle").devices[0].stacks if each]
+    assert phase_of(found) == phase
