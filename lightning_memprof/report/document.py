@@ -261,7 +261,10 @@ class RuleHelp(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """A finding; a rule of the user's own has no ``help``."""
+    """A finding; a rule of the user's own has no ``help``.
+
+    ``file`` is the name of the file that shows it, where a document has files of several programs.
+    """
 
     id: str
     rule: str
@@ -271,6 +274,12 @@ class Card(msgspec.Struct, frozen=True):
     next_steps: Sequence[str]
     evidence: Sequence[Link] = ()
     help: RuleHelp | None = None
+    file: str = ""
+
+    @property
+    def heading(self) -> str:
+        """The title, after its file."""
+        return f"{self.file}: {self.title}" if self.file else self.title
 
 
 class Findings(msgspec.Struct, frozen=True):
@@ -369,7 +378,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     badge: Badge = "none"
     rule: str = ""
     verdict: Words = ""
-    why: str = ""
+    why: Words = ""
     next: str = ""
     sections: Sequence[Section] = ()
     location: str = ""

@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from lightning_memprof.artifacts.naming import SnapshotName
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Finding, examine_files
 from lightning_memprof.judge.finding import Severity, severity_of
@@ -52,6 +53,13 @@ class FilesView(msgspec.Struct, frozen=True):
     def verdict(self) -> Finding:
         """The first finding."""
         return self.findings[0]
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether the files are those of the ranks of one program, or a single file."""
+        names = (SnapshotName.parse(snapshot.file.name) for snapshot in self.snapshots)
+        ranks = [(0, trace.rank) for trace in self.traces] + [(1, name.rank if name else None) for name in names]
+        return len(ranks) <= 1 or (len(set(ranks)) == len(ranks) and all(rank is not None for _, rank in ranks))
 
 
 def read_files(

@@ -101,7 +101,7 @@ def _part(part: Item, *, is_full: bool) -> Iterator[str]:
 
 def _findings(part: Findings) -> str:
     return "\n".join(
-        f"- {card.badge}: {_safe(card.title)} {_safe(card.why)}"
+        f"- {card.badge}: {_safe(card.heading)} {_safe(card.why)}"
         + "".join(f"\n  - {_safe(step)}" for step in card.next_steps)
         for card in part.cards
     )

@@ -128,7 +128,7 @@ def _joined(blocks: Sequence[Block], *, is_dense: bool = False) -> list[Line]:
 def _verdict(document: Document, width: int, longest: int | None) -> Block:
     rule = f" ({document.rule})" if document.rule and document.badge != "none" else ""
     lines = hang("verdict", words_text(document.verdict) + rule, width, LABEL, ("bold", BADGES[document.badge]))
-    for label, words in (("why", document.why), ("next", document.next)):
+    for label, words in (("why", words_text(document.why)), ("next", document.next)):
         lines += _first(hang(label, words, width, LABEL), longest, width) if words else []
     return lines
 
@@ -150,7 +150,7 @@ def _also(document: Document, width: int, longest: int) -> Block:
     lines: Block = []
     for card in shown:
         styles = "bold", BADGES[card.badge].removeprefix("bold ")
-        lines += _first(hang("" if lines else "also", card.title, width, LABEL, styles), ALSO_LINES, width)
+        lines += _first(hang("" if lines else "also", card.heading, width, LABEL, styles), ALSO_LINES, width)
     if more := len(cards) - len(shown):
         lines.append(((pad("", LABEL), ""), (f"{more} more: --all", DIM)))
     return lines
@@ -340,7 +340,7 @@ def _findings(document: Document, width: int) -> Block:
     blocks: list[Block] = []
     cards = document.further_findings()
     for card in cards[:MAX_FINDINGS]:
-        lines = hang(card.badge, f"{card.title} ({card.rule})", width, LABEL, (BADGES[card.badge], "bold"))
+        lines = hang(card.badge, f"{card.heading} ({card.rule})", width, LABEL, (BADGES[card.badge], "bold"))
         lines += hang("why", card.why, width, LABEL) if card.why else []
         lines += [line for step in card.next_steps for line in hang("next", step, width, LABEL)]
         blocks.append(lines)

@@ -29,7 +29,7 @@ from lightning_memprof.report.files_view import FilesView
 from lightning_memprof.report.sections.labels import BADGES, STATUS_STYLES, file_command, place
 from lightning_memprof.report.sections.memory import memory_section, modules_section, sites_section
 from lightning_memprof.report.sections.oom import holders_section, oom_section
-from lightning_memprof.report.sections.overview import finding_cards, overview_section
+from lightning_memprof.report.sections.overview import finding_cards, first_file, overview_section
 from lightning_memprof.report.sections.ranks import ranks_section
 from lightning_memprof.report.sections.run import (
     configuration_section,
@@ -198,7 +198,9 @@ def files_document(view: FilesView) -> Document:
         for number, name in ((len(view.traces), "trace"), (len(view.snapshots), "snapshot"))
         if number
     ]
-    cards = finding_cards(view.findings, ids, [section.id for section in sections])
+    with_files = not view.is_one_program
+    cards = finding_cards(view.findings, ids, [section.id for section in sections], with_files=with_files)
+    file = first_file(view.verdict) if with_files else ""
     return Document(
         title=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
         kind="files",
@@ -207,7 +209,7 @@ def files_document(view: FilesView) -> Document:
         status_style="bad" if view.problems else "",
         badge=BADGES[view.verdict.severity],
         rule=view.verdict.rule,
-        verdict=view.verdict.title,
+        verdict=f"{file}: {view.verdict.title}" if file else view.verdict.title,
         why=view.verdict.why,
         next=view.verdict.next,
         sections=[Section("overview", "Overview", parts=[*_stacks(view), Findings(cards)], summary=True), *sections],
@@ -217,11 +219,11 @@ def files_document(view: FilesView) -> Document:
 
 
 def _stacks(view: FilesView) -> Iterator[Item]:
-    """Yield the device of the least busy trace, and of snapshots the verdict's, or the one with the highest peak."""
-    for trace in sorted(view.traces, key=busy)[:1]:
+    """Yield the device of the verdict's trace or the least busy one, and of snapshots the verdict's or the largest."""
+    number, seen = view.verdict.numbers.get("device"), {evidence.artifact for evidence in view.verdict.evidence[:1]}
+    for trace in sorted(view.traces, key=lambda trace: (str(trace.file) not in seen, busy(trace)))[:1]:
         if trace.gpu_window is not None:
             yield device_stack(trace.gpu_window, f"Device time, {trace.file.name}")
-    number, seen = view.verdict.numbers.get("device"), {evidence.artifact for evidence in view.verdict.evidence}
     devices = [(snapshot.file, device) for snapshot in view.snapshots for device in snapshot.devices]
     if devices:
         file, device = max(

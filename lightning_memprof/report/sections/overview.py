@@ -114,7 +114,9 @@ def core_wait_note(ledger: TimeLedger) -> tuple[str, ...]:
     return (f"the training thread waits for a core {waits}: steps take longer than on free cores",)
 
 
-def finding_cards(findings: Iterable[Finding], file_ids: Mapping[str, str], known: Sequence[str]) -> list[Card]:
+def finding_cards(
+    findings: Iterable[Finding], file_ids: Mapping[str, str], known: Sequence[str], *, with_files: bool = False
+) -> list[Card]:
     """Return the findings, each with links to its evidence; a verdict without a finding has no card."""
     return [
         Card(
@@ -126,10 +128,16 @@ def finding_cards(findings: Iterable[Finding], file_ids: Mapping[str, str], know
             next_steps=finding.next_steps,
             evidence=list(_evidence(finding, file_ids, known)),
             help=_help().get(finding.rule),
+            file=first_file(finding) if with_files else "",
         )
         for number, finding in enumerate(findings)
         if finding.severity is not Severity.NONE
     ]
+
+
+def first_file(finding: Finding) -> str:
+    """Return the name of the file that shows a finding, of several the first; empty where it has none."""
+    return next((PurePosixPath(found.artifact).name for found in finding.evidence), "")
 
 
 @cache

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Evidence, Finding, Severity
 from lightning_memprof.read.run.targets import find_targets
-from lightning_memprof.report.document import Stack
+from lightning_memprof.report.document import Card, Document, Findings, Stack
 from lightning_memprof.report.files_view import FilesView, files_view
 from lightning_memprof.report.opened import OpenOptions, opened
 from lightning_memprof.report.printers import html
@@ -71,8 +72,12 @@ def viewed(*paths: Path, rank: int | None = None) -> FilesView:
     return files_view(find_targets(paths), rank=rank)
 
 
+def stack(view: FilesView) -> str:
+    return next(part.title for part in document_of(view).sections[0].parts if isinstance(part, Stack))
+
+
 def bar(*paths: Path) -> str:
-    return next(part.title for part in document_of(viewed(*paths)).sections[0].parts if isinstance(part, Stack))
+    return stack(viewed(*paths))
 
 
 def test_the_bar_is_that_of_the_verdicts_device_or_of_the_one_with_the_highest_peak(tmp_path: Path) -> None:
@@ -93,6 +98,30 @@ def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(
     view = viewed(trace(tmp_path / "rank0.json"))
     assert "The rule gpu_idle failed (ValueError: negative time)" in view.verdict.title
     assert table_of(view, "kernels-0")
+
+
+def test_files_of_several_programs_are_named_with_their_findings(tmp_path: Path) -> None:
+    segments = [segment(block(0, 2 * MIB), device=0)]
+    small = write_snapshot(tmp_path / "small.pickle", made(segments, [failed(MIB, 0)]))
+    full = write_snapshot(tmp_path / "full.pickle", made(segments, [failed(2 * MIB, 0)]))
+    document = document_of(viewed(small, full))
+    assert {card.file for card in findings_of(document)} == {"small.pickle", "full.pickle"}
+    assert str(document.verdict).startswith(findings_of(document)[0].heading)
+    alone = document_of(viewed(full))
+    assert [card.file for card in findings_of(alone)] == [""]
+    assert str(alone.verdict) == findings_of(alone)[0].title
+
+
+def findings_of(document: Document) -> list[Card]:
+    return [card for part in document.sections[0].parts if isinstance(part, Findings) for card in part.cards]
+
+
+def test_the_device_time_is_that_of_the_verdicts_trace(tmp_path: Path) -> None:
+    busy, idle = trace(tmp_path / "busy.json"), trace(tmp_path / "idle.json", busy_us=100)
+    view = viewed(busy, idle)
+    assert stack(view) == "Device time, idle.json"
+    found = replace(view.findings[0], evidence=(Evidence(artifact=str(busy)),))
+    assert stack(replace(view, findings=(found,))) == "Device time, busy.json"
 
 
 def page(view: FilesView, width: int = 80, *, colours: bool = False, encoding: str = "utf-8") -> str:
@@ -195,8 +224,8 @@ def test_a_healthy_trace_says_what_the_device_computes(tmp_path: Path, monkeypat
     monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", ())
     view = viewed(trace(tmp_path / "a.json"))
     assert view.verdict.rule == "nothing_found"
-    assert view.verdict.title == "Compute-bound: gemm takes 90% of each step (898 µs of 1.00 ms)."
-    assert "lightning-memprof view" in view.verdict.next
+    assert view.verdict.title == "Compute-bound: matrix multiplication takes 90% of each step (898 µs of 1.00 ms)."
+    assert "lightning-memprof view" in view.verdict.next_steps[-1]
 
 
 def test_a_short_trace_of_an_idle_device_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
