@@ -32,7 +32,7 @@ _ERRORS: Final = 3.0
 _LEAST_SHARE_OF_STEP: Final = 0.01
 # Resolution of clocks and schedulers.
 _LEAST_NS: Final = 20_000
-# Operators are timed in a few recorded steps only: two runs of the same program differ by up to a quarter.
+# What is timed in a few recorded steps only: two runs of the same program differ by up to a quarter.
 _NAMED_TIME_SHARE: Final = 0.25
 _NAMED_BYTES_SHARE: Final = 0.01
 # Of the bytes at the peak; smaller sites vary with allocator rounding.
@@ -56,7 +56,7 @@ def compare(a: Side, b: Side) -> Comparison:
 
     A change of steps is above noise if a rank test confirms it and it exceeds the resolution and the drift within a
     side; another change if it exceeds the spread of either side's samples, three standard errors of the difference of
-    their medians, and the resolution.
+    their medians, and the resolution. Of steps too few for a test it must also exceed a quarter.
 
     Raises:
         ConfigError: the two are of different kinds, such as a run and a trace.
@@ -112,6 +112,9 @@ def _difference(name: str, a: Measure | None, b: Measure | None, scale: Mapping[
     if a is not None and b is not None and a.steps and b.steps:
         least = _least_ns(scale) if unit == "ns" else _LEAST_SHARE_OF_STEP * min(a.value, b.value)
         needed, tested = max(least, drift(a.steps), drift(b.steps)), rank_test(a.steps, b.steps)
+        alone = max(_needed_of_value(a, b, unit, scale), _NAMED_TIME_SHARE * max(a.value, b.value))
+        if tested.confidence is None and abs(b.value - a.value) > alone:
+            needed, tested = alone, None
     elif a is not None and b is not None:
         needed = _needed_of_value(a, b, unit, scale)
     return Difference(name=name, unit=unit, a=a, b=b, needed=needed, rank_test=tested, problem=problem)

@@ -7,10 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.compare.comparison import Outcome
 from lightning_memprof.compare.model import GROUPS, Comparison, Difference, Measure, NamedChange
 from lightning_memprof.compare.significance import CONFIDENCE
+from lightning_memprof.read.trace.kernel_names import kernel_names
 from lightning_memprof.report.document import (
     Cell,
     Document,
@@ -28,13 +31,14 @@ from lightning_memprof.report.document import (
 )
 from lightning_memprof.report.sections.labels import PEAKS, called
 from lightning_memprof.report.sections.tables import Field, filled
+from lightning_memprof.units import quoted
 
 SAME: Final = "no difference above noise"
 WHY: Final = (
     f"A change of steps counts at {CONFIDENCE:.0%} confidence (rank test), another if it exceeds the usual difference "
     "of two runs of one program."
 )
-NEXT: Final = "Look first at the quantities that changed, then at the names that appeared."
+NEXT: Final = "See what changed in B: lightning-memprof show"
 KINDS: Final[Mapping[str, tuple[str, Style]]] = {
     "appeared": ("only in B", "warn"),
     "disappeared": ("only in A", "dim"),
@@ -55,7 +59,13 @@ FIRST: Final = (
     "peak_requested_bytes",
     "peak_rss_bytes",
 )
-MAX_IN_SENTENCE: Final = 3
+MAX_IN_TITLE: Final = 2
+MAX_IN_SENTENCE: Final = 4
+# The parts of a step; one that has half of the change explains it.
+PARTS: Final = tuple(
+    f"{part}_ns" for part in ("data_wait", "data_loading", "forward", "backward", "optimizer", "callbacks", "other")
+)
+MOSTLY: Final = 0.5
 _MOST_CONFIDENCE: Final = 0.999
 # Further apart, the mean step is named beside the median one.
 _APART: Final = 0.05
@@ -89,8 +99,8 @@ def comparison_document(comparison: Comparison, outcomes: Sequence[Outcome] = ()
         about=f"A: {a} · B: {b}",
         badge="warning" if is_worse else "none" if comparison.is_same else "info",
         verdict=conclusion(comparison, outcomes),
-        why=WHY,
-        next="" if comparison.is_same else NEXT,
+        why=_why(comparison),
+        next="" if comparison.is_same else f"{NEXT} {quoted(b)}.",
         sections=sections,
     )
 
@@ -104,29 +114,51 @@ def conclusion(comparison: Comparison, outcomes: Sequence[Outcome] = ()) -> Word
     times = phrase("{} -> {}", _value(step.a), _value(step.b)) if step is not None and is_timed else ""
     if comparison.is_same:
         return phrase("{}{}{}{}", head, SAME, ": step time " if is_timed else "", times)
-    found = [difference for difference in comparison.differences if difference.is_above_noise]
-    if step in found:
-        found = [difference for difference in found if not _says_the_same(difference, step)]
-    found.sort(key=lambda difference: FIRST.index(difference.name) if difference.name in FIRST else len(FIRST))
+    if step is not None and step.is_above_noise:
+        part = _grown(comparison, step)
+        mostly = phrase(", mostly {} ({} -> {})", _quantity(part.name), _value(part.a), _value(part.b)) if part else ""
+        return phrase("{}step time {} ({}){}", head, _change(step), times, mostly)
     head = f"{head}B differs from A"
-    if step is not None and is_timed and step not in found:
+    if step is not None and is_timed:
         head = phrase("{}, step time {} ({})", head, _noise(step), times)
-    words: list[Words] = [
-        phrase("step time {} ({})", _change(difference), times)
-        if difference is step
-        else phrase("{} {}", _quantity(difference.name), _change(difference))
-        for difference in found[:MAX_IN_SENTENCE]
-    ]
-    if len(found) > MAX_IN_SENTENCE:
-        words.append(f"{len(found) - MAX_IN_SENTENCE} more quantities")
+    return phrase("{}: {}", head, joined(", ", _others(comparison)[:MAX_IN_TITLE]))
+
+
+def _grown(comparison: Comparison, step: Difference) -> Difference | None:
+    """Return the part of a step that has at least half of its change, None without one."""
+    whole = step.change or math.inf
+    parts = [part for part in comparison.differences if part.name in PARTS and part.is_above_noise]
+    largest = max(parts, key=lambda part: (part.change or 0.0) / whole, default=None)
+    return largest if largest is not None and (largest.change or 0.0) / whole >= MOSTLY else None
+
+
+def _others(comparison: Comparison) -> list[Words]:
+    """Return the changes above noise without those of the step and of the part that explains it, the first first."""
+    step = comparison.difference("step_ns")
+    found = [difference for difference in comparison.differences if difference.is_above_noise]
+    if step is not None and step in found:
+        said = (step, _grown(comparison, step))
+        found = [difference for difference in found if difference not in said and not _says_the_same(difference, step)]
+    found.sort(key=lambda difference: FIRST.index(difference.name) if difference.name in FIRST else len(FIRST))
+    words: list[Words] = [phrase("{} {}", _quantity(each.name), _change(each)) for each in found[:MAX_IN_SENTENCE]]
+    if more := len(found) - len(words):
+        words.append(f"{more} more {'quantity' if more == 1 else 'quantities'}")
     for group, changes in _by_group(comparison).items():
         words.append(f"{len(changes)} {group if len(changes) > 1 else group.removesuffix('s')}")
-    return phrase("{}: {}", head, joined(", ", words))
+    return words
 
 
-def _says_the_same(difference: Difference, step: Difference | None) -> bool:
+def _why(comparison: Comparison) -> Words:
+    """Return what else changed, and when a change counts."""
+    step = comparison.difference("step_ns")
+    is_about_step = step is not None and step.is_above_noise
+    further = _others(comparison)[0 if is_about_step else MAX_IN_TITLE :]
+    return phrase("Also: {}. {}", joined(", ", further), WHY) if further else WHY
+
+
+def _says_the_same(difference: Difference, step: Difference) -> bool:
     """Return whether the mean step changes by about as much as the median one."""
-    apart = abs((difference.relative or 0.0) - (step.relative or 0.0)) if step is not None else 0.0
+    apart = abs((difference.relative or 0.0) - (step.relative or 0.0))
     return difference.name == "mean_step_ns" and apart < _APART
 
 
@@ -221,6 +253,9 @@ def _change(difference: Difference, style: Style = "") -> Cell:
 
 def _group(name: str, changes: Sequence[NamedChange]) -> Section:
     lead = "findings of one side that the other does not have" if name == "findings" else GROUPS[name][1]
+    if name == "kernels":
+        shown = kernel_names(changed.name for changed in changes)
+        changes = [replace(changed, name=short) for changed, short in zip(changes, shown, strict=True)]
     parts = filled(
         Table(f"{name}-table", "", top=MAX_NAMES),
         changes,

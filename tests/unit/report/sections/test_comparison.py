@@ -92,11 +92,11 @@ def test_a_row_has_the_confidence_of_its_change_or_says_that_the_steps_are_too_f
             kind="run",
             measures={"step_ns": replace(measure("step_ns", ns, samples=count), steps=(ns,) * count)},
         )
-        for ns in (20e6, 30e6)
+        for ns in (20e6, 25e6)
     )
     document = comparison_document(compare(a, b))
     (row,) = table_of(document, "quantity-table")
-    assert (row["change"], row["confidence"]) == ("too few steps" if count == 3 else "+50%", confidence)
+    assert (row["change"], row["confidence"]) == ("too few steps" if count == 3 else "+25%", confidence)
 
 
 def test_names_that_appeared_disappeared_and_changed_are_there(comparison: Comparison) -> None:
@@ -111,10 +111,38 @@ def test_names_that_appeared_disappeared_and_changed_are_there(comparison: Compa
     assert finding["finding"] == "47 % of the step waits for data."
 
 
-def test_the_verdict_names_time_and_peak_first(comparison: Comparison) -> None:
-    assert words_text(conclusion(comparison)) == (
-        "B differs from A: step time +100% (20.0 ms -> 40.0 ms), peak allocated x20, 3 modules, 1 finding"
+def test_the_verdict_names_the_time_and_the_reason_the_rest(comparison: Comparison) -> None:
+    assert words_text(conclusion(comparison)) == "step time +100% (20.0 ms -> 40.0 ms)"
+    assert words_text(comparison_document(comparison).why).startswith(
+        "Also: peak allocated x20, 3 modules, 1 finding. "
     )
+    assert comparison_document(comparison).next.endswith("lightning-memprof show runs/b.")
+
+
+@pytest.mark.parametrize(
+    ("others", "counted"),
+    [(1, "Also: peak allocated x20, forward +50%,"), (3, "callbacks +50%"), (4, "1 more quantity,")],
+)
+def test_the_part_that_grew_is_named_and_the_others_are_counted(others: int, counted: str) -> None:
+    a, b = sides()
+    names = ["forward_ns", "callbacks_ns", "optimizer_ns", "data_wait_ns"][:others]
+    for name in names:
+        a = replace(a, measures={**a.measures, name: measure(name, 2e6)})
+        b = replace(b, measures={**b.measures, name: measure(name, 3e6)})
+    a = replace(a, measures={**a.measures, "backward_ns": measure("backward_ns", 10e6)})
+    b = replace(b, measures={**b.measures, "backward_ns": measure("backward_ns", 29e6)})
+    found = compare(a, b)
+    title = words_text(conclusion(found))
+    assert title == "step time +100% (20.0 ms -> 40.0 ms), mostly backward (10.0 ms -> 29.0 ms)"
+    assert len(title) + len("inconclusive: ") <= 100
+    assert counted in words_text(comparison_document(found).why)
+
+
+def test_kernels_have_their_short_names() -> None:
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, int>(int)"
+    a, b = (replace(each, named={"kernels": {name: ns}}) for each, ns in zip(sides(), (1e6, 9e6), strict=True))
+    (row,) = table_of(comparison_document(compare(a, b)), "kernels-table")
+    assert row["name"] == "vectorized_elementwise_kernel<CUDAFunctor_add<float>>"
 
 
 def test_the_verdict_has_the_result_of_the_limits_and_a_step_time_within_noise() -> None:
@@ -174,7 +202,7 @@ def test_the_document_is_json_and_has_every_figure(comparison: Comparison) -> No
 def test_names_cannot_break_out_of_markdown(comparison: Comparison) -> None:
     document = comparison_document(comparison, [check(comparison, parse_limit("step_ns>5%"))])
     text = to_markdown(document, is_full=True)
-    assert "**fail: B differs from A:" in text
+    assert "**fail: step time +100%" in text
     assert "| `step_ns` | 20.0 ms | 5% | 40.0 ms | 2% | +100% |" in text
     assert "fail: step\\_ns\\>5%: step" in text
     assert "<script" not in text
