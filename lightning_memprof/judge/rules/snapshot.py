@@ -99,7 +99,7 @@ def failed_request(snapshot: SnapshotReport, device: DeviceReport) -> Finding | 
         severity=Severity.WARNING if continued else Severity.CRITICAL,
         title=(
             f"Allocation of {format_bytes(failed.requested_bytes)} failed on {device_name(device)}"
-            f"{', and the program continued' if continued else ''}: {CAUSES[cause]}."
+            f"{' and was caught' if continued else ''}: {CAUSES[cause]}."
         ),
         why=_why_failed(failed, top),
         remedies=_next_for_failed(snapshot, device, cause, top),
@@ -129,14 +129,17 @@ def _cause(failed: FailedRequest) -> Cause:
 def _why_failed(failed: FailedRequest, top: HeldLine | None) -> str:
     free = failed.device_free_bytes
     device = "" if free is None else f"; {format_bytes(free)} were free on the device"
-    most = "" if top is None else f" {_shown(top)} had {format_bytes(top.bytes)} live."
     number, size = failed.first
     first = f"; the first was {format_bytes(size)} on cuda:{number}"
-    others = f" {failed.failures} allocations failed in the recorded history{first}." if failed.failures > 1 else ""
+    also = [
+        *([f"{_shown(top)} had {format_bytes(top.bytes)} live"] if top is not None else []),
+        *([f"{failed.failures} allocations failed in the recorded history{first}"] if failed.failures > 1 else []),
+    ]
+    further = f" {'; '.join(also)}." if also else ""
     return (
         f"{format_bytes(failed.live.requested_bytes)} were live and {format_bytes(failed.live.reserved_bytes)} "
         f"reserved; {format_bytes(failed.unused_bytes)} were unused in pieces of at most "
-        f"{format_bytes(failed.largest_free_bytes)}{device}.{most}{others}"
+        f"{format_bytes(failed.largest_free_bytes)}{device}.{further}"
     )
 
 
@@ -438,7 +441,7 @@ def allocator_retries(facts: Facts) -> Finding | None:
         rule="allocator_retries",
         severity=severe if worst.grown else Severity.INFO,
         title=(
-            f"{device} is nearly full: the allocator emptied its cache {times(worst.grown)} in {steps} recorded steps."
+            f"{device} is nearly full: the allocator emptied its cache {times(worst.grown)} in {steps} steps."
             if worst.grown
             else f"{device} was full {times(worst.total)} before the recorded steps: the allocator emptied its cache."
         ),
