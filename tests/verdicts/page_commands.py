@@ -1,4 +1,4 @@
-"""Programs that the scores run: the command line of the package, and training scripts without it."""
+"""Programs that the scores run: the command line of the package, its pages, and training scripts without it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "passive", "COLUMNS": "200"}
 def command(*arguments: str, directory: Path) -> str:
     """Run the command line in a directory and give its standard output; raise with its last lines if it fails."""
     return _output([str(COMMAND), *arguments], directory)
+
+
+def shown(target: Path) -> dict[str, Any]:
+    """Give what ``lightning-memprof show TARGET --format json`` prints, without starting a program."""
+    from lightning_memprof.cli.command import infrequent_gc
+    from lightning_memprof.report.opened import opened
+    from lightning_memprof.report.printers.json import to_json
+
+    with infrequent_gc(), opened([str(target)]) as view:
+        return to_json(view)
 
 
 def recorded(script: str, name: str, directory: Path, *, is_healthy: bool) -> str:

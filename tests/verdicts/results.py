@@ -20,7 +20,7 @@ class Result:
     """What one training's page says. Points are -1 where they do not apply.
 
     ``loaded``: a busy process was run beside it; ``load``: runnable processes of the machine at the training's end, the
-    mean over a minute.
+    mean over a minute; ``read_s``: seconds that the page takes.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Result:
     set: str = SETS[0]
     loaded: bool = False
     load: float | None = None
+    read_s: float = 0.0
 
 
 @dataclass(frozen=True)

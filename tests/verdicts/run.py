@@ -5,6 +5,7 @@
     python tests/verdicts/run.py --set gpu           those of a GPU
     python tests/verdicts/run.py --only padding --repeat 3 --loaded
     python tests/verdicts/run.py --recordings DIR    keep the recordings; where one is there, only read its page again
+    python tests/verdicts/run.py --recordings DIR --reread     only read the pages of the recordings that are there
     python tests/verdicts/run.py --read build/verdicts.json --write
 
 Each training runs as ``lightning-memprof run SCRIPT`` with defaults: once with its fault, once healthy. Writes
@@ -17,10 +18,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -41,7 +44,7 @@ from scoring import (
     expected_of,
     is_healthy,
 )
-from trainings import Case, run_case
+from trainings import Case, is_recorded, run_case
 
 from measured import write_fragment
 
@@ -75,8 +78,10 @@ def trained(options: argparse.Namespace) -> list[Result]:
         for repeat in range(options.repeat)
         for healthy in ((True,) if options.twins else (False, True))
     ]
+    if options.reread:
+        cases = [case for case in cases if is_recorded(case, options.recordings)]
     if not cases:
-        raise SystemExit(f"There is no training in the set {options.set} with such a name.")
+        raise SystemExit(f"There is no such training in the set {options.set}, or no recording.")
     with busy_core() if options.loaded else contextlib.nullcontext():
         return run_all(cases, options)
 
@@ -88,12 +93,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--twins", action="store_true", help="the healthy twins only")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each training N times")
     parser.add_argument("--loaded", action="store_true", help="keep one core busy with another process")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at the same time; default 1")
+    parser.add_argument("--jobs", type=int, metavar="N", help="trainings at the same time; default 1, pages one a core")
     parser.add_argument("--recordings", type=Path, metavar="DIR", help="keep recordings here, and read those that are")
+    parser.add_argument(
+        "--reread", action="store_true", help="no training: read the pages of the kept recordings again"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"default: {RESULTS}")
     parser.add_argument("--read", type=Path, nargs="+", default=[], metavar="FILE", help="results instead of trainings")
     parser.add_argument("--write", action="store_true", help="write docs/measured/verdicts.md")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.reread and options.recordings is None:
+        parser.error("--reread reads --recordings DIR")
+    options.jobs = options.jobs or ((os.cpu_count() or 1) if options.reread else 1)
+    return options
 
 
 @contextlib.contextmanager
@@ -110,7 +122,7 @@ def run_all(cases: Sequence[Case], options: argparse.Namespace) -> list[Result]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
         Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress,
-        ThreadPoolExecutor(options.jobs) as pool,
+        ProcessPoolExecutor(options.jobs) as pool,
     ):
         task = progress.add_task("trainings", total=len(cases))
         pending = {
@@ -151,6 +163,9 @@ def report(results: Sequence[Result], console: Console) -> bool:
     console.print(
         f"Healthy twins accused: {found.accused} of {found.twins}; failed to run: {found.errors}", highlight=False
     )
+    seconds = [result.read_s for result in results if not result.error]
+    if seconds:
+        console.print(f"A page takes {statistics.mean(seconds):.2f} s, at most {max(seconds):.2f} s", highlight=False)
     return found.are_met
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from typing import Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
-from page_commands import command, recorded
+from page_commands import recorded, shown
 from results import Result
 from scoring import Expected, accusations, page_of, score, squeezed
 
@@ -36,6 +35,15 @@ class Case:
     repeat: int
 
 
+def is_recorded(case: Case, recordings: Path) -> bool:
+    """Tell whether the recording of a training is there as a whole."""
+    return (path_of(case, recordings) / RAN).is_file()
+
+
+def path_of(case: Case, recordings: Path) -> Path:
+    return recordings.resolve() / f"{case.expected.name}-{'healthy' if case.healthy else 'fault'}-{case.repeat}"
+
+
 def run_case(case: Case, recordings: Path | None, *, is_loaded: bool = False) -> Result:
     """Run one training in a directory of its own and read its page. A failure is the result's error."""
     expected = case.expected
@@ -48,7 +56,7 @@ def run_case(case: Case, recordings: Path | None, *, is_loaded: bool = False) ->
             for name, value in json.loads((directory / RAN).read_text()).items():
                 setattr(result, name, value)
             read_page(case, directory, printed, result)
-        except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+        except Exception as error:  # noqa: BLE001 - a page that cannot be made is a result, too
             result.error = f"{type(error).__name__}: {error}"
     return result
 
@@ -60,7 +68,7 @@ def kept_directory(case: Case, recordings: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="verdicts-") as name:
             yield Path(name)
     else:
-        path = recordings.resolve() / f"{case.expected.name}-{'healthy' if case.healthy else 'fault'}-{case.repeat}"
+        path = path_of(case, recordings)
         path.mkdir(parents=True, exist_ok=True)
         yield path
 
@@ -82,10 +90,12 @@ def read_page(case: Case, directory: Path, printed: str | None, result: Result) 
     runs = sorted(directory.rglob("memprofiler"))
     if len(runs) != 1:
         raise LookupError(f"{len(runs)} runs instead of 1")
-    shown = json.loads(command("show", str(runs[0]), "--format", "json", directory=directory))
-    page = page_of(shown)
+    began = time.perf_counter()
+    values = shown(runs[0])
+    result.read_s = round(time.perf_counter() - began, 3)
+    page = page_of(values)
     # Rank 0 prints its page before the others have written all.
-    if printed is not None and len(shown["ranks"]) == 1 and squeezed(page.sentence) not in squeezed(printed):
+    if printed is not None and len(values["ranks"]) == 1 and squeezed(page.sentence) not in squeezed(printed):
         raise ValueError(f"the terminal page lacks the verdict {page.sentence!r}")
     result.sentence, result.next_step, result.findings = page.sentence, page.next_step, list(page.findings)
     if case.healthy:
