@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from page_commands import bare, command
 from rich.progress import track
-from scoring import Expected, expected_of, matches
+from scoring import FULL, PARTIAL, Expected, Known, expected_of, found_of
 
 HERE: Final = Path(__file__).resolve().parent
 TOLERANCE: Final = 0.3
@@ -103,7 +103,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compared(fault: Expected, rounds: int, clock: str) -> Comparison:
+def compared(fault: Expected | Known, rounds: int, clock: str) -> Comparison:
     """Run a training with the profiler for the promise, and without it for the gain."""
     script = str(HERE / "faults" / fault.script)
     with tempfile.TemporaryDirectory(prefix="promises-") as name:
@@ -123,14 +123,18 @@ def compared(fault: Expected, rounds: int, clock: str) -> Comparison:
     return Comparison(fault.name, promise, scale * before, scale * after)
 
 
-def promised(shown: Mapping[str, Any], fault: Expected) -> Promise | None:
+def promised(shown: Mapping[str, Any], fault: Expected | Known) -> Promise | None:
     """Return what the first finding that names the fault, or its surroundings, says that it recovers.
 
     What other processes take of the machine, no remedy of the training recovers.
     """
-    for patterns in (fault.cause, fault.near):
+    for points in (FULL, PARTIAL):
         for row in shown["findings"]:
-            if row["recovers"] is not None and row["rule"] != "core_wait" and matches(row["sentence"], patterns):
+            if (
+                row["recovers"] is not None
+                and row["rule"] != "core_wait"
+                and fault.cause_points(found_of(row)) == points
+            ):
                 found = row["recovers"]
                 unit, scale = ("ms", MS) if found["unit"] == "ns" else ("MiB", MIB)
                 return Promise(row["rule"], unit, *(found[key] / scale for key in ("min", "max", "whole")))

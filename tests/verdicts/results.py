@@ -17,7 +17,7 @@ from measured import table
 
 @dataclass(kw_only=True)
 class Result:
-    """What one training's page says. Points are -1 where they do not apply.
+    """What one training's page says. Points are -1 where they do not apply; ``rule`` and ``remedies`` are ids.
 
     ``loaded``: a busy process was run beside it; ``load``: runnable processes of the machine at the training's end, the
     mean over a minute; ``read_s``: seconds that the page takes.
@@ -30,6 +30,8 @@ class Result:
     seconds: float = 0.0
     sentence: str = ""
     next_step: str = ""
+    rule: str = ""
+    remedies: list[str] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
     cause: int = -1
     fix: int = -1

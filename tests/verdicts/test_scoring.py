@@ -8,16 +8,21 @@ from pathlib import Path
 import pytest
 
 from fake_runs import make_run
+from lightning_memprof import judge
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE))
 
 from promises import Comparison, Promise, promised  # noqa: E402 - its folder comes first
 from results import Result, page, totals  # noqa: E402 - its folder comes first
+from rows import COLUMNS, filled, main, read  # noqa: E402 - its folder comes first
 from scoring import (  # noqa: E402 - its folder comes first
+    ANY_RULE,
     ON_GPU,
     SETS,
     Expected,
+    Found,
+    Known,
     Page,
     Score,
     accusations,
@@ -40,6 +45,21 @@ PADDING = Expected(
 )
 
 
+KNOWN = Known.parsed({
+    "training": "slow_dataset",
+    "cause": "input_bound:Tiles|collate_fn python_loop",
+    "near": "*:decode",
+    "fix": "cheaper_samples",
+    "near_fix": "more_workers",
+    "accuse": "input_bound:Tiles>20",
+    "is_note": "",
+})  # fmt: skip
+
+
+def found(sentence="", next_step="", rule="input_bound", **values):
+    return Found(rule=rule, sentence=sentence, next_step=next_step, **values)
+
+
 @pytest.mark.parametrize(
     ("sentence", "next_step", "expected"),
     [
@@ -50,29 +70,63 @@ PADDING = Expected(
     ],
 )
 def test_a_page_gets_full_points_for_the_cause_and_half_for_its_surroundings(sentence, next_step, expected):
-    assert score(PADDING, Page(sentence, next_step, ())) == expected
+    assert score(PADDING, Page(found(sentence, next_step))) == expected
+
+
+@pytest.mark.parametrize(
+    ("verdict", "cause"),
+    [
+        (found("Waits for Tiles.__getitem__."), 2),
+        (found("Waits for data.", why="collate_fn takes 40 ms."), 2),
+        (found("Waits for data."), 1),
+        (found("Waits for MyTiles."), 1),
+        (found("A loop.", rule="python_loop"), 2),
+        (found("The callback decode takes 20%.", rule="callback_bound"), 1),
+        (found("Waits for Tiles.", rule="callback_bound"), 0),
+    ],
+)
+def test_a_known_fault_is_named_by_a_rule_and_its_owner_and_half_by_the_rule_alone(verdict, cause):
+    assert score(KNOWN, Page(verdict)).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("remedies", "fix"),
+    [(("cheaper_samples", "more_workers"), 2), (("more_workers", "cheaper_samples"), 1), (("compile",), 0), ((), 0)],
+)
+def test_a_known_remedy_must_be_the_first_one(remedies, fix):
+    assert score(KNOWN, Page(found("Waits.", remedies=remedies))).fix == fix
+
+
+def test_a_next_step_is_not_scored_before_its_id_is_in_the_table():
+    assert score(replace(KNOWN, fix=()), Page(found("Waits.", remedies=("compile",)))).fix == -1
+    assert share([2, -1]) == 1
 
 
 def test_a_twin_is_accused_by_any_finding_that_names_the_fault_and_by_no_other():
-    page = Page("Compute-bound: 71%.", "", ("Compute-bound: 71%.", "18% of each batch is padding."))
+    page = Page(found("Compute-bound: 71%."), (found("Compute-bound: 71%."), found("18% of each batch is padding.")))
     assert accusations(PADDING, page) == ["18% of each batch is padding."]
+
+
+@pytest.mark.parametrize(("share", "accused"), [(0.3, ["Waits for Tiles."]), (0.1, [])])
+def test_a_twin_of_a_known_fault_is_accused_by_a_claim_above_its_share(share, accused):
+    page = Page(found(), (found("Waits for Tiles.", share=share), found("Waits for data.", share=0.9)))
+    assert accusations(KNOWN, page) == accused
+    assert accusations(replace(KNOWN, accuse=()), page) == ["Waits for Tiles."]
 
 
 def test_accusations_can_be_narrower_than_the_causes():
     expected = Expected(name="a", script="b.py", cause=(r"hook",), fix=(r"hook",), accuse=(r"forward hook",))
-    page = Page("", "", ("The hook on_train_batch_end takes 20%.",))
+    page = Page(found(), (found("The hook on_train_batch_end takes 20%."),))
     assert accusations(expected, page) == []
 
 
 def test_a_page_is_read_from_the_json_of_show_without_findings_that_report_no_problem():
-    shown = {
-        "verdict": {"sentence": "a", "next": None},
-        "findings": [
-            {"severity": "none", "sentence": "a"},
-            {"severity": "info", "sentence": "b", "next_steps": ["do"]},
-        ],
-    }
-    assert page_of(shown) == Page("a", "", ("b",), ("do",))
+    recovers = {"min": 1, "max": 2, "whole": 10}
+    row = {"rule": "a", "sentence": "b", "why": "c", "next_steps": ["do"], "recovers": recovers, "severity": "info"}
+    quiet = {**row, "rule": "none", "recovers": None, "severity": "none", "remedies": [{"id": "wait"}]}
+    page = page_of({"findings": [quiet, row]})
+    assert page.verdict == Found(rule="none", sentence="b", why="c", next_step="do", remedies=("wait",))
+    assert page.findings == (Found(rule="a", sentence="b", why="c", next_step="do", share=0.2),)
 
 
 def test_a_first_line_about_computation_finds_no_fault():
@@ -90,26 +144,39 @@ def test_a_wrapped_page_has_its_verdict():
 
 
 @pytest.mark.parametrize("folder", [*SETS, ON_GPU])
-def test_each_training_is_in_its_script_and_has_patterns_that_compile(folder):
+def test_each_training_is_in_its_script(folder):
     table = expected_of(folder)
     assert len({expected.name for expected in table}) == len(table)
     for expected in table:
         source = (HERE / folder / expected.script).read_text(encoding="utf-8")
         assert re.search(rf"^    main\([^)]*\b{expected.name}\b", source, re.MULTILINE)
         assert expected.cause
-        assert expected.fix
-        for pattern in expected.cause + expected.near + expected.fix + expected.near_fix + expected.accuse:
-            re.compile(pattern)
+
+
+@pytest.mark.parametrize("expected", [row for folder in (SETS[1], ON_GPU) for row in expected_of(folder)])
+def test_each_unseen_training_has_patterns_that_compile(expected):
+    assert expected.fix
+    for pattern in expected.cause + expected.near + expected.fix + expected.near_fix + expected.accuse:
+        re.compile(pattern)
+
+
+def test_the_rules_in_the_table_of_known_faults_exist():
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(judge.__file__).parent.rglob("*.py"))
+    claims = [claim for row in expected_of(SETS[0]) for claim in (*row.cause, *row.near, *row.accuse)]
+    rules = {claim.rule for claim in claims} - {ANY_RULE, "-"}
+    assert [rule for rule in rules if f'"{rule}"' not in sources] == []
 
 
 def test_a_promise_is_that_of_the_finding_that_names_the_fault() -> None:
-    other = {"rule": "b", "sentence": "Slow.", "recovers": {"unit": "ns", "min": 1e6, "max": 2e6, "whole": 9e6}}
+    step = {"why": "", "next_steps": ["Do."]}
+    other = {**step, "rule": "b", "sentence": "Slow.", "recovers": {"unit": "ns", "min": 1e6, "max": 2e6, "whole": 9e6}}
     named = {
+        **step,
         "rule": "a",
         "sentence": "Padding.",
         "recovers": {"unit": "bytes", "min": 2**20, "max": 2**21, "whole": 2**22},
     }
-    unknown = {"rule": "c", "sentence": "Padding.", "recovers": None}
+    unknown = {**step, "rule": "c", "sentence": "Padding.", "recovers": None}
     assert promised({"findings": [other, unknown, named]}, PADDING) == Promise("a", "MiB", 1, 2, 4)
     assert promised({"findings": [other, unknown]}, PADDING) is None
     assert promised({"findings": [{**named, "rule": "core_wait"}]}, PADDING) is None
@@ -122,14 +189,11 @@ def test_a_promise_is_kept_if_the_gain_is_within_30_percent_of_its_range(after: 
 
 
 def test_a_note_is_scored_by_the_finding_that_names_it():
-    findings, steps = (
-        ("Compute-bound: 71%.", "18% of each batch is padding."),
-        ("Compile.", "Bucket samples by length."),
-    )
-    page = Page("Compute-bound: 71%.", "Compile.", findings, steps)
+    compute, padding = found("Compute-bound: 71%.", "Compile."), found("Padding.", "Bucket samples by length.")
+    page = Page(compute, (compute, padding))
     assert score(replace(PADDING, is_note=True), page) == Score(2, 2)
     assert score(PADDING, page) == Score(0, 0)
-    assert score(replace(PADDING, is_note=True), Page("Compute-bound: 71%.", "Compile.", ())) == Score(0, 0)
+    assert score(replace(PADDING, is_note=True), Page(compute)) == Score(0, 0)
 
 
 def test_the_page_of_scores_has_a_row_per_load_and_one_per_training():
@@ -169,3 +233,41 @@ def test_a_recording_that_was_kept_is_read_again_without_a_training(tmp_path: Pa
     assert directory.is_dir()
     other = run_case(Case(replace(PADDING, script="no such script"), "faults", healthy=False, repeat=0), tmp_path)
     assert "no such script" in other.error
+
+
+EMPTY = {**dict.fromkeys(COLUMNS, ""), "training": "padding"}
+
+
+@pytest.mark.parametrize(
+    ("sentence", "next_step", "columns"),
+    [
+        ("18% of each batch is padding.", "Bucket by length.", {"cause": "loss", "fix": "less"}),
+        ("Input-bound.", "Use another collate_fn.", {"near": "loss", "near_fix": "less"}),
+        ("Slow.", "Buy a GPU.", {}),
+    ],
+)
+def test_a_row_gets_the_ids_of_what_the_patterns_accept(sentence, next_step, columns):
+    page = Page(found(sentence, next_step, rule="loss", remedies=("less", "more")))
+    assert filled(EMPTY, PADDING, page) == {**EMPTY, **columns}
+
+
+def test_what_a_row_has_stays_and_a_note_is_one():
+    row = {**EMPTY, "cause": "loss:Tokens"}
+    note = found("Padding.", "Bucket by length.", rule="loss", remedies=("less",))
+    page = Page(found("Compute-bound."), (note,))
+    assert filled(row, replace(PADDING, is_note=True), page) == {**row, "fix": "less", "is_note": "yes"}
+
+
+def test_rows_are_written_for_recordings(tmp_path: Path) -> None:
+    make_run(tmp_path / "padding-fault-0" / "logs")
+    (tmp_path / "expected.py").write_text(
+        "from scoring import Expected\nEXPECTED = (Expected(name='padding', cause=('.',), fix=('.',)),)\n"
+    )
+    table = tmp_path / "expected.csv"
+    options = ["--recordings", str(tmp_path), "--patterns", str(tmp_path / "expected.py"), "--table", str(table)]
+    assert main(options) == 0
+    assert not table.exists()
+    assert main([*options, "--write"]) == 0
+    (row,) = read(table)
+    assert row["training"] == "padding"
+    assert row["cause"]

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 from page_commands import recorded, shown
 from results import Result
-from scoring import Expected, accusations, page_of, score, squeezed
+from scoring import Expected, Known, accusations, page_of, score, squeezed
 
 HERE: Final = Path(__file__).resolve().parent
 # In the directory of a recording: written when its training has ended.
@@ -29,7 +29,7 @@ RAN: Final = "ran.json"
 class Case:
     """One training: its fault, its folder, and whether it is the healthy twin."""
 
-    expected: Expected
+    expected: Expected | Known
     folder: str
     healthy: bool
     repeat: int
@@ -95,9 +95,11 @@ def read_page(case: Case, directory: Path, printed: str | None, result: Result) 
     result.read_s = round(time.perf_counter() - began, 3)
     page = page_of(values)
     # Rank 0 prints its page before the others have written all.
-    if printed is not None and len(values["ranks"]) == 1 and squeezed(page.sentence) not in squeezed(printed):
-        raise ValueError(f"the terminal page lacks the verdict {page.sentence!r}")
-    result.sentence, result.next_step, result.findings = page.sentence, page.next_step, list(page.findings)
+    if printed is not None and len(values["ranks"]) == 1 and squeezed(page.verdict.sentence) not in squeezed(printed):
+        raise ValueError(f"the terminal page lacks the verdict {page.verdict.sentence!r}")
+    result.rule, result.remedies = page.verdict.rule, list(page.verdict.remedies)
+    result.sentence, result.next_step = page.verdict.sentence, page.verdict.next_step
+    result.findings = [found.sentence for found in page.findings]
     if case.healthy:
         result.accused = accusations(case.expected, page)
     else:
