@@ -20,7 +20,7 @@ class Result:
     """What one training's page says. Points are -1 where they do not apply; ``rule`` and ``remedies`` are ids.
 
     ``loaded``: a busy process was run beside it; ``load``: runnable processes of the machine at the training's end, the
-    mean over a minute; ``read_s``: seconds that the page takes.
+    mean over a minute; ``read_s``: CPU time of the page.
     """
 
     name: str

@@ -77,7 +77,7 @@ def filled(row: dict[str, str], expected: Expected, page: Page) -> dict[str, str
 
 def best(expected: Expected, page: Page) -> Found:
     """Return the finding that is scored: the verdict, or the best one where a note is enough."""
-    rows = (expected.is_note and page.findings) or (page.verdict,)
+    rows = (expected.is_note and page.problems) or (page.verdict,)
     return max(rows, key=lambda found: (expected.cause_points(found), expected.fix_points(found)))
 
 

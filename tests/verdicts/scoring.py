@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ PARTIAL: Final = 1
 # Instead of points: the fix of a row has no id yet.
 UNSCORED: Final = -1
 ANY_RULE: Final = "*"
+NOTHING_FOUND: Final = "nothing_found"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Found:
         why: the evidence, with the owners that the first line leaves out.
         next_step: the first one.
         remedies: their ids, that of the first next step first.
+        severity: ``none`` if it reports no problem.
         share: of the step, or of the peak, that the next step recovers at most; 0 where nobody can tell.
 
     """
@@ -43,15 +45,28 @@ class Found:
     why: str = ""
     next_step: str = ""
     remedies: tuple[str, ...] = ()
+    severity: str = "info"
     share: float = 0.0
 
 
 @dataclass(frozen=True)
 class Page:
-    """The finding in the first line, and all findings that report a problem."""
+    """The findings of a page; the first one is the verdict."""
 
-    verdict: Found
-    findings: tuple[Found, ...] = ()
+    findings: tuple[Found, ...]
+
+    @property
+    def verdict(self) -> Found:
+        return self.findings[0]
+
+    @property
+    def problems(self) -> tuple[Found, ...]:
+        return tuple(found for found in self.findings if found.severity != "none")
+
+    def without(self, rules: Collection[str], expected: Expected | Known) -> Page:
+        """Give the page without the findings of some rules, but for those that name the fault."""
+        kept = [row for row in self.findings if row.rule not in rules or expected.cause_points(row) == FULL]
+        return Page(tuple(kept or self.findings))
 
 
 @dataclass(frozen=True)
@@ -197,19 +212,19 @@ def found_of(row: Mapping[str, Any]) -> Found:
         why=row["why"],
         next_step=next(iter(row["next_steps"]), ""),
         remedies=tuple(remedy["id"] for remedy in row.get("remedies", ())),
+        severity=row["severity"],
         share=recovers["max"] / recovers["whole"] if recovers and recovers["whole"] else 0.0,
     )
 
 
 def page_of(shown: Mapping[str, Any]) -> Page:
-    """Read the JSON object of ``lightning-memprof show RUN --format json``; its first finding is the verdict."""
-    rows = shown["findings"]
-    return Page(found_of(rows[0]), tuple(found_of(row) for row in rows if row["severity"] != "none"))
+    """Read the JSON object of ``lightning-memprof show RUN --format json``."""
+    return Page(tuple(map(found_of, shown["findings"])))
 
 
 def score(expected: Expected | Known, page: Page) -> Score:
     """Give the points of the verdict; those of the best finding where a note is enough."""
-    rows = (expected.is_note and page.findings) or (page.verdict,)
+    rows = (expected.is_note and page.problems) or (page.verdict,)
     scores = [Score(expected.cause_points(found), expected.fix_points(found)) for found in rows]
     return max(scores, key=lambda found: (found.cause, found.fix))
 
@@ -222,12 +237,7 @@ def points(text: str, full: Iterable[str], partial: Iterable[str]) -> int:
 
 def accusations(expected: Expected | Known, page: Page) -> list[str]:
     """Give the findings of a healthy twin that claim the fault it does not have."""
-    return [found.sentence for found in page.findings if expected.accuses(found)]
-
-
-def is_healthy(sentence: str) -> bool:
-    """Tell whether a first line finds no fault: the time is spent in the model's computation."""
-    return matches(sentence, (r"^compute-bound", r"^no bottleneck"))
+    return [found.sentence for found in page.problems if expected.accuses(found)]
 
 
 def matches(text: str, patterns: Iterable[str]) -> bool:

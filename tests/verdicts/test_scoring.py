@@ -20,6 +20,7 @@ from scoring import (  # noqa: E402 - its folder comes first
     ANY_RULE,
     ON_GPU,
     SETS,
+    Claim,
     Expected,
     Found,
     Known,
@@ -27,7 +28,6 @@ from scoring import (  # noqa: E402 - its folder comes first
     Score,
     accusations,
     expected_of,
-    is_healthy,
     page_of,
     score,
     share,
@@ -70,7 +70,7 @@ def found(sentence="", next_step="", rule="input_bound", **values):
     ],
 )
 def test_a_page_gets_full_points_for_the_cause_and_half_for_its_surroundings(sentence, next_step, expected):
-    assert score(PADDING, Page(found(sentence, next_step))) == expected
+    assert score(PADDING, Page((found(sentence, next_step),))) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_page_gets_full_points_for_the_cause_and_half_for_its_surroundings(sen
     ],
 )
 def test_a_known_fault_is_named_by_a_rule_and_its_owner_and_half_by_the_rule_alone(verdict, cause):
-    assert score(KNOWN, Page(verdict)).cause == cause
+    assert score(KNOWN, Page((verdict,))).cause == cause
 
 
 @pytest.mark.parametrize(
@@ -94,29 +94,29 @@ def test_a_known_fault_is_named_by_a_rule_and_its_owner_and_half_by_the_rule_alo
     [(("cheaper_samples", "more_workers"), 2), (("more_workers", "cheaper_samples"), 1), (("compile",), 0), ((), 0)],
 )
 def test_a_known_remedy_must_be_the_first_one(remedies, fix):
-    assert score(KNOWN, Page(found("Waits.", remedies=remedies))).fix == fix
+    assert score(KNOWN, Page((found("Waits.", remedies=remedies),))).fix == fix
 
 
 def test_a_next_step_is_not_scored_before_its_id_is_in_the_table():
-    assert score(replace(KNOWN, fix=()), Page(found("Waits.", remedies=("compile",)))).fix == -1
+    assert score(replace(KNOWN, fix=()), Page((found("Waits.", remedies=("compile",)),))).fix == -1
     assert share([2, -1]) == 1
 
 
 def test_a_twin_is_accused_by_any_finding_that_names_the_fault_and_by_no_other():
-    page = Page(found("Compute-bound: 71%."), (found("Compute-bound: 71%."), found("18% of each batch is padding.")))
+    page = Page((found("Compute-bound: 71%."), found("18% of each batch is padding.")))
     assert accusations(PADDING, page) == ["18% of each batch is padding."]
 
 
 @pytest.mark.parametrize(("share", "accused"), [(0.3, ["Waits for Tiles."]), (0.1, [])])
 def test_a_twin_of_a_known_fault_is_accused_by_a_claim_above_its_share(share, accused):
-    page = Page(found(), (found("Waits for Tiles.", share=share), found("Waits for data.", share=0.9)))
+    page = Page((found("Waits for Tiles.", share=share), found("Waits for data.", share=0.9)))
     assert accusations(KNOWN, page) == accused
     assert accusations(replace(KNOWN, accuse=()), page) == ["Waits for Tiles."]
 
 
 def test_accusations_can_be_narrower_than_the_causes():
     expected = Expected(name="a", script="b.py", cause=(r"hook",), fix=(r"hook",), accuse=(r"forward hook",))
-    page = Page(found(), (found("The hook on_train_batch_end takes 20%."),))
+    page = Page((found("The hook on_train_batch_end takes 20%."),))
     assert accusations(expected, page) == []
 
 
@@ -125,13 +125,19 @@ def test_a_page_is_read_from_the_json_of_show_without_findings_that_report_no_pr
     row = {"rule": "a", "sentence": "b", "why": "c", "next_steps": ["do"], "recovers": recovers, "severity": "info"}
     quiet = {**row, "rule": "none", "recovers": None, "severity": "none", "remedies": [{"id": "wait"}]}
     page = page_of({"findings": [quiet, row]})
-    assert page.verdict == Found(rule="none", sentence="b", why="c", next_step="do", remedies=("wait",))
-    assert page.findings == (Found(rule="a", sentence="b", why="c", next_step="do", share=0.2),)
+    problem = Found(rule="a", sentence="b", why="c", next_step="do", share=0.2)
+    assert page.verdict == replace(problem, rule="none", remedies=("wait",), severity="none", share=0)
+    assert page.problems == (problem,)
 
 
-def test_a_first_line_about_computation_finds_no_fault():
-    assert is_healthy("Compute-bound: blocks takes 88% of each step.")
-    assert not is_healthy("Host memory grows by 990 KiB per step.")
+def test_findings_of_rules_that_are_left_out_are_not_scored_but_where_they_are_the_fault():
+    page = Page((found("Waits for a core.", rule="core_wait"), found("Waits for Tiles.")))
+    assert score(KNOWN, page).cause == 0
+    assert score(KNOWN, page.without(["core_wait"], KNOWN)).cause == 2
+    alone = Page(page.findings[:1])
+    assert alone.without(["core_wait"], KNOWN) == alone
+    shared = replace(KNOWN, cause=(Claim("core_wait"),))
+    assert score(shared, page.without(["core_wait"], shared)).cause == 2
 
 
 def test_the_share_of_points_is_out_of_two_for_each_training():
@@ -168,7 +174,7 @@ def test_the_rules_in_the_table_of_known_faults_exist():
 
 
 def test_a_promise_is_that_of_the_finding_that_names_the_fault() -> None:
-    step = {"why": "", "next_steps": ["Do."]}
+    step = {"why": "", "next_steps": ["Do."], "severity": "info"}
     other = {**step, "rule": "b", "sentence": "Slow.", "recovers": {"unit": "ns", "min": 1e6, "max": 2e6, "whole": 9e6}}
     named = {
         **step,
@@ -190,10 +196,10 @@ def test_a_promise_is_kept_if_the_gain_is_within_30_percent_of_its_range(after: 
 
 def test_a_note_is_scored_by_the_finding_that_names_it():
     compute, padding = found("Compute-bound: 71%.", "Compile."), found("Padding.", "Bucket samples by length.")
-    page = Page(compute, (compute, padding))
+    page = Page((compute, padding))
     assert score(replace(PADDING, is_note=True), page) == Score(2, 2)
     assert score(PADDING, page) == Score(0, 0)
-    assert score(replace(PADDING, is_note=True), Page(compute)) == Score(0, 0)
+    assert score(replace(PADDING, is_note=True), Page((compute,))) == Score(0, 0)
 
 
 def test_the_page_of_scores_has_a_row_per_load_and_one_per_training():
@@ -247,14 +253,14 @@ EMPTY = {**dict.fromkeys(COLUMNS, ""), "training": "padding"}
     ],
 )
 def test_a_row_gets_the_ids_of_what_the_patterns_accept(sentence, next_step, columns):
-    page = Page(found(sentence, next_step, rule="loss", remedies=("less", "more")))
+    page = Page((found(sentence, next_step, rule="loss", remedies=("less", "more")),))
     assert filled(EMPTY, PADDING, page) == {**EMPTY, **columns}
 
 
 def test_what_a_row_has_stays_and_a_note_is_one():
     row = {**EMPTY, "cause": "loss:Tokens"}
     note = found("Padding.", "Bucket by length.", rule="loss", remedies=("less",))
-    page = Page(found("Compute-bound."), (note,))
+    page = Page((found("Compute-bound."), note))
     assert filled(row, replace(PADDING, is_note=True), page) == {**row, "fix": "less", "is_note": "yes"}
 
 
