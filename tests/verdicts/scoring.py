@@ -137,10 +137,12 @@ class Known:
     @classmethod
     def parsed(cls, row: Mapping[str, str]) -> Known:
         """Read a row of a table; lists are separated by spaces."""
-        claims = {key: tuple(map(Claim.parsed, row[key].split())) for key in ("cause", "near", "accuse")}
+        cause, near, accuse = (tuple(map(Claim.parsed, row[key].split())) for key in ("cause", "near", "accuse"))
         return cls(
             name=row["training"],
-            **claims,
+            cause=cause,
+            near=near,
+            accuse=accuse,
             fix=tuple(row["fix"].split()),
             near_fix=tuple(row["near_fix"].split()),
             is_note=bool(row["is_note"]),
