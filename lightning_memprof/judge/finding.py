@@ -110,6 +110,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(remedy if isinstance(remedy, str) else remedy.text for remedy in self.remedies)
 
     @property
+    def steps(self) -> tuple[dict[str, str | None], ...]:
+        """The id and the text of each remedy, for programs."""
+        ids = (None if isinstance(remedy, str) else remedy.id for remedy in self.remedies)
+        return tuple({"id": id_, "text": text} for id_, text in zip(ids, self.next_steps, strict=True))
+
+    @property
     def next(self) -> str:
         """The first next step."""
         return self.next_steps[0]

@@ -84,11 +84,10 @@ def summary(page: Mapping[str, Any]) -> dict[str, Any]:
 def conclusion(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a finding without its sentences."""
     found = {key: row[key] for key in FINDING if row.get(key) is not None}
-    remedies = [remedy["id"] for remedy in row.get("remedies", ())]
     worth = row["recovers"]
     return {
         **found,
-        **({"remedies": remedies} if remedies else {}),
+        "remedies": [remedy["id"] for remedy in row["remedies"]],
         **({"recovers": [worth["min"], worth["max"]]} if worth else {}),
     }
 

@@ -76,8 +76,8 @@ def filled(row: dict[str, str], expected: Expected, page: Page) -> dict[str, str
 
 
 def best(expected: Expected, page: Page) -> Found:
-    """Return the finding that is scored: the verdict, or the best one where a note is enough."""
-    rows = (expected.is_note and page.problems) or (page.verdict,)
+    """Return the finding that the patterns score best, whether or not it is the first line."""
+    rows = page.problems or (page.verdict,)
     return max(rows, key=lambda found: (expected.cause_points(found), expected.fix_points(found)))
 
 

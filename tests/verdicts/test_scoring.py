@@ -122,10 +122,11 @@ def test_accusations_can_be_narrower_than_the_causes():
 
 def test_a_page_is_read_from_the_json_of_show_without_findings_that_report_no_problem():
     recovers = {"min": 1, "max": 2, "whole": 10}
-    row = {"rule": "a", "sentence": "b", "why": "c", "next_steps": ["do"], "recovers": recovers, "severity": "info"}
-    quiet = {**row, "rule": "none", "recovers": None, "severity": "none", "remedies": [{"id": "wait"}]}
+    remedies = [{"id": None, "text": "do"}]
+    row = {"rule": "a", "title": "b", "why": "c", "remedies": remedies, "recovers": recovers, "severity": "info"}
+    quiet = {**row, "rule": "none", "recovers": None, "severity": "none", "remedies": [{"id": "wait", "text": "do"}]}
     page = page_of({"findings": [quiet, row]})
-    problem = Found(rule="a", sentence="b", why="c", next_step="do", share=0.2)
+    problem = Found(rule="a", sentence="b", why="c", next_step="do", remedies=("",), share=0.2)
     assert page.verdict == replace(problem, rule="none", remedies=("wait",), severity="none", share=0)
     assert page.problems == (problem,)
 
@@ -174,15 +175,15 @@ def test_the_rules_in_the_table_of_known_faults_exist():
 
 
 def test_a_promise_is_that_of_the_finding_that_names_the_fault() -> None:
-    step = {"why": "", "next_steps": ["Do."], "severity": "info"}
-    other = {**step, "rule": "b", "sentence": "Slow.", "recovers": {"unit": "ns", "min": 1e6, "max": 2e6, "whole": 9e6}}
+    step = {"why": "", "remedies": [], "severity": "info"}
+    other = {**step, "rule": "b", "title": "Slow.", "recovers": {"unit": "ns", "min": 1e6, "max": 2e6, "whole": 9e6}}
     named = {
         **step,
         "rule": "a",
-        "sentence": "Padding.",
+        "title": "Padding.",
         "recovers": {"unit": "bytes", "min": 2**20, "max": 2**21, "whole": 2**22},
     }
-    unknown = {**step, "rule": "c", "sentence": "Padding.", "recovers": None}
+    unknown = {**step, "rule": "c", "title": "Padding.", "recovers": None}
     assert promised({"findings": [other, unknown, named]}, PADDING) == Promise("a", "MiB", 1, 2, 4)
     assert promised({"findings": [other, unknown]}, PADDING) is None
     assert promised({"findings": [{**named, "rule": "core_wait"}]}, PADDING) is None

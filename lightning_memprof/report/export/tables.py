@@ -166,10 +166,7 @@ def _findings(findings: Iterable[Finding]) -> Iterator[Row]:
             "severity": finding.severity.name.lower(),
             "title": finding.title,
             "why": finding.why,
-            "remedies": [
-                {"id": None, "text": remedy} if isinstance(remedy, str) else {"id": remedy.id, "text": remedy.text}
-                for remedy in finding.remedies
-            ],
+            "remedies": list(finding.steps),
             "numbers": dict(finding.numbers),
             "evidence": [msgspec.structs.asdict(evidence) for evidence in finding.evidence],
         }

@@ -179,7 +179,7 @@ def _files(view: FilesView) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "verdict": _fields(view.verdict, *VERDICT),
-        "findings": [_without(finding, "weight") for finding in view.findings],
+        "findings": [{**_without(finding, "weight"), "remedies": finding.steps} for finding in view.findings],
         "traces": [_trace(trace) for trace in view.traces],
         "snapshots": [_snapshot(snapshot) for snapshot in view.snapshots],
         "files": [{"file": file, "size_bytes": size} for file, size in view.sizes.items()],
@@ -196,7 +196,7 @@ def _run(view: View) -> dict[str, Any]:
         "schema_version": view.run.lead.facts.schema_version or SCHEMA_VERSION,
         "run": _facts(view),
         "verdict": _fields(view.verdict, *VERDICT),
-        "findings": [_without(finding, "weight") for finding in view.findings],
+        "findings": [{**_without(finding, "weight"), "remedies": finding.steps} for finding in view.findings],
         "pulse": _pulse(view.lead),
         "ledger": _ledgers(view),
         "ranks": [{**_without(rank, "statistics"), "pulse": _pulse(rank)} for rank in view.ranks],
