@@ -72,7 +72,8 @@ def filled(row: dict[str, str], expected: Expected, page: Page) -> dict[str, str
             new[cause] = found.rule
         if expected.fix_points(found) == points and found.remedies:
             new[fix] = found.remedies[0]
-    return {**row, **{column: value for column, value in new.items() if not row[column]}}
+    kept = {column for column, value in row.items() if value} | ({"near"} if row["cause"] else set())
+    return {**row, **{column: value for column, value in new.items() if column not in kept}}
 
 
 def best(expected: Expected, page: Page) -> Found:
