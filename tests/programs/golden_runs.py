@@ -127,7 +127,7 @@ def pack(recording: Path) -> str:
     files = {place: listed(data, files) if "manifest" in place else data for place, data in files.items()}
     RUNS.mkdir(parents=True, exist_ok=True)
     with (
-        lzma.open(RUNS / f"{name}.tar.xz", "wb", preset=9 | lzma.PRESET_EXTREME) as file,
+        lzma.open(RUNS / f"{name}.tar.xz", "wb", preset=9) as file,
         tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive,
     ):
         for place, data in files.items():
@@ -144,7 +144,7 @@ def anonymous(data: bytes, root: Path) -> bytes:
     data = data.replace(b'"host":"%b"' % host, f'"host":"{HOST}"'.encode())
     data = data.replace(b'"host_name": "%b"' % host, f'"host_name": "{HOST}"'.encode())
     data = re.sub(rb'"platform":"[^"]*"', f'"platform":"{PLATFORM}"'.encode(), data)
-    left = re.findall(rb"[^\s\"]*(?:/tmp|/root|/work|/home(?!/user/run))/[^\s\"]*", data)
+    left = re.findall(rb"(?:/tmp|/root|/work|/home(?!/user/run))/[^\s\"]*", data)
     if left:
         raise SystemExit(f"a directory of this machine is left: {left[:3]}")
     return data
