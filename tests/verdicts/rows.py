@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from page_commands import shown
 from scoring import FULL, HERE, PARTIAL, UNSCORED, Expected, Found, Known, Page, page_of, patterns_in, score, share
+from trainings import RAN
 
 TABLE: Final = HERE / "faults" / "expected.csv"
 COLUMNS: Final = ("training", "cause", "near", "fix", "near_fix", "accuse", "is_note")
@@ -37,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(argv)
     patterns = {expected.name: expected for expected in patterns_in(options.patterns)}
-    runs = {
-        name: runs[0] for name in patterns if (runs := [*options.recordings.rglob(f"{name}-fault-0/**/memprofiler")])
-    }
+    places = {name: options.recordings / f"{name}-fault-0" for name in patterns}
+    runs = {name: next(place.rglob("memprofiler")) for name, place in places.items() if (place / RAN).is_file()}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         pages = dict(zip(runs, map(page_of, pool.map(shown, runs.values())), strict=True))
     rows = {row["training"]: row for row in read(options.table)}

@@ -267,6 +267,7 @@ def test_what_a_row_has_stays_and_a_note_is_one():
 
 def test_rows_are_written_for_recordings(tmp_path: Path) -> None:
     make_run(tmp_path / "padding-fault-0" / "logs")
+    (tmp_path / "padding-fault-0" / RAN).write_text("{}")
     (tmp_path / "expected.py").write_text(
         "from scoring import Expected\nEXPECTED = (Expected(name='padding', cause=('.',), fix=('.',)),)\n"
     )
