@@ -14,7 +14,6 @@ import argparse
 import gzip
 import json
 import math
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -83,7 +82,6 @@ def targets(path: Path) -> Iterator[tuple[str, Path]]:
 
 def write_figures(target: Path, file: Path) -> bool:
     """Write the figures of a target and tell whether it cannot be read."""
-    os.environ["LIGHTNING_MEMPROF_BENCHMARK"] = "0"
     try:
         figures = figures_of(shown(target), target.parent)
     except Exception as error:  # noqa: BLE001 - that a file is refused is compared, too
