@@ -47,6 +47,8 @@ RENAMES: dict[str, str] = {
     "events.garbage": "gc_pauses",
     "system.figures.*.least": "min",
     "system.figures.*.most": "max",
+    "*events*.parts_ns.callbacks": "callback",
+    "*events*.parts_ns.other": "untracked",
 }
 # Renamed values: a string that is no prose -> what it is now.
 RENAMED_VALUES: dict[str, str] = {
@@ -60,6 +62,17 @@ RENAMED_VALUES: dict[str, str] = {
         "the rest: Python objects, libraries and saved activations"
     ),
     "other tensors that Python holds": "other tensors held by Python",
+    # Parts of a step have one name each.
+    "callbacks": "callback",
+    "other": "untracked",
+    "data_loading": "idle_data",
+    "synchronization": "idle_synchronization",
+    "allocator": "idle_allocator",
+    "gc_pauses": "idle_gc_pauses",
+    "python": "idle_python",
+    "operators": "idle_operators",
+    "launch": "idle_launch",
+    "queue": "idle_queue",
 }
 # Fields of prose, as paths without indexes. They may be reworded; only the numbers in them are compared.
 PROSE: Final = (
