@@ -40,9 +40,10 @@ def section(row: Rule) -> str:
     when += f", and {POLICY.action_ns / 1e6:g} ms per step"
     when += ", if it returns in several steps." if row.repeats else "."
     when += " Each owner is a finding of its own." if row.each else ""
+    when += f" {row.when}" if row.when else ""
     least, most = (percent(share).removesuffix("%") for share in row.saves)
     loses = f"{row.trade_off[:1].lower()}{row.trade_off[1:]}"
-    steps = "\n".join(f"- {shown(remedy)} (`{remedy.id}`)" for remedy in row.remedies)
+    steps = "\n".join(f"- {shown(remedy)} (`{remedy.id}`)" for remedy in (*row.remedies, *row.offers))
     parts = [
         f"## `{row.id}`\n\n{row.about}",
         f"### When it fires\n\n{when}",

@@ -15,6 +15,7 @@ from lightning_memprof.judge.remedies import Remedy
 # The rule of the finding that no other rule fired.
 NOTHING_FOUND: Final = "nothing_found"
 _CUT: Final = "…"
+_FIGURES: Final = frozenset({"share", "rank", "kind"})
 # A shorter name tells nothing.
 _LEAST_NAME: Final = 12
 
@@ -125,10 +126,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def titled(template: str, **names: object) -> str:
-    """Return a title: the names in it are cut where it would be longer than a title may be."""
+    """Return a title: the names in it are cut where it would be longer than a title may be; figures are not."""
     texts = {field: str(name) for field, name in names.items()}
     while (excess := len(template.format(**texts)) - POLICY.title) > 0:
-        longest = max(texts, key=lambda field: len(texts[field]), default=None)
+        longest = max(texts.keys() - _FIGURES, key=lambda field: (len(texts[field]), field), default=None)
         if longest is None or len(texts[longest]) <= _LEAST_NAME:
             break
         texts[longest] = shortened(texts[longest], max(len(texts[longest]) - excess, _LEAST_NAME))

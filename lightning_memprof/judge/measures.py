@@ -20,10 +20,22 @@ from lightning_memprof.account.steps.workers import Call, Loading, calls, loadin
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import HookRow
 from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import (
+    CHEAPER_FETCH,
+    FETCH_AT_ONCE,
+    FEWER_THREADS,
+    FEWER_WORKERS,
+    FREE_CORES,
+    RAISE_CPU_LIMIT,
+    Remedy,
+)
 from lightning_memprof.judge.rules.program.lines import of_action, of_collate
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import format_count, format_ns, percent
+from lightning_memprof.units import format_count, percent
 
+# Cores; less does not delay the training thread much.
+BUSY_WORKERS: Final = 0.5
 # A step stands out if a phase takes this many times its median.
 STANDS_OUT: Final = 4
 # A larger share of the steps is not few: the phase is slow in general.
@@ -44,14 +56,6 @@ HICCUPS_NS: Final = 500_000_000
 HICCUP_NS: Final = 100_000_000
 LONG_HICCUP_NS: Final = 1_000_000_000
 MIN_PERIODIC: Final = 3
-# From this many workers per core on, more of them do not help.
-MANY_PER_CORE: Final = 4
-# Of a wait for data: then it does not sleep.
-COMPUTING: Final = 0.5
-# Workers that wait for a lock for this share of their fetches take turns: more of them wait longer.
-TAKE_TURNS: Final = 0.25
-# Of the time inside fetches, its own: then one function is the cause.
-MOST_OF_FETCH: Final = 0.5
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -235,24 +239,27 @@ VIEWS: Final = OF_VALUES | {
 }
 
 
-# Python takes 10 to 20 µs to fetch a row of a tensor and to stack it with others; a busy machine takes longer.
-OF_A_ROW_NS: Final = 50_000
-# Smaller batches do not take long.
-MANY_SAMPLES: Final = 256
-ONE_BY_ONE: Final = (
-    "Fetch all samples of a batch at once: DataLoader(dataset, sampler=BatchSampler(RandomSampler(dataset), "
-    "{samples}, drop_last=True), batch_size=None); the data set is indexed with a list then."
-)
-
-
-def one_by_one(rank: Rank, ledger: TimeLedger) -> tuple[str, tuple[str, ...]]:
-    """Return that the training process fetches many samples, one by one in little time for each, and the next step."""
-    loaders = rank.training.dataloaders if rank.training else []
+def one_by_one(rank: Rank, ledger: TimeLedger) -> tuple[str, tuple[Remedy, ...]]:
+    """Return that the training process fetches many samples, one by one in little time for each, and the remedy."""
+    loaders = loaders_of(rank)
     lines = [line for line in ledger.of("data_wait") if line.name.endswith((".fetch", ".collate"))]
     samples = (loaders[0].batch_size or 0) if loaders and not loaders[0].is_iterable else 0
-    if samples < MANY_SAMPLES or loaders[0].num_workers or not 0 < total(lines) < OF_A_ROW_NS * samples:
+    if samples < POLICY.many_samples or loaders[0].num_workers or not 0 < total(lines) < POLICY.row_ns * samples:
         return "", ()
-    return f", one by one for {samples:,} samples", (ONE_BY_ONE.format(samples=samples),)
+    return f"one by one, {samples:,} in a batch", (FETCH_AT_ONCE.filled(samples=samples),)
+
+
+def loaders_of(rank: Rank) -> Sequence[DataLoaderFacts]:
+    """Return the DataLoaders of the training, as far as the run knows them."""
+    return rank.training.dataloaders if rank.training else ()
+
+
+def workers_of(rank: Rank) -> int:
+    """Return the worker processes of the loader: as configured, else as many as were seen."""
+    loaders = loaders_of(rank)
+    if loaders:
+        return loaders[0].num_workers or 0
+    return 1 + max((worker.number for worker in workers(rank) if worker.number is not None), default=-1)
 
 
 def torch_threads(rank: Rank) -> int | None:
@@ -268,78 +275,62 @@ def cores_of_loading(facts: Facts, rank: Rank, ledger: TimeLedger) -> float | No
     Operators keep no more than their threads busy; further processor time belongs to the wait. None where the wait
     sleeps, or the run does not say.
     """
-    figures = next((system.figures for system in systems(facts.run) if system.rank == rank.rank), {})
-    process, threads = figures.get("process_cpu_percent"), torch_threads(rank)
-    if process is None or threads is None:
+    load, threads = core_load(facts, rank), torch_threads(rank)
+    if load is None or threads is None:
         return None
-    wait, busy = ledger.ns("data_wait"), process.mean / 100
-    operators = (ledger.step_ns - wait) * min(threads, rank.facts.cpu_count or threads)
-    return busy if busy * ledger.step_ns - operators >= COMPUTING * wait else None
+    wait = ledger.ns("data_wait")
+    operators = (ledger.step_ns - wait - ledger.ns("core_wait")) * min(threads, rank.facts.cpu_count or threads)
+    return load.process if load.process * ledger.step_ns - operators >= POLICY.most * wait else None
 
 
 def takes_turns(rank: Rank) -> Loading | None:
     """Return the cost of a batch where workers wait for one another at a lock, else None."""
-    cost, loaders = loading(rank), rank.training.dataloaders if rank.training else ()
-    most = max((loader.num_workers or 0 for loader in loaders), default=0)
-    return cost if cost is not None and most > 1 and cost.lock_share >= TAKE_TURNS else None
+    cost, most = loading(rank), max((loader.num_workers or 0 for loader in loaders_of(rank)), default=0)
+    return cost if cost is not None and most > 1 and cost.lock_share >= POLICY.locked else None
 
 
-def worker_method(cost: Loading, loaders: Sequence[DataLoaderFacts]) -> str:
-    """Return the method in which workers spend most of a batch."""
-    return "collate_fn" if cost.collate_ns > cost.fetch_ns / 2 else sample_method(loaders)
+def worker_method(rank: Rank) -> str:
+    """Return the function or the method in which workers spend most of a batch."""
+    cost, slow = loading(rank), slow_function(rank)
+    if slow is not None:
+        return slow.function
+    return "collate_fn" if cost and cost.collate_ns > cost.fetch_ns / 2 else sample_method(loaders_of(rank))
 
 
-def in_workers(rank: Rank) -> str:
-    """Return the slow part of the workers, to end a sentence, and whether it computes; empty where it is not known."""
-    cost, loaders = loading(rank), rank.training.dataloaders if rank.training else ()
-    if cost is None or not loaders:
-        return ""
-    method = worker_method(cost, loaders)
-    datasets = {worker.dataset for worker in workers(rank)} if method != "collate_fn" else set()
+def in_workers(rank: Rank) -> tuple[str, str]:
+    """Return the slow part of the workers, and whether they compute or wait in it; empty where it is not known."""
+    cost = loading(rank)
+    if cost is None or not loaders_of(rank):
+        return "", ""
+    method = worker_method(rank)
+    datasets = {worker.dataset for worker in workers(rank)} if method.startswith("__") else set()
     named = f"{datasets.pop()}.{method}" if len(datasets) == 1 and None not in datasets else method
-    return f", mostly {'computing' if cost.is_cpu_bound else 'waiting'} in {named}"
+    return named, "computing" if cost.is_cpu_bound else "waiting for disk, network, a lock or sleep"
 
 
 def slow_function(rank: Rank) -> Call | None:
     """Return the function that takes half of the fetches in workers or more, in recorded windows."""
-    return next((call for call in calls(rank) if call.share >= MOST_OF_FETCH), None)
+    return next((call for call in calls(rank) if call.share >= POLICY.most), None)
 
 
-def worker_advice(facts: Facts, rank: Rank, ledger: TimeLedger) -> str | None:
-    """Return the number of workers that removes the wait, from their times; None where they do not show one.
+def wanted_workers(facts: Facts, rank: Rank, ledger: TimeLedger) -> int | None:
+    """Return the number of workers that removes the wait, from their times; None where more of them would not.
 
     A worker takes ``fetch`` ns for a batch, the loop one batch every ``step`` ns without its wait: ``fetch / step``
-    workers keep up, rounded up. Of ``fetch``, the processor time needs cores, which the ranks of the machine use too.
+    workers keep up, rounded up. What they and the training process compute needs cores: those that other programs and
+    other ranks leave.
     """
-    cost, loaders = loading(rank), rank.training.dataloaders if rank.training else ()
+    cost, number = loading(rank), workers_of(rank)
     step_ns = ledger.step_ns - ledger.ns("data_wait")
-    if cost is None or not loaders or not loaders[0].num_workers or step_ns <= 0:
+    if cost is None or not number or step_ns <= 0:
         return None
-    number, cores = loaders[0].num_workers, rank.facts.cpu_count
-    slow = slow_function(rank)
-    method = slow.function if slow is not None else worker_method(cost, loaders)
-    here = sum(other.facts.host == rank.facts.host for other in facts.run.ranks)
+    cores, free, load = rank.facts.cpu_count, free_cores(facts, rank), core_load(facts, rank)
+    own_ns = load.process * ledger.step_ns if load is not None else step_ns
+    if free is not None and cost.is_cpu_bound and own_ns + cost.cpu_ns > step_ns * free:
+        return None
     wanted = cost.workers_for(step_ns)
-    if (turns := takes_turns(rank)) is not None:
-        return (
-            f"Let each worker load without the lock in {turns.lock or method}, through a file or connection of its own "
-            f"that worker_init_fn opens: it waits there for {percent(turns.lock_share)} of a batch, with more workers "
-            "longer."
-        )
-    times = f"a worker needs {format_ns(cost.fetch_ns)} per batch, a step {format_ns(step_ns)} without the wait"
-    if cores is not None and cost.is_cpu_bound:
-        free = max((cores - here) / here, 1.0)
-        if cost.step_on(free) > step_ns:
-            return (
-                f"Make {method} faster: {times}, {format_ns(cost.cpu_ns)} of it computing. More workers "
-                f"do not help on {format_count(cores, 'core')}."
-            )
-    if wanted <= number:
-        return None
-    if cores is not None and wanted > MANY_PER_CORE * max(cores, number):
-        return f"Make {method} faster: {times}; {wanted} workers would keep up, too many for {cores} cores."
-    blocked = "" if cost.is_cpu_bound else f", mostly waiting for disk, network, a lock or sleep in {method}"
-    return f"Use DataLoader(num_workers={wanted}): {times}{blocked}; {cost.fetch_ns / step_ns:.1f} workers keep up."
+    is_many = cores is not None and wanted > POLICY.many_per_core * max(cores, number)
+    return wanted if wanted > number and not is_many else None
 
 
 def line_of_samples(rank: Rank, part: tuple[str, str] | None) -> Spot | None:
@@ -348,22 +339,7 @@ def line_of_samples(rank: Rank, part: tuple[str, str] | None) -> Spot | None:
         return of_collate(rank)
     if part is not None and part[1] == "sampler":
         return of_action(rank, "__iter__")
-    loaders = rank.training.dataloaders if rank.training else ()
-    return of_action(rank, sample_method(loaders)) if part is not None and part[1] == "fetch" else None
-
-
-def more_workers(workers: int, cores: int | None, method: str) -> str:
-    """Return what to do with workers that cannot keep up, where their times are not known."""
-    slow = f"{workers} worker{'s' * (workers > 1)} cannot keep up: "
-    if cores is not None and workers >= MANY_PER_CORE * cores:
-        return f"{slow}make {method} faster, or preprocess the samples before training."
-    if cores is not None and workers >= cores:
-        return (
-            f"{slow}make {method} faster; if it waits for disk or network, use more workers than the {cores} cores: "
-            f"DataLoader(num_workers={2 * workers})."
-        )
-    wanted = min(2 * workers, cores) if cores else 2 * workers
-    return f"{slow}use DataLoader(num_workers={wanted}), or make {method} faster."
+    return of_action(rank, sample_method(loaders_of(rank))) if part is not None and part[1] == "fetch" else None
 
 
 def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
@@ -371,81 +347,110 @@ def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
     return [other for other in facts.run.ranks if other.facts.host == rank.facts.host]
 
 
-# With less of the machine in use there are free cores.
-IS_FULL: Final = 0.8
-OTHERS: Final = (
-    "Find the processes that use the cores (top): end them, lower their priority (renice 19 -p PID), or move them to "
-    "other cores (taskset)."
-)
-LIMIT: Final = (
-    "Give the container or job more than its {quota:g} of {cores} cores (cpu.max, --cpus), or use fewer threads and "
-    "DataLoader workers."
-)
-FEWER_WORKERS: Final = "Use fewer worker processes: DataLoader(num_workers={count}) for {cores} cores."
-FEWER_THREADS: Final = (
-    "Leave a core for the other processes: torch.set_num_threads({count}), or OMP_NUM_THREADS={count}."
-)
+class CoreLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The cores in use in the recorded steps, in cores.
+
+    Attributes:
+        all_cores: of the machine.
+        process: by one rank's process.
+        workers: by its DataLoader workers.
+        own: by all ranks of the machine, with their workers.
+        others: by other programs.
+    """
+
+    all_cores: int
+    process: float
+    workers: float
+    own: float
+    others: float
+
+    @property
+    def free(self) -> float:
+        """The cores that other programs leave for the training."""
+        return self.all_cores - self.others
 
 
-CHEAPER_FETCH: Final = (
-    "Make {name} cheaper, which takes {share} of the fetches: do its work once, before training, or on the part of a "
-    "sample that is used (crop first). Workers compute on {cores:.1f} cores."
-)
-# Cores; less does not delay the training thread much.
-BUSY_WORKERS: Final = 0.5
+def core_load(facts: Facts, rank: Rank) -> CoreLoad | None:
+    """Return who uses the cores of a rank's machine; None where that was not recorded."""
+    here = {other.rank for other in ranks_on_host(facts, rank)}
+    figures = next((system.figures for system in systems(facts.run) if system.rank in here), {})
+    process, machine = figures.get("process_cpu_percent"), figures.get("machine_cpu_percent")
+    all_cores, workers_percent = rank.facts.environment.get("cpu_count"), figures.get("workers_cpu_percent")
+    if process is None or machine is None or not isinstance(all_cores, int):
+        return None
+    by_workers = workers_percent.mean / 100 if workers_percent else 0.0
+    # The ranks of a training run do the same work.
+    own = min(len(here) * (process.mean / 100 + by_workers), all_cores)
+    return CoreLoad(
+        all_cores=all_cores,
+        process=process.mean / 100,
+        workers=by_workers,
+        own=own,
+        others=max(machine.mean * all_cores / 100 - own, 0.0),
+    )
+
+
+def free_cores(facts: Facts, rank: Rank) -> float | None:
+    """Return the cores that other programs and other ranks leave for a rank, at least one; None where unknown."""
+    load, cores = core_load(facts, rank), rank.facts.cpu_count
+    if cores is None:
+        return None
+    return max((min(load.free, cores) if load is not None else cores) / len(ranks_on_host(facts, rank)), 1.0)
 
 
 class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Who uses the cores in the recorded steps: ``own`` cores by the training, ``others``; None where unknown.
+    """Who takes the cores: the start of a title, what to do, and a sentence; ``load`` is None where unknown.
 
     ``by_others``: the training itself cannot change the wait.
     """
 
-    remedies: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
     owner: str = ""
     by_others: bool = False
     text: str = ""
-    own: float | None = None
-    others: float | None = None
+    load: CoreLoad | None = None
 
 
 def core_use(facts: Facts, rank: Rank) -> CoreUse:
-    """Return who uses the cores of a rank's machine, and what to do."""
-    here = {other.rank for other in ranks_on_host(facts, rank)}
-    figures = next((system.figures for system in systems(facts.run) if system.rank in here), {})
-    process, machine = figures.get("process_cpu_percent"), figures.get("machine_cpu_percent")
-    cores, all_cores = rank.facts.cpu_count or 1, rank.facts.environment.get("cpu_count")
-    if process is None or machine is None or not isinstance(all_cores, int):
-        return CoreUse(remedies=(OTHERS,))
-    workers = figures.get("workers_cpu_percent")
-    # The ranks of a training run do the same work.
-    own = min(len(here) * (process.mean + (workers.mean if workers else 0.0)) / 100, all_cores)
-    busy = machine.mean * all_cores / 100
-    others = max(busy - own, 0.0)
-    text = f" In recorded steps the training used {own:.1f} of {all_cores} cores, other processes {others:.1f}."
-    if busy < IS_FULL * all_cores:
-        quota = rank.facts.environment.get("cpu_quota")
-        if quota is not None and quota < all_cores and own >= quota / 2:
-            owner = f"The CPU limit is {quota:g} of {all_cores} cores"
-            limit = LIMIT.format(quota=quota, cores=all_cores)
-            return CoreUse(remedies=(limit, OTHERS), owner=owner, text=text, own=own, others=others)
-        if cores == all_cores:
+    """Return who uses the cores of a rank's machine, and what to do: fewer threads first, where they have no cores."""
+    load = core_load(facts, rank)
+    if load is None:
+        return CoreUse(remedies=(FREE_CORES,))
+    text = (
+        f" In recorded steps the training used {load.own:.1f} of {load.all_cores} cores, other processes "
+        f"{load.others:.1f}."
+    )
+    cores, quota = rank.facts.cpu_count or 1, rank.facts.environment.get("cpu_quota")
+    if load.own + load.others < POLICY.full * load.all_cores:
+        if quota is not None and quota < load.all_cores and load.own >= quota / 2:
+            owner = f"The CPU limit is {quota:g} of {load.all_cores} cores"
+            limit = RAISE_CPU_LIMIT.filled(quota=quota, cores=load.all_cores)
+            return CoreUse(remedies=(limit, FREE_CORES), owner=owner, text=text, load=load)
+        if cores == load.all_cores:
             # They had the cores in other steps than the recorded ones.
-            return CoreUse(remedies=(OTHERS,), by_others=True, text=text, own=own, others=others)
-    each = max(cores // len(here), 1)
-    count = max((loader.num_workers or 0 for loader in rank.training.dataloaders), default=0) if rank.training else 0
-    of_workers = own - len(here) * process.mean / 100
-    compute = of_workers >= len(here) * process.mean / 100
+            return CoreUse(remedies=(FREE_CORES,), by_others=True, text=text, load=load)
+    ranks = len(ranks_on_host(facts, rank))
+    each = max(cores // ranks, 1)
+    count = max((loader.num_workers or 0 for loader in loaders_of(rank)), default=0)
+    compute = load.workers >= load.process
     # Many workers that compute share the cores among themselves, whatever else runs.
-    if others >= of_workers and not (count >= MANY_PER_CORE * each and compute):
+    if load.others >= load.workers * ranks and not (count >= POLICY.many_per_core * each and compute):
+        left = int(free_cores(facts, rank) or 1)
+        fewer = (FEWER_THREADS.filled(threads=left),) if (torch_threads(rank) or 0) > left else ()
         owner = "Other processes take the cores"
-        return CoreUse(remedies=(OTHERS,), owner=owner, by_others=True, text=text, own=own, others=others)
-    owner, fewer = "The training's own processes share the cores", FEWER_THREADS.format(count=max(each - count, 1))
+        return CoreUse(remedies=(*fewer, FREE_CORES), owner=owner, by_others=True, text=text, load=load)
+    owner, fewer_of = _own_use(rank, load, each, count)
+    return CoreUse(remedies=(fewer_of, FREE_CORES), owner=owner, text=text, load=load)
+
+
+def _own_use(rank: Rank, load: CoreLoad, each: int, count: int) -> tuple[str, Remedy]:
+    """Return which processes of the training take the cores, and the remedy."""
     slow = slow_function(rank)
-    if slow is not None and of_workers >= BUSY_WORKERS * len(here):
-        owner = f"DataLoader workers, mostly in {slow.function}, take the cores"
-        fewer = CHEAPER_FETCH.format(name=slow.function, share=percent(slow.share), cores=of_workers)
-    elif count >= each > 1 and compute:
-        owner = f"{count} DataLoader workers take the cores"
-        fewer = FEWER_WORKERS.format(count=each - 1, cores=cores)
-    return CoreUse(remedies=(fewer, OTHERS), owner=owner, text=text, own=own, others=others)
+    if slow is not None and load.workers >= BUSY_WORKERS:
+        return f"DataLoader workers, mostly in {slow.function}, take the cores", CHEAPER_FETCH.filled(
+            owner=slow.function, share=percent(slow.share)
+        )
+    if count >= each > 1 and load.workers >= load.process:
+        fewer = FEWER_WORKERS.filled(wanted=each - 1, cores=format_count(rank.facts.cpu_count or 1, "core"))
+        return f"{count} DataLoader workers take the cores", fewer
+    return "The training's own processes share the cores", FEWER_THREADS.filled(threads=max(each - count, 1))

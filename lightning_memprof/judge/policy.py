@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from lightning_memprof.units import MIB
+
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -27,6 +29,21 @@ class Policy:
             a model is compiled, once in a while.
         always: calls per step from which on an action runs in each step: it may miss the first step, or the last one.
         owners: findings of a rule, one for each owner; of many slow callbacks the first ones show what to do.
+        most: share from which on one cause explains a time.
+        padding: share of padding in a batch; lengths vary in every data set, and batches of whole samples are never
+            full.
+        locked: share of a fetch in which a worker waits for a lock; from here on, more workers wait longer.
+        many_per_core: workers per core from which on more of them do not help.
+        workers: of a DataLoader that has none.
+        row_ns: Python takes 10 to 20 µs to fetch a row of a tensor and to stack it with others; a busy machine takes
+            longer.
+        many_samples: smaller batches do not take long to fetch row by row.
+        full: share of the machine's cores in use from which on none are free.
+        collectives: in fewer of them, which rank comes last is chance.
+        uneven_device: by how much a rank's peak on its device exceeds that of the others: ranks of one kind differ by
+            the lengths of their batches and by rank 0's extra work.
+        uneven_host: the same on the host, where rank 0 also writes logs and checkpoints, and touched memory stays.
+        uneven_bytes: the same in bytes.
     """
 
     note: float = 0.05
@@ -42,6 +59,18 @@ class Policy:
     repeated: int = 4
     always: float = 0.95
     owners: int = 3
+    most: float = 0.50
+    padding: float = 0.20
+    locked: float = 0.25
+    many_per_core: int = 4
+    workers: int = 4
+    row_ns: int = 50_000
+    many_samples: int = 256
+    full: float = 0.80
+    collectives: int = 4
+    uneven_device: float = 0.15
+    uneven_host: float = 0.25
+    uneven_bytes: int = 256 * MIB
 
 
 POLICY: Final = Policy()

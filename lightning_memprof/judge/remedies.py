@@ -30,6 +30,99 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
 
 # Loading
 
+WORKERS: Final = Remedy(
+    id="workers",
+    text="Load in worker processes: DataLoader(num_workers={workers}, persistent_workers=True).",
+    change="workers={workers}",
+)
+MORE_WORKERS: Final = Remedy(
+    id="more_workers",
+    text="Use more worker processes: DataLoader(num_workers={workers}).",
+    change="workers={workers}",
+)
+MORE_FOR_WAITS: Final = Remedy(
+    id="more_workers",
+    text="If {owner} waits for disk or network, use more workers than cores: DataLoader(num_workers={workers}).",
+    change="workers={workers}",
+)
+MORE_OF_TRACE: Final = Remedy(
+    id="more_workers",
+    text="Use more worker processes, up to the cores of each rank: a higher DataLoader(num_workers=...).",
+)
+FEWER_WORKERS: Final = Remedy(
+    id="fewer_workers",
+    text="Use fewer worker processes: DataLoader(num_workers={wanted}) for {cores}.",
+    change="workers={wanted}",
+)
+SHARE_SAMPLES: Final = Remedy(
+    id="share_samples",
+    text=(
+        "Share the samples of the IterableDataset among the workers with torch.utils.data.get_worker_info(): each "
+        "worker iterates over its own copy."
+    ),
+)
+PERSISTENT_WORKERS: Final = Remedy(
+    id="persistent_workers",
+    text="Keep the workers from epoch to epoch: DataLoader(persistent_workers=True).",
+    change="persistent_workers",
+)
+LONGER_EPOCHS: Final = Remedy(
+    id="longer_epochs", text="Make epochs longer: several passes over the data set in one epoch."
+)
+PREFETCH: Final = Remedy(
+    id="prefetch",
+    text="Prefetch more batches: DataLoader(prefetch_factor={batches}).",
+    change="prefetch={batches}",
+)
+PIN_MEMORY: Final = Remedy(
+    id="pin_memory", text="Overlap copies with the step: DataLoader(pin_memory=True).", change="pin_memory"
+)
+FASTER_FETCH: Final = Remedy(
+    id="faster_fetch",
+    text=(
+        "Make {owner} faster: read, decode and tokenize once, before training; compute once what stays the same; "
+        "copy and draw only what is used."
+    ),
+)
+FASTER_COLLATE: Final = Remedy(
+    id="faster_collate",
+    text="Make {owner} faster: whole tensors (torch.stack, pad_sequence), no loops over values.",
+)
+FASTER_SAMPLER: Final = Remedy(
+    id="faster_sampler",
+    text=(
+        "Make the sampler faster: draw the indices of an epoch at once, as in torch.multinomial(weights, count)"
+        ".tolist(): workers do not run it."
+    ),
+)
+FETCH_AT_ONCE: Final = Remedy(
+    id="fetch_at_once",
+    text=(
+        "Fetch all samples of a batch at once: DataLoader(dataset, sampler=BatchSampler(RandomSampler(dataset), "
+        "{samples}, drop_last=True), batch_size=None); the data set is indexed with a list then."
+    ),
+)
+WITHOUT_LOCK: Final = Remedy(
+    id="without_lock",
+    text=(
+        "Let each worker load without the lock in {owner}, through a file or connection of its own that "
+        "worker_init_fn opens."
+    ),
+)
+SLOW_BATCH: Final = Remedy(
+    id="slow_batch", text="Look at the samples of the slow batch; if it starts an epoch, set persistent_workers=True."
+)
+GROUP_BY_LENGTH: Final = Remedy(
+    id="group_by_length",
+    text=(
+        "Batch samples of similar length, and pad to the longest of each batch: sort by length, then shuffle whole "
+        "batches (batch_sampler)."
+    ),
+)
+PAD_TO_LONGEST: Final = Remedy(
+    id="pad_to_longest", text="Pad each batch to its longest sample in collate_fn, not to a fixed length."
+)
+
 # Callbacks, hooks, validation, checkpoints, logging
 
 LESS_OFTEN: Final = Remedy(
@@ -120,6 +213,95 @@ BREAK_CYCLES: Final = Remedy(
 # Operators, modules, optimizers, cores
 
 # Ranks
+
+SHARE_CALLBACK: Final = Remedy(
+    id="share_callback",
+    text="Share the work of {owner} on rank {rank}{host} among all ranks, or do it less often.",
+    change="rare_callback={object}",
+)
+EQUAL_DATA: Final = Remedy(
+    id="equal_data",
+    text="Check the data of rank {rank}{host}{owner}: its share of samples, its disk, its DataLoader workers.",
+)
+EQUAL_BATCHES: Final = Remedy(
+    id="equal_batches",
+    text=(
+        "Give all ranks batches of equal size: sort samples by length, and deal them out to the ranks in turn. Rank "
+        "{rank} gets {own} elements per batch, the others {others}."
+    ),
+)
+COLLECT_TOGETHER: Final = Remedy(
+    id="collect_together",
+    text="Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
+)
+COMPARE_PARAMETERS: Final = Remedy(
+    id="compare_parameters",
+    text="Compare the parameters that rank {rank}{host} updates with those of the other ranks.",
+)
+COMPARE_TIMELINES: Final = Remedy(
+    id="compare_timelines",
+    text="Compare the timeline of rank {rank}{host} {moment} with that of another rank.",
+)
+COMPARE_DEVICES: Final = Remedy(
+    id="compare_devices",
+    text="Compare rank {rank}{host} with the others: its batch lengths, its device clock and temperature.",
+)
+COMPARE_LINE: Final = Remedy(
+    id="compare_line",
+    text="Do less in {owner} on rank {rank}{host}, or the same on all ranks: the others wait for it.",
+)
+COMPARE_BATCHES: Final = Remedy(
+    id="compare_batches",
+    text="Compare rank {rank}{host} with the others: its batch lengths, and what else runs on its cores.",
+)
+COMPARE_PART: Final = Remedy(
+    id="compare_part",
+    text="Compare {check} of rank {rank} with that of the others: its {part} takes {own}, theirs {others}.",
+)
+MERGE_TRACES: Final = Remedy(
+    id="merge_traces",
+    text="See all ranks on one timeline: lightning-memprof merge -o merged.json.gz {files}.",
+)
+FIND_TENSORS: Final = Remedy(
+    id="find_tensors",
+    text="Find device tensors of rank {rank} only: rank_zero_only code, longer batches, more layers.",
+)
+LOAD_TO_HOST: Final = Remedy(
+    id="load_to_host",
+    text=(
+        "Load checkpoints to the host: torch.load(path, map_location='cpu'), so that not all ranks load to one device."
+    ),
+)
+FIND_HOST_MEMORY: Final = Remedy(
+    id="find_host_memory",
+    text=("Find host memory of rank {rank} only: gathered outputs of all ranks, rank_zero_only caches, more workers."),
+)
+FREE_CORES: Final = Remedy(
+    id="free_cores",
+    text=(
+        "Find the processes that use the cores (top): end them, lower their priority (renice 19 -p PID), or move them "
+        "to other cores (taskset)."
+    ),
+)
+RAISE_CPU_LIMIT: Final = Remedy(
+    id="raise_cpu_limit",
+    text=(
+        "Give the container or job more than its {quota:g} of {cores} cores (cpu.max, --cpus), or use fewer threads "
+        "and DataLoader workers."
+    ),
+)
+FEWER_THREADS: Final = Remedy(
+    id="fewer_threads",
+    text="Use fewer threads: torch.set_num_threads({threads}), or OMP_NUM_THREADS={threads}.",
+    change="threads={threads}",
+)
+CHEAPER_FETCH: Final = Remedy(
+    id="cheaper_fetch",
+    text=(
+        "Make {owner} cheaper, which takes {share} of the fetches: do its work once, before training, or on the part "
+        "of a sample that is used (crop first)."
+    ),
+)
 
 # Memory
 

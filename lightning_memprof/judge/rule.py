@@ -1,9 +1,9 @@
-"""A rule as a row: time that one owner takes of each step, what to say about it, and what to do."""
+"""A rule as a row: time that one owner takes of each step, its title, and the remedies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,16 +14,19 @@ from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severit
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.model import Rank
+from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_ns
 
+PASSES: Final = (Part.FORWARD, Part.BACKWARD)
+"""The parts in which the program alone spends time."""
 
-class Fact(msgspec.Struct, frozen=True, kw_only=True):
+
+class Spent(msgspec.Struct, frozen=True, kw_only=True):
     """Time that lines of a ledger take: those of a part, or of one owner in it.
 
     ``count`` is per step and of the first owner; ``longest_ns`` is that of one step.
     """
 
-    rank: Rank
     ledger: TimeLedger
     lines: tuple[TimeLine, ...]
 
@@ -49,8 +52,9 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def count(self) -> float:
-        """Calls of the owner per step, 0 where unknown."""
-        return sum(line.count for line in self.lines if line.name == self.owner and not line.operator)
+        """Calls of the owner per step, 0 where unknown; forward and backward run in each."""
+        own = (line for line in self.lines if line.name == self.owner and line.part not in PASSES)
+        return sum(line.count for line in own if not line.operator)
 
     @property
     def longest_ns(self) -> int:
@@ -84,13 +88,41 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
         return f"{why}: it runs {often}{most}"
 
 
-class Detail(msgspec.Struct, frozen=True, kw_only=True):
-    """What else the recording shows of a fact: a sentence of the evidence, remedies that come first, and figures."""
+class Fact(Spent, frozen=True, kw_only=True):
+    """The same, of a rank of a run."""
 
+    rank: Rank
+
+
+class Detail(msgspec.Struct, frozen=True, kw_only=True):
+    """What else the recording shows of a fact.
+
+    Attributes:
+        says: another title than the rule's.
+        fields: further ones of the title and of the rule's remedies.
+        measured: another first sentence of the evidence than the time and the count, without its period.
+        why: the second one, with it.
+        remedies: those that come first.
+        saves: other shares of the fact's time than the rule's.
+        recovers: in place of the shares of the time; None where the ledger does not hold that time.
+        is_note: whether programs do this on purpose, or chance does: then it is a note, whatever it takes.
+        numbers: figures.
+        evidence: files.
+    """
+
+    says: str = ""
+    fields: Mapping[str, object] = msgspec.field(default_factory=dict)
+    measured: str = ""
     why: str = ""
     remedies: tuple[Remedy | str, ...] = ()
+    saves: tuple[float, float] | None = None
+    recovers: Recovery | msgspec.UnsetType | None = msgspec.UNSET
+    is_note: bool = False
     numbers: Mapping[str, Any] = msgspec.field(default_factory=dict)
     evidence: tuple[Evidence, ...] = ()
+
+
+Found = tuple[Fact, Detail]
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,10 +131,14 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: stable.
         about: what it is and why it matters, for the documentation.
+        when: what else has to hold, for the documentation.
         trade_off: what the remedy loses, for the documentation.
+        offers: the remedies of the detail, for the documentation.
         of: the parts of the ledger.
+        find: returns the fact and its detail where the lines are not all those of ``of``.
         says: the title, with the fields ``owner``, ``kind`` (the part), ``share`` and ``rank`` (``" on rank 3"``).
         unnamed: the title where the recording does not tell the owner; default: ``says``.
+        bound: the words before the title from half of the step on: ``Optimizer-bound``.
         remedies: with the fields ``owner`` and ``object`` (the owner without its method).
         saves: least and most share of this time that the first of them recovers.
         each: whether each owner is a finding of its own.
@@ -110,35 +146,51 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         note: share of the step below which nothing is reported; another one than the policy's has its reason beside it.
         applies: whether a fact is this rule's, apart from its time.
         detail: what else the recording shows.
-        least_ns: time per step below which nothing is reported: the Trainer itself takes some.
+        in_trace: returns the same time in a trace without a pulse, whichever program it is from.
     """
 
     id: str
     about: str = ""
+    when: str = ""
     trade_off: str = ""
+    offers: tuple[Remedy, ...] = ()
     of: tuple[Part, ...]
+    find: Callable[[Facts], Found | None] | None = None
     says: str
     unnamed: str = ""
-    remedies: tuple[Remedy, ...]
+    bound: str = ""
+    remedies: tuple[Remedy, ...] = ()
     saves: tuple[float, float]
     each: bool = False
     repeats: bool = False
     note: float = POLICY.note
     applies: Callable[[Facts, Fact], bool] | None = None
     detail: Callable[[Facts, Fact], Detail] | None = None
+    in_trace: Callable[[TraceReport], tuple[Spent, Detail] | None] | None = None
 
     def findings(self, facts: Facts) -> Iterator[Finding]:
         """Yield the findings about the rank that spends most in these parts."""
-        worst = facts.heaviest(lambda ledger: ledger.ns(*self.of))
-        if worst is None:
-            return
-        for fact in self._facts(*worst):
+        for fact, detail in self._found(facts):
             # What runs once starts or ends the run.
             least = self.note * (2 if fact.is_once else 1)
-            if fact.share < least or fact.ns < least_ns(fact) or (self.repeats and not fact.repeats):
-                continue
+            if fact.share >= least and fact.ns >= least_ns(fact) and (fact.repeats or not self.repeats):
+                seen = (facts.pulse(fact.rank), *facts.recorded(fact.rank, "hooks"))
+                yield self._finding(fact, detail, seen, fact.rank.rank, facts.on_rank(fact.rank))
+
+    def findings_in(self, trace: TraceReport) -> Iterator[Finding]:
+        """Yield the finding about a trace."""
+        if self.in_trace is not None and (found := self.in_trace(trace)) is not None:
+            yield self._finding(*found, (), trace.rank, "")
+
+    def _found(self, facts: Facts) -> Iterator[Found]:
+        if self.find is not None:
+            if (found := self.find(facts)) is not None:
+                yield found
+            return
+        worst = facts.heaviest(lambda ledger: ledger.ns(*self.of))
+        for fact in self._facts(*worst) if worst is not None else ():
             if self.applies is None or self.applies(facts, fact):
-                yield self._finding(facts, fact)
+                yield fact, self.detail(facts, fact) if self.detail is not None else Detail()
 
     def _facts(self, rank: Rank, ledger: TimeLedger) -> Sequence[Fact]:
         lines = ledger.of(*self.of)
@@ -146,23 +198,32 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         groups = [tuple(line for line in lines if line.name == name) for name in names] or [lines]
         return [Fact(rank=rank, ledger=ledger, lines=group) for group in groups[: POLICY.owners]]
 
-    def _finding(self, facts: Facts, fact: Fact) -> Finding:
-        detail = self.detail(facts, fact) if self.detail is not None else Detail()
-        least, most = self.saves
-        worth = Recovery(unit="ns", min=fact.ns * least, max=fact.ns * most, whole=fact.ledger.step_ns)
-        names = {"owner": fact.owner or f"these {fact.kind}s", "object": fact.owner.rpartition(".")[0]}
-        says = self.says if fact.owner else self.unnamed or self.says
+    def _finding(
+        self, fact: Spent, detail: Detail, seen: tuple[Evidence, ...], rank: int | None, where: str
+    ) -> Finding:
+        least, most = detail.saves or self.saves
+        usual = Recovery(unit="ns", min=fact.ns * least, max=fact.ns * most, whole=fact.ledger.step_ns)
+        recovers = usual if detail.recovers is msgspec.UNSET else detail.recovers
+        worth = recovers or usual
+        names = {
+            "owner": fact.owner or f"these {fact.kind}s",
+            "object": fact.owner.rpartition(".")[0],
+            "share": fact.ledger.share_text(fact.ns),
+            "rank": where,
+            **detail.fields,
+        }
+        says = detail.says or (self.says if fact.owner else self.unnamed or self.says)
+        if self.bound:
+            says = f"{self.bound}: {says}" if fact.share >= POLICY.bound else f"{says[0].upper()}{says[1:]}"
         return Finding(
             rule=self.id,
-            severity=Severity.INFO if fact.is_once else worth.severity,
-            title=titled(
-                says, kind=fact.kind, share=fact.ledger.share_text(fact.ns), rank=facts.on_rank(fact.rank), **names
-            ),
-            why=f"{fact.why}.{f' {detail.why}' if detail.why else ''}",
+            severity=min(worth.severity, Severity.INFO) if fact.is_once or detail.is_note else worth.severity,
+            title=titled(says, kind=fact.kind, **names),
+            why=f"{detail.measured or fact.why}.{f' {detail.why}' if detail.why else ''}",
             remedies=(*detail.remedies, *(remedy.filled(**names) for remedy in self.remedies)),
-            evidence=(facts.pulse(fact.rank), *facts.recorded(fact.rank, "hooks"), *detail.evidence),
+            evidence=(*seen, *detail.evidence),
             numbers={
-                "rank": fact.rank.rank,
+                "rank": rank,
                 "action": fact.owner or None,
                 "ns": round(fact.ns),
                 "share": fact.share,
@@ -172,11 +233,13 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
                 **detail.numbers,
             },
             weight=worth.share,
-            recovers=worth,
+            recovers=recovers,
         )
 
 
-def least_ns(fact: Fact) -> int:
+def least_ns(fact: Spent) -> int:
     """Return the time per step below which nothing is reported: the Trainer's own hooks take a millisecond per step."""
+    if all(line.part in PASSES for line in fact.lines):
+        return 0
     is_short = fact.ledger.step_ns < POLICY.short_step_ns and any(line.part != "module_hook" for line in fact.lines)
     return POLICY.action_short_ns if is_short else POLICY.action_ns

@@ -12,6 +12,8 @@ from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import Evidence, Recovery, Severity
 from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import MORE_OF_TRACE, SLOW_BATCH, WORKERS
+from lightning_memprof.judge.remedies import Remedy as LoaderRemedy
 from lightning_memprof.judge.rules.compute import FOREACH, FUSED
 from lightning_memprof.read.trace.kernel_names import kernel_name, kernel_names
 from lightning_memprof.read.trace.model import (
@@ -455,3 +457,11 @@ def steps_ns(trace: TraceReport) -> int:
     """Return the time of a trace's steps."""
     # A host that is ahead ends its steps before the device.
     return max((window.window_ns for window in (trace.work_window, trace.gpu_window) if window), default=0)
+
+
+def workers_in(ledger: TimeLedger | None, *, in_one: bool) -> LoaderRemedy:
+    """Return the remedy for the workers that the iterators of a trace show; ``in_one`` batch most of the loading is."""
+    names = " ".join(line.name for line in ledger.of("idle_data", "data_wait")) if ledger else ""
+    if "_MultiProcessing" not in names:
+        return WORKERS.filled(workers=POLICY.workers)
+    return SLOW_BATCH if in_one else MORE_OF_TRACE

@@ -67,10 +67,6 @@ STEP_RULES: Final[tuple[Judge, ...]] = (
     communication.straggler,
     modules.buffer_broadcast,
     loops.synced_passes,
-    data.input_bound,
-    data.workers_restart,
-    data.worker_start,
-    data.padding,
     compute.anomaly_detection,
     compute.double_precision,
     loops.python_loop,
@@ -92,9 +88,8 @@ STEP_RULES: Final[tuple[Judge, ...]] = (
     profiler.profiler_overhead,
 )
 # The same as rows, by the page that describes them.
-ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {"host": host.ROWS}
+ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {"data": data.ROWS, "host": host.ROWS}
 TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (
-    data.input_bound_trace,
     allocator.allocator_thrash,
     collectives.communication_exposed,
     idle.gpu_idle,
@@ -109,7 +104,7 @@ TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None]
     profiler.recording_overhead,
 )
 RULES_OF_ALL_TRACES: Final[tuple[Callable[[Sequence[TraceReport]], Finding | list[Finding] | None], ...]] = (
-    communication.straggler_trace,
+    communication.straggler_in_traces,
 )
 SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | None], ...]] = (
     snapshot.failed_request,
@@ -120,16 +115,13 @@ SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | N
     snapshot.private_pools,
     holders.peak_holder,
 )
-# A run's rule sees more steps than its trace or snapshot: the same fault is reported once.
+# Rules of a trace or a snapshot that are the same fault as one of a run, under another id.
 SAME_FAULT: Final[Mapping[str, str]] = {
-    "input_bound_trace": "input_bound",
-    "straggler_trace": "straggler",
     "failed_request": "out_of_memory",
     "steady_growth": "device_memory_growth",
     "optimizer_loop": "optimizer_bound",
 }
-# What a few recorded steps show is not the run's, whose pulse has every step.
-OF_FEW_STEPS: Final = frozenset({"input_bound_trace"})
+RULE_FAILED: Final = "rule_failed"
 # A person opens a few of thousands of traces.
 MAX_EVIDENCE: Final = 16
 
@@ -137,23 +129,23 @@ MAX_EVIDENCE: Final = 16
 def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first.
 
-    A rule that raises is a finding of its own: it hides nothing else.
+    Of the findings of one rule, the one with more steps behind it counts: that of the run. What a row reads from the
+    pulse, it does not read again from the few steps of a trace. A rule that raises is a finding of its own: it hides
+    nothing else.
     """
     judged = _with_enough_steps(facts)
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
     of_run += [finding for rule in (STEP_RULES if judged else ()) for finding in _guarded(rule, judged)]
     of_run += [
         finding
-        for row in (itertools.chain.from_iterable(ROWS.values()) if judged else ())
+        for row in (itertools.chain(*ROWS.values()) if judged else ())
         for finding in _guarded(row.findings, judged, name=row.id)
     ]
-    reported = {finding.rule for finding in of_run}
-    of_files = [
-        finding
-        for finding in examine_files(facts.steady_traces if judged else (), facts.snapshots)
-        if SAME_FAULT.get(finding.rule, "") not in reported and not (facts.ledgers and finding.rule in OF_FEW_STEPS)
-    ]
-    found = _by_severity([*of_run, *of_files])
+    reported = {finding.rule for finding in of_run} - {RULE_FAILED}
+    traces = facts.steady_traces if judged else ()
+    of_files = examine_files(traces, facts.snapshots, has_pulse=bool(facts.ledgers))
+    others = (each for each in of_files if SAME_FAULT.get(each.rule, each.rule) not in reported)
+    found = _by_severity([*of_run, *others])
     if any(finding.severity > Severity.INFO for finding in found):
         return found
     return (*_guarded(nothing_found, facts), *found)
@@ -167,10 +159,17 @@ def _with_enough_steps(facts: Facts) -> Facts | None:
     return replace(facts, statistics=judged) if judged else None
 
 
-def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:
+def examine_files(
+    traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport], *, has_pulse: bool = False
+) -> tuple[Finding, ...]:
     """Return the findings of traces and snapshots, the most severe first; empty if no rule fires.
 
     A trace with a part of its events tells neither what a device waits for nor what overlaps.
+
+    Args:
+        traces: analyzed traces.
+        snapshots: analyzed snapshots.
+        has_pulse: whether the rows have judged the pulse of these steps.
     """
     of_snapshots = [
         finding
@@ -181,17 +180,19 @@ def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotRep
     ]
     read = tuple(trace for trace in traces if not trace.is_sample)
     of_all = [finding for rule in RULES_OF_ALL_TRACES for finding in _guarded(rule, read)]
-    return _by_severity([*of_all, *_of_traces(read), *of_snapshots])
+    rows = () if has_pulse else tuple(itertools.chain(*ROWS.values()))
+    return _by_severity([*of_all, *_of_traces(read, rows), *of_snapshots])
 
 
-def _of_traces(traces: Iterable[TraceReport]) -> list[Finding]:
+def _of_traces(traces: Iterable[TraceReport], rows: Sequence[Rule]) -> list[Finding]:
     """Return one finding per rule for all traces: the worst, with the evidence of all."""
     found: dict[tuple[str, object], list[Finding]] = {}
     for trace in traces:
-        for rule in TRACE_RULES:
-            for finding in _guarded(rule, trace):
-                # A rule about two directions names the direction.
-                found.setdefault((finding.rule, finding.numbers.get("kind")), []).append(finding)
+        of_rows = (each for row in rows for each in _guarded(row.findings_in, trace, name=row.id))
+        of_rules = (each for rule in TRACE_RULES for each in _guarded(rule, trace))
+        for finding in (*of_rows, *of_rules):
+            # A rule about two directions names the direction.
+            found.setdefault((finding.rule, finding.numbers.get("kind")), []).append(finding)
     merged = map(_merged, found.values())
     # As those of a run: of one severity, what recovers most comes first.
     return [replace(each, weight=each.recovers.share) if each.recovers else each for each in merged]
@@ -207,7 +208,7 @@ def _guarded(
     except Exception as error:  # noqa: BLE001 a faulty rule must not hide the others
         return [
             Finding(
-                rule="rule_failed",
+                rule=RULE_FAILED,
                 severity=Severity.WARNING,
                 title=f"The rule {name or rule.__name__} failed ({type(error).__name__}: {error}).",
                 why="All other findings and figures are complete.",

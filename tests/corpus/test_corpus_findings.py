@@ -28,7 +28,7 @@ def above_info(name: str) -> set[str]:
 
 
 def test_a_training_without_workers_is_input_bound_with_its_share() -> None:
-    finding = found("kineto_resnet50_nw0")["input_bound_trace"]
+    finding = found("kineto_resnet50_nw0")["input_bound"]
     assert finding.title == "Input-bound: loading batches takes 40% of the steps."
     assert finding.severity is Severity.CRITICAL
     assert finding.numbers["steps"] == 6
@@ -44,15 +44,15 @@ def test_a_training_without_workers_is_input_bound_with_its_share() -> None:
 
 def test_input_bound_is_what_weighs_most_in_it() -> None:
     findings = found("kineto_resnet50_nw0").values()
-    assert max(findings, key=lambda finding: (finding.severity, finding.weight)).rule == "input_bound_trace"
+    assert max(findings, key=lambda finding: (finding.severity, finding.weight)).rule == "input_bound"
 
 
 def test_the_first_schema_is_understood_too() -> None:
-    assert "30% of the steps" in found("kineto_resnet50_nw0_legacy")["input_bound_trace"].title
+    assert "30% of the steps" in found("kineto_resnet50_nw0_legacy")["input_bound"].title
 
 
 def test_of_a_busy_device_only_the_arithmetic_in_32_bits_is_above_info() -> None:
-    assert "input_bound_trace" not in found("hta_ns_resolution")
+    assert "input_bound" not in found("hta_ns_resolution")
     assert above_info("hta_ns_resolution") == {"tensor_cores_unused"}
 
 
@@ -60,7 +60,7 @@ def test_of_a_busy_device_only_the_arithmetic_in_32_bits_is_above_info() -> None
     "name", ["hta_sampled_128", "hta_trace_diff_control", "tl_mi300_resnet_ddp_rank0of8", "tl_h100_bert", "hta_triton"]
 )
 def test_trainings_that_load_well_are_not_input_bound(name: str) -> None:
-    assert "input_bound_trace" not in found(name)
+    assert "input_bound" not in found(name)
 
 
 @pytest.mark.parametrize(("name", "share"), [("tl_h100_bert", 0.9208), ("sidnb13_h100_transformer", 0.8505)])

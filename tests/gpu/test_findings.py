@@ -138,5 +138,5 @@ def test_a_slow_loader_is_input_bound(cuda: torch.device, tmp_path: Path) -> Non
         next(batches).to(cuda)
         multiply()
 
-    finding = found(tmp_path, step)["input_bound_trace"]
+    finding = found(tmp_path, step)["input_bound"]
     assert finding.severity is Severity.CRITICAL

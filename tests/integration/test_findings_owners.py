@@ -256,7 +256,7 @@ def test_thousands_of_samples_that_are_fetched_one_by_one_are_named(shown: Any, 
         pytest.skip("other processes take the cores: a fetch is mostly a wait for one")
     assert any(step.startswith("Fetch all samples of a batch at once: ") for step in steps) == (not at_once)
     if not at_once:
-        assert "one by one for 3,000 samples" in found["input_bound"]["title"]
+        assert "one by one, 3,000 in a batch" in found["input_bound"]["why"]
 
 
 class Tables(Dataset[tuple[Tensor]]):

@@ -36,7 +36,7 @@ def found(directory: Path, data: Samples, workers: int = 0) -> dict[str, Finding
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_slow_dataset_is_input_bound_in_the_trace_alone(tmp_path: Path, workers: int) -> None:
-    finding = found(tmp_path, Samples(11, seconds=0.12), workers)["input_bound_trace"]
+    finding = found(tmp_path, Samples(11, seconds=0.12), workers)["input_bound"]
     assert finding.severity >= Severity.WARNING
     assert finding.numbers["steps"] == STEPS
     assert finding.numbers["data_loading_share"] > 0.3
@@ -45,7 +45,7 @@ def test_a_slow_dataset_is_input_bound_in_the_trace_alone(tmp_path: Path, worker
 
 
 def test_a_fast_dataset_is_not(tmp_path: Path) -> None:
-    assert "input_bound_trace" not in found(tmp_path, Samples(12))
+    assert "input_bound" not in found(tmp_path, Samples(12))
 
 
 class Sums(Steady):

@@ -44,8 +44,6 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "fragmentation": ("fragmentation", "free_segments"),
     "gpu_idle": (*IDLE, "idle_data"),
     "idle_cores": WORK,
-    "input_bound": ("data_wait",),
-    "input_bound_trace": ("idle_data", "data_wait"),
     "many_small_kernels": ("compute",),
     "many_small_operators": (*WORK, "untracked"),
     "memory_growth": ("growth",),
@@ -53,7 +51,6 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "optimizer_loop": ("compute",),
     "optimizer_state": ("optimizer_state",),
     "other_profiler": (*WORK, "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall"),
-    "padding": PASSES,
     "peak_elsewhere": ("unattributed",),
     "peak_holder": ("requested",),
     "pending_frees": ("requested", "rounding"),
@@ -68,7 +65,6 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "data_memory": ("data_set",),
     "steady_growth": ("requested",),
     "straggler": ("rank_wait",),
-    "straggler_trace": ("rank_wait",),
     "synchronization": IDLE,
     "synced_passes": (*WORK, "rank_wait", "untracked"),
     "tensor_cores_unused": ("compute",),
@@ -77,7 +73,6 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "unused_gradients": ("backward",),
     "validation_memory": ("validation",),
     "worker_memory": ("workers",),
-    "workers_restart": ("data_wait",),
 }
 
 

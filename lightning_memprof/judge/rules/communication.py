@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -14,83 +14,139 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.arrivals import WindowWaits
 from lightning_memprof.account.ranks.lateness import larger_batches
 from lightning_memprof.account.ranks.report import Straggler
+from lightning_memprof.account.steps.events import FORWARD
+from lightning_memprof.account.steps.lines import Spot, lines, spots
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity
-from lightning_memprof.judge.traces import (
-    CAUSES,
-    idle_ns,
-    seen_in,
-    severity_of,
+from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, severity_of, titled
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import (
+    COLLECT_TOGETHER,
+    COMPARE_BATCHES,
+    COMPARE_DEVICES,
+    COMPARE_LINE,
+    COMPARE_PARAMETERS,
+    COMPARE_PART,
+    COMPARE_TIMELINES,
+    EQUAL_BATCHES,
+    EQUAL_DATA,
+    FIND_HOST_MEMORY,
+    FIND_TENSORS,
+    LOAD_TO_HOST,
+    MERGE_TRACES,
+    SHARE_CALLBACK,
+    Remedy,
 )
+from lightning_memprof.judge.traces import CAUSES, idle_ns, seen_in
+from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.trace.model import TraceReport
-from lightning_memprof.units import MIB, format_bytes, format_ns, percent, quoted
+from lightning_memprof.units import format_bytes, format_ns, percent, quoted
 
 SHOWN: Final = 3
-# As for data: from 30% on the wait decides how long the run takes.
-SEVERE_WAIT: Final = 0.30
 # Causes that a busy core does not slow down.
 NOT_SHARED: Final = frozenset({Part.DATA_WAIT, Part.CALLBACK, Part.GC_PAUSES})
-SHARED: Final = " All ranks share the cores of one machine: other programs there can delay a rank too."
-NEXT: Final[Mapping[Part | None, str]] = {
-    Part.DATA_WAIT: "Check the data of rank {rank}{host}{loads}: its share of samples, disk, and DataLoader workers.",
-    Part.CALLBACK: "Share the work of {callback} on rank {rank}{host} among all ranks, or do it less often.",
-    Part.GC_PAUSES: "Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
-    Part.OPTIMIZER: "Compare the parameters that rank {rank}{host} updates with those of the other ranks.",
-    Part.UNTRACKED: "Compare the timeline of rank {rank}{host} between two steps with that of another rank.",
-    Part.COMPUTE: "Compare rank {rank}{host} with the others: its batch lengths, its device clock and temperature.",
-}
-LONGER: Final = (
-    "Give all ranks batches of equal size: sort samples by length, and deal them out to the ranks in turn. Rank {rank} "
-    "gets {own:,} elements per batch, the others {others:,}."
-)
-UNKNOWN: Final = "Compare the timeline of rank {rank}{host} before a collective with that of another rank."
+SHARED: Final = "All ranks share the cores of one machine: other programs there can delay a rank too."
+
+
+class Late(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that the others wait for, in a run or in the traces of several ranks.
+
+    Attributes:
+        rank: its number.
+        caused_ns: by how much a step would be shorter without the wait.
+        step_ns: the length of a step.
+        others: the ledgers of the other ranks.
+        title: the sentence after its name, with the field ``owner``.
+        owner: what takes it longer.
+        may_be_chance: whether another program may have delayed it, or one may be later that was not recorded.
+    """
+
+    rank: int
+    caused_ns: float
+    step_ns: float
+    others: Sequence[TimeLedger]
+    title: str
+    owner: str = ""
+    why: str
+    remedies: tuple[Remedy, ...]
+    evidence: tuple[Evidence, ...]
+    numbers: Mapping[str, Any]
+    may_be_chance: bool
+
+    @property
+    def finding(self) -> Finding:
+        """The finding; it recovers what the rank causes, at most the waits: of the shortest one to the longest one."""
+        share = min(1.0, self.caused_ns / self.step_ns) if self.step_ns else 0.0
+        waits = [(min(ledger.communicates("rank_wait"), self.caused_ns), ledger.step_ns) for ledger in self.others]
+        most, step_ns = max(waits, default=(0, 0))
+        return Finding(
+            rule="straggler",
+            severity=min(severity_of(share), Severity.INFO if self.may_be_chance else Severity.CRITICAL),
+            title=titled(f"Rank {self.rank} is the straggler: {self.title}.", owner=self.owner),
+            why=self.why,
+            remedies=self.remedies,
+            evidence=self.evidence,
+            numbers=self.numbers,
+            weight=share,
+            recovers=Recovery(unit="ns", min=min(waits)[0], max=most, whole=step_ns) if most else None,
+        )
 
 
 def straggler(facts: Facts) -> Finding | None:
-    """Find the rank that the others wait for, and its activity meanwhile.
-
-    Recovers what it causes, at most the waits of the other ranks: of the shortest one to the longest one.
-    """
+    """Find the rank that the others wait for, and its activity meanwhile."""
     found = facts.ranks.straggler if facts.ranks else None
     if found is None:
         return None
-    ledger = facts.ledgers.get(found.rank)
     at_stake = found.caused_ns if found.caused_ns is not None else (found.own_ns or 0) - (found.others_ns or 0)
-    share = min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0
+    rank = next((rank for rank in facts.run.ranks if rank.rank == found.rank and rank.in_full), None)
+    spot = _forward_of(rank) if found.cause == Part.COMPUTE and rank is not None and rank.facts.is_cpu else None
     by_chance = found.cause not in NOT_SHARED and _may_wait_itself(facts, found)
-    severity = Severity.CRITICAL if share >= SEVERE_WAIT else Severity.WARNING
-    next_step = (found.cause == Part.COMPUTE and _longer(facts, found.rank)) or NEXT.get(found.cause, UNKNOWN)
-    loading = [line for line in ledger.of("data_wait") if "." in line.name] if ledger else []
-    loads = f", mostly {max(loading, key=lambda line: line.ns).name.rpartition('.')[0]}" if loading else ""
-    several = len({rank.facts.host for rank in facts.run.ranks}) > 1
-    host = f" on {found.host}" if found.host and several else ""
-    return Finding(
-        rule="straggler",
-        severity=Severity.INFO if by_chance else severity,
+    line = f" {spot.text} has {percent(spot.share)} of its forward{spot.at}." if spot is not None else ""
+    return Late(
+        rank=found.rank,
+        caused_ns=at_stake,
+        step_ns=found.step_ns,
+        others=[ledger for number, ledger in facts.ledgers.items() if number != found.rank],
         title=_sentence(found),
-        why=_why(found, at_stake) + (SHARED if by_chance else ""),
-        remedies=(
-            next_step.format(rank=found.rank, host=host, loads=loads, callback=found.callback or "its callbacks"),
-        ),
-        evidence=_evidence(facts, found),
-        numbers={**msgspec.structs.asdict(found), "share": share},
-        # Its slow phase is found too, as if all ranks had it: fixing the straggler comes first.
-        weight=1.0 + share,
-        recovers=_recovery(at_stake, [ledger for rank, ledger in facts.ledgers.items() if rank != found.rank]),
-    )
+        owner=found.callback or "",
+        why=_why(found, at_stake) + (f" {SHARED}" if by_chance else line),
+        remedies=_remedies(facts, found, spot),
+        evidence=_evidence(facts, rank),
+        numbers={
+            **msgspec.structs.asdict(found),
+            "share": min(1.0, at_stake / found.step_ns) if found.step_ns else 0.0,
+        },
+        may_be_chance=by_chance,
+    ).finding
 
 
-def _longer(facts: Facts, late: int) -> str | None:
-    """Return the remedy of a rank whose batches have more elements than those of the other ranks."""
-    found = larger_batches(facts.run.ranks, late)
-    return LONGER.format(rank=late, own=found[0], others=found[1]) if found else None
+def _remedies(facts: Facts, found: Straggler, spot: Spot | None) -> tuple[Remedy, ...]:
+    """Return what to compare, or to change, on the late rank; of a forward on the host, its line."""
+    several = len({rank.facts.host for rank in facts.run.ranks}) > 1
+    place = {"rank": found.rank, "host": f" on {found.host}" if found.host and several else ""}
+    if found.cause == Part.COMPUTE and (sizes := larger_batches(facts.run.ranks, found.rank)) is not None:
+        return (EQUAL_BATCHES.filled(**place, own=f"{sizes[0]:,}", others=f"{sizes[1]:,}"),)
+    if spot is not None:
+        return COMPARE_LINE.filled(**place, owner=spot.text), COMPARE_BATCHES.filled(**place)
+    if found.cause == Part.CALLBACK:
+        owner = found.callback or "its callbacks"
+        return (SHARE_CALLBACK.filled(**place, owner=owner, object=owner.rpartition(".")[0]),)
+    if found.cause == Part.DATA_WAIT:
+        ledger = facts.ledgers.get(found.rank)
+        loads = [line for line in ledger.of("data_wait") if "." in line.name] if ledger else []
+        owner = max(loads, key=lambda line: line.ns).name.rpartition(".")[0] if loads else ""
+        return (EQUAL_DATA.filled(**place, owner=f", mostly {owner}" if owner else ""),)
+    simple: Mapping[Part | None, Remedy] = {
+        Part.GC_PAUSES: COLLECT_TOGETHER,
+        Part.OPTIMIZER: COMPARE_PARAMETERS,
+        Part.COMPUTE: COMPARE_BATCHES if facts.run.lead.facts.is_cpu else COMPARE_DEVICES,
+    }
+    moment = "between two steps" if found.cause == Part.UNTRACKED else "before a collective"
+    return (simple.get(found.cause, COMPARE_TIMELINES).filled(**place, moment=moment),)
 
 
-def _recovery(caused_ns: float, others: Sequence[TimeLedger]) -> Recovery | None:
-    """Return what the ranks regain that wait in each step for the late one."""
-    waits = [(min(ledger.communicates("rank_wait"), caused_ns), ledger.step_ns) for ledger in others]
-    most, step_ns = max(waits, default=(0, 0))
-    return Recovery(unit="ns", min=min(waits)[0], max=most, whole=step_ns) if most else None
+def _forward_of(rank: Rank) -> Spot | None:
+    """Return the function with most of the time of a rank's forward, where lines were recorded."""
+    return next(iter(spots(lines(rank, FORWARD.get(rank.facts.stage, "")))), None)
 
 
 def _may_wait_itself(facts: Facts, found: Straggler) -> bool:
@@ -98,15 +154,13 @@ def _may_wait_itself(facts: Facts, found: Straggler) -> bool:
 
     The lateness that a pulse shows is without its waits for a core, where the kernel counts them.
     """
-    device = facts.run.lead.facts.device or ""
-    if not device.startswith("cpu") or facts.ranks is None or len({rank.host for rank in facts.ranks.ranks}) > 1:
+    if not facts.run.lead.facts.is_cpu or facts.ranks is None or len({rank.host for rank in facts.ranks.ranks}) > 1:
         return False
     return found.pulse_steps is None or not any(ledger.ns("core_wait") for ledger in facts.ledgers.values())
 
 
-def _evidence(facts: Facts, found: Straggler) -> tuple[Evidence, ...]:
+def _evidence(facts: Facts, rank: Rank | None) -> tuple[Evidence, ...]:
     """Return its steps and its windows; in a run of thousands of ranks not every rank is read."""
-    rank = next((rank for rank in facts.run.ranks if rank.rank == found.rank and rank.in_full), None)
     if rank is None:
         return ()
     return (*((facts.pulse(rank),) if rank.pulse else ()), *facts.recorded(rank, "operator_trace"))
@@ -114,13 +168,11 @@ def _evidence(facts: Facts, found: Straggler) -> tuple[Evidence, ...]:
 
 def _sentence(found: Straggler) -> str:
     if found.cause is None or found.own_ns is None or found.others_ns is None:
-        return f"Rank {found.rank} is the straggler: the other ranks wait for it."
-    named = found.cause == Part.CALLBACK and found.callback
-    words = f"its callback {found.callback} takes" if named else f"its {found.cause.takes}"
+        return "the other ranks wait for it"
+    words = "{owner} takes" if found.cause == Part.CALLBACK and found.callback else f"its {found.cause.takes}"
     if found.cause == Part.COMPUTE and found.pulse_steps is not None:
         words = f"its {Part.FORWARD.takes}"
-    own, others = format_ns(found.own_ns), format_ns(found.others_ns)
-    return f"Rank {found.rank} is the straggler: {words} {own} per step, {others} on the other ranks."
+    return f"{words} {format_ns(found.own_ns)} per step, {format_ns(found.others_ns)} on the others"
 
 
 def _why(found: Straggler, at_stake: float) -> str:
@@ -141,76 +193,56 @@ def _why(found: Straggler, at_stake: float) -> str:
     )
 
 
-# One rank is the straggler of several traces if it causes this part of all waiting; else ranks take turns.
-MAIN_SHARE: Final = 0.5
-LEAST_WAIT_SHARE: Final = 0.05
-MIN_WAIT_NS: Final = 1_000_000
-FEW_COLLECTIVES: Final = 4
 # Of fewer steps, the longest wait is most of the waiting.
 FEW_STEPS: Final = 3
-EXPLAINS: Final = 0.3
-# Differences of the late rank that explain its lateness, by the time in which they show.
+# What takes the late rank longer on its device, and what to compare.
 LATE_BY: Final = {
-    "kernels": (
-        "Rank {rank} computes for {own}, the others for {others}: compare its batches, clock rate and temperature."
-    ),
-    "data": "Rank {rank} waits for data for {own}, the others for {others}: check its samples, disk and workers.",
-    "host": (
-        "The GPU of rank {rank} waits for its host for {own}, the others for {others}: compare what that host runs."
-    ),
+    "kernels": ("computation", "the batches, clock rate and temperature"),
+    "data": ("wait for data", "the samples, disk and workers"),
+    "host": ("GPU's wait for the host", "the work of the host"),
 }
 
 
-def straggler_trace(traces: Sequence[TraceReport]) -> list[Finding]:
-    """Find the rank that arrives last at the collectives of several ranks' traces.
-
-    Recovers what it causes, at most the waits of the other ranks: of the shortest one to the longest one.
-    """
-    found = [finding for group in meeting_ranks(traces) if (finding := _late_rank(*group)) is not None]
-    return [max(found, key=lambda finding: (finding.severity, finding.weight))] if found else []
+def straggler_in_traces(traces: Sequence[TraceReport]) -> list[Finding]:
+    """Find the rank that arrives last at the collectives of several ranks' traces."""
+    late = [found for group in meeting_ranks(traces) if (found := _late_rank(*group)) is not None]
+    findings = [each.finding for each in late]
+    return [max(findings, key=lambda finding: (finding.severity, finding.weight))] if findings else []
 
 
-def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Finding | None:
+def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Late | None:
     span_ns = max(trace.end_ns - trace.start_ns for trace in ranks.values())
     steps = max(len(ranks[min(ranks)].steps), 1)
-    if not waits.waited_ns or not waits.are_matched or len(waits.meetings) < FEW_COLLECTIVES:
+    if not waits.waited_ns or not waits.are_matched or len(waits.meetings) < POLICY.collectives:
         return None
     (rank, caused_ns), (_, next_ns), *_ = (*waits.caused_ns.most_common(2), (-1, 0))
     # Equal ranks take turns, and one hiccup is chance.
     hiccup_ns = waits.largest_ns.get(rank, 0) if steps >= FEW_STEPS else 0
     steady_ns = caused_ns - next_ns
-    share = steady_ns / span_ns
-    least_ns = max(MIN_WAIT_NS, LEAST_WAIT_SHARE * span_ns, waits.clock_error_ns * len(waits.meetings))
-    if caused_ns < MAIN_SHARE * waits.waited_ns or steady_ns - hiccup_ns < least_ns:
+    least_ns = max(POLICY.action_ns, POLICY.note * span_ns, waits.clock_error_ns * len(waits.meetings))
+    if caused_ns < POLICY.most * waits.waited_ns or steady_ns - hiccup_ns < least_ns:
         return None
     last = sum(meeting.last_rank == rank for meeting in waits.meetings)
     behind = sum(meeting.cause == rank != meeting.last_rank for meeting in waits.meetings)
-    passed_on = f", and another because of it at {behind}" if behind else ""
+    passed_on = f"; another rank is last because of it at {behind}" if behind else ""
     own_ns = waits.own_wait_ns[rank]
     others_ns = round(statistics.median(ns for other, ns in waits.own_wait_ns.items() if other != rank))
     ledgers = [trace.device_ledger or trace.host_ledger for other, trace in ranks.items() if other != rank]
     files = " ".join(quoted(trace.file) for trace in list(ranks.values())[:SHOWN])
-    return Finding(
-        rule="straggler_trace",
-        # Where most ranks were not recorded, one of them may be later still.
-        severity=Severity.INFO
-        if 2 * len(ranks) < max(each.world_size or 0 for each in ranks.values())
-        else severity_of(share),
-        title=(
-            f"Rank {rank} is the straggler: last at {last} of {len(waits.meetings)} collectives{passed_on}, the "
-            f"others wait {format_ns(others_ns)}."
-        ),
+    return Late(
+        rank=rank,
+        caused_ns=steady_ns / steps,
+        step_ns=span_ns / steps,
+        others=[ledger for ledger in ledgers if ledger is not None],
+        title=f"last at {last} of {len(waits.meetings)} collectives, the others wait {format_ns(others_ns)}",
         why=(
             f"In collectives rank {rank} waits {format_ns(own_ns)} and the median of the other ranks "
-            f"{format_ns(others_ns)} of {format_ns(span_ns)}; it causes {percent(caused_ns / waits.waited_ns)} of the "
-            f"waiting{_transfers(ledgers)}."
+            f"{format_ns(others_ns)} of {format_ns(span_ns)}{passed_on}. It causes "
+            f"{percent(caused_ns / waits.waited_ns)} of the waiting{_transfers(ledgers)}."
         ),
         remedies=(
-            *_lateness(rank, ranks, caused_ns),
-            (
-                f"See all ranks on one timeline: lightning-memprof merge -o merged.json.gz {files}"
-                f"{' ...' if len(ranks) > SHOWN else ''}."
-            ),
+            *_longer(rank, ranks, caused_ns),
+            MERGE_TRACES.filled(files=files + (" ..." if len(ranks) > SHOWN else "")),
         ),
         evidence=tuple(evidence for each in (rank, *ranks) for evidence in seen_in(ranks[each]))[: len(ranks)],
         numbers={
@@ -223,9 +255,7 @@ def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Finding 
             "others_wait_ns": others_ns,
             "span_ns": span_ns,
         },
-        # Its collectives are found too, as if all ranks had to change them: fixing the straggler comes first.
-        weight=1.0 + share,
-        recovers=_recovery(steady_ns / steps, [ledger for ledger in ledgers if ledger is not None]),
+        may_be_chance=2 * len(ranks) < max(each.world_size or 0 for each in ranks.values()),
     )
 
 
@@ -236,62 +266,38 @@ def _transfers(ledgers: Sequence[TimeLedger | None]) -> str:
     return f"; the transfers themselves take {format_ns(statistics.median(found))} per step" if found else ""
 
 
-def _lateness(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int) -> tuple[str, ...]:
+def _longer(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int) -> tuple[Remedy, ...]:
     """Return what the late rank does longer than the others, if that explains the waiting."""
-
-    def spent(trace: TraceReport) -> dict[str, int]:
-        computed = trace.gpu_window.compute_ns if trace.gpu_window else 0
-        host = idle_ns(trace, *(part for part in CAUSES if part not in {Part.IDLE_DATA, Part.IDLE_QUEUE}))
-        return {"kernels": computed, "data": idle_ns(trace, Part.IDLE_DATA), "host": host}
-
-    if all(trace.gpu_window is None for trace in ranks.values()):
-        return _longer_on_host(rank, ranks, caused_ns)
-    own, others = spent(ranks[rank]), [spent(trace) for other, trace in ranks.items() if other != rank]
-    usual = {name: round(statistics.median(each[name] for each in others)) for name in own}
-    name = max(own, key=lambda name: own[name] - usual[name])
-    if own[name] - usual[name] < EXPLAINS * caused_ns:
+    has_device = any(trace.gpu_window is not None for trace in ranks.values())
+    spent = {each: (_on_device(trace) if has_device else _on_host(trace)) for each, trace in ranks.items()}
+    own, others = spent[rank], [parts for each, parts in spent.items() if each != rank]
+    usual = {part: statistics.median(each.get(part, 0.0) for each in others) for part in own}
+    part = max(own, key=lambda part: own[part] - usual[part], default=None)
+    if part is None or not all(spent.values()) or own[part] - usual[part] < POLICY.most * caused_ns:
         return ()
-    return (LATE_BY[name].format(rank=rank, own=format_ns(own[name]), others=format_ns(usual[name])),)
+    words, check = LATE_BY[part] if part in LATE_BY else (Part(part).label, "the work")
+    times = {"own": format_ns(own[part]), "others": format_ns(usual[part])}
+    return (COMPARE_PART.filled(rank=rank, part=words, check=check, **times),)
 
 
-def _longer_on_host(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int) -> tuple[str, ...]:
-    """Return the part of its step that takes a late rank without a device longer than the others."""
-    ledgers = {each: trace.host_ledger for each, trace in ranks.items() if trace.host_ledger is not None}
-    if rank not in ledgers or len(ledgers) < len(ranks):
-        return ()
-    mine = ledgers.pop(rank)
-    parts = {line.part for line in mine.lines}
-    usual = {part: statistics.median(ledger.ns(part) for ledger in ledgers.values()) for part in parts}
-    part = max(parts, key=lambda part: mine.ns(part) - usual[part])
-    own, others = mine.ns(part), usual[part]
-    if (own - others) * mine.steps < EXPLAINS * caused_ns:
-        return ()
-    words = part.replace("_", " ")
-    return (f"Compare rank {rank} with the others: its {words} takes {format_ns(own)}, theirs {format_ns(others)}.",)
+def _on_device(trace: TraceReport) -> dict[str, float]:
+    computed = trace.gpu_window.compute_ns if trace.gpu_window else 0
+    host = idle_ns(trace, *(part for part in CAUSES if part not in {Part.IDLE_DATA, Part.IDLE_QUEUE}))
+    return {"kernels": computed, "data": idle_ns(trace, Part.IDLE_DATA), "host": host}
 
 
-# Ranks of one kind differ by the lengths of their batches and by rank 0's extra work: by less than this on a device.
-DEVICE_SHARE: Final = 0.15
-# On the host, rank 0 also writes logs and checkpoints, and touched memory stays resident.
-HOST_SHARE: Final = 0.25
-MIN_BYTES: Final = 256 * MIB
-# From twice the other ranks' memory on, half of theirs is unused.
-SEVERE_SHARE: Final = 1.0
-NEXT_DEVICE: Final = (
-    "Find device tensors of rank {rank} only: rank_zero_only code, longer batches, more layers.",
-    "Load checkpoints to the host: torch.load(path, map_location='cpu'), so that not all ranks load to one device.",
-)
-NEXT_HOST: Final = (
-    "Find host memory of rank {rank} only: gathered outputs of all ranks, rank_zero_only caches, more workers.",
-)
+def _on_host(trace: TraceReport) -> dict[str, float]:
+    ledger = trace.host_ledger
+    parts = {line.part for line in ledger.lines} if ledger else set()
+    return {part.value: ledger.ns(part) * ledger.steps for part in parts} if ledger else {}
 
 
-def memory_imbalance(facts: Facts) -> list[Finding]:
+def memory_imbalance(facts: Facts) -> Finding | None:
     """Find a rank with a much higher peak than the others, on its device or, without one, on the host."""
     on_device, on_host = _peaks(facts, "device_peak_bytes"), _peaks(facts, "rss_peak_bytes", "rss_bytes")
     if len(on_device) > 1:
         return _imbalance(facts, on_device, is_device=True)
-    return _imbalance(facts, on_host, is_device=False) if len(on_host) > 1 else []
+    return _imbalance(facts, on_host, is_device=False) if len(on_host) > 1 else None
 
 
 def _peaks(facts: Facts, quantity: str, column: str | None = None) -> dict[int, int]:
@@ -306,34 +312,35 @@ def _peaks(facts: Facts, quantity: str, column: str | None = None) -> dict[int, 
     return {rank: size for rank, size in peaks.items() if size}
 
 
-def _imbalance(facts: Facts, peaks: Mapping[int, int], *, is_device: bool) -> list[Finding]:
+def _imbalance(facts: Facts, peaks: Mapping[int, int], *, is_device: bool) -> Finding | None:
     highest = max(peaks, key=lambda rank: peaks[rank])
     peak, others = peaks[highest], round(statistics.median(size for rank, size in peaks.items() if rank != highest))
     share = (peak - others) / others if others else 0.0
-    if peak - others < MIN_BYTES or share < (DEVICE_SHARE if is_device else HOST_SHARE):
-        return []
+    least = POLICY.uneven_device if is_device else POLICY.uneven_host
+    if peak - others < POLICY.uneven_bytes or share < least:
+        return None
     place = "its device" if is_device else "the host"
-    next_steps = NEXT_DEVICE if is_device else NEXT_HOST
-    return [
-        Finding(
-            rule="memory_imbalance",
-            severity=Severity.CRITICAL if is_device and share >= SEVERE_SHARE else Severity.WARNING,
-            title=f"Rank {highest} peaks at {format_bytes(peak)} on {place}, the other ranks at "
-            f"{format_bytes(others)}.",
-            why=(
-                f"That is {format_bytes(peak - others)} above the median of the {len(peaks) - 1} other ranks; the "
-                "fullest rank limits the memory of a step on all."
-            ),
-            remedies=tuple(template.format(rank=highest) for template in next_steps),
-            # In a run of thousands of ranks not every rank is read.
-            evidence=tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == highest and rank.pulse),
-            numbers={
-                "rank": highest,
-                "peak_bytes": peak,
-                "others_bytes": others,
-                "ranks": len(peaks),
-                "on_device": is_device,
-            },
-            weight=min(share, 1.0),
-        )
-    ]
+    remedies = (
+        (FIND_TENSORS.filled(rank=highest), LOAD_TO_HOST) if is_device else (FIND_HOST_MEMORY.filled(rank=highest),)
+    )
+    return Finding(
+        rule="memory_imbalance",
+        # From twice the other ranks' memory on, half of theirs is unused.
+        severity=Severity.CRITICAL if is_device and share >= 1 else Severity.WARNING,
+        title=f"Rank {highest} peaks at {format_bytes(peak)} on {place}, the other ranks at {format_bytes(others)}.",
+        why=(
+            f"That is {format_bytes(peak - others)} above the median of the {len(peaks) - 1} other ranks; the "
+            "fullest rank limits the memory of a step on all."
+        ),
+        remedies=remedies,
+        # In a run of thousands of ranks not every rank is read.
+        evidence=tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == highest and rank.pulse),
+        numbers={
+            "rank": highest,
+            "peak_bytes": peak,
+            "others_bytes": others,
+            "ranks": len(peaks),
+            "on_device": is_device,
+        },
+        weight=min(share, 1.0),
+    )

@@ -1,4 +1,4 @@
-"""Waiting for data: in the steps of a run, and in an operator trace; copies that block."""
+"""Waiting for data, workers that start, and padding: in the steps of a run, and in an operator trace."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import statistics as stats
 from collections.abc import Sequence
 from typing import Final
 
-from lightning_memprof.account.ledger.model import TimeLedger, total
+import msgspec
+from msgspec.structs import replace
+
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.run import RESTART
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.workers import loading, private_memory, workers_end
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import ProcessRow, ThroughputRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery, Severity
+from lightning_memprof.judge.finding import Recovery
 from lightning_memprof.judge.measures import (
     Rhythm,
     cores_of_loading,
+    free_cores,
     in_workers,
     line_of_samples,
-    more_workers,
+    loaders_of,
     one_by_one,
     ranks_on_host,
     rhythm,
@@ -27,251 +31,150 @@ from lightning_memprof.judge.measures import (
     slow_function,
     takes_turns,
     torch_threads,
-    worker_advice,
+    wanted_workers,
+    worker_method,
+    workers_of,
 )
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.rules.program.lines import has, of_samples
+from lightning_memprof.judge.remedies import (
+    FASTER_COLLATE,
+    FASTER_FETCH,
+    FASTER_SAMPLER,
+    FETCH_AT_ONCE,
+    FEWER_WORKERS,
+    GROUP_BY_LENGTH,
+    LONGER_EPOCHS,
+    MORE_FOR_WAITS,
+    MORE_WORKERS,
+    PAD_TO_LONGEST,
+    PERSISTENT_WORKERS,
+    PIN_MEMORY,
+    PREFETCH,
+    SHARE_SAMPLES,
+    WITHOUT_LOCK,
+    WORKERS,
+    Remedy,
+)
+from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule, Spent
 from lightning_memprof.judge.traces import (
     BESIDE_THE_STEP,
     MIN_TRACE_STEPS,
-    NOTABLE_SHARE,
     exposed_loading,
     idle_ns,
     longest_in,
     on_rank,
     recovered_ns,
     seen_in,
-    severity_of,
+    workers_in,
 )
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
-# The Trainer fetches a batch that is ready in less: no setting of the loader saves it.
-MIN_COST_NS: Final = 1_000_000
 # In fewer turns of the workers, a few steps that wait show no pattern.
 MIN_TURNS: Final = 4
-# If the first fetch of each epoch holds this share of the wait, workers restart every epoch.
-EPOCH_STARTS_SHARE: Final = 0.5
 SETTINGS: Final = ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
 METHODS: Final = (".fetch", ".collate", ".sampler")
-MOST_OF_WAIT: Final = 0.5
-MORE_WORKERS: Final = 4
 DEFAULT_PREFETCH: Final = 2
-KEEP_WORKERS: Final = "Keep the workers from epoch to epoch: DataLoader(persistent_workers=True)."
-LESS_PER_SAMPLE: Final = "Do less per sample in {method}: decode and tokenize once, before training."
-# Each worker has a copy of the data set, and iterates over the whole copy unless the program divides it.
-SHARE: Final = (
-    " Share the samples of the IterableDataset among them with torch.utils.data.get_worker_info(): each worker "
-    "iterates over its own copy."
-)
-# Of the parts of loading in the training process, by the names of their lines.
-FASTER: Final = {
-    "fetch": "do less per sample: decode and tokenize once, before training",
-    "collate": "do less per batch: whole tensors (torch.stack, pad_sequence), no loops over values",
-    "sampler": (
-        "draw the indices of an epoch at once, as in torch.multinomial(weights, count).tolist(): workers do not run it"
-    ),
-}
-
 # One step with this share of the loading is a start of workers or of an epoch, not the usual step.
 ONE_STEP: Final = 0.75
-WORKERS: Final = (
-    "Load in worker processes: DataLoader(num_workers=4, persistent_workers=True); if there are any, use more."
-)
-FIRST_WORKERS: Final = "Load in worker processes: DataLoader(num_workers=4, persistent_workers=True)."
-MORE: Final = "Use more worker processes, up to the cores of each rank: a higher DataLoader(num_workers=...)."
-ONE_BATCH: Final = "Look at the samples of the slow batch; if it starts an epoch, set persistent_workers=True."
-PIN: Final = "Overlap copies with the step: DataLoader(pin_memory=True)."
-
-
-def input_bound(facts: Facts) -> Finding | None:
-    """Find steps that wait for their batch, and the DataLoader settings to change.
-
-    Recovers at most the wait, by faster code; at least half of what more workers save: with ``w`` workers, and cores
-    for them, a batch that takes one process ``l`` ns is ready every ``l / w`` ns. Where the training process computes
-    while it loads, a step that keeps ``b`` of ``c`` cores busy takes at least ``b / c`` of its time with workers too,
-    and workers may save nothing where operators use all cores.
-    """
-    worst = facts.worst("data_wait")
-    if worst is None:
-        return None
-    rank, statistics = worst
-    ledger = facts.ledgers[rank.rank]
-    share, wait_ns = statistics.share("data_wait"), statistics.breakdown_ns["data_wait"] or 0
-    if share <= NOTABLE_SHARE:
-        return None
-    if statistics.mean_ns < POLICY.short_step_ns and wait_ns < MIN_COST_NS:
-        return None
-    loaders = rank.training.dataloaders if rank.training else []
-    in_few_steps = _in_few_steps(rank, share, loaders)
-    at_epoch_starts = _share_at_epoch_starts(rank)
-    few, worth = rhythm(rank, "data_wait"), _recovery(facts, rank, ledger, loaders, at_epoch_starts)
-    why = [f"The wait takes {format_ns(wait_ns)} of a {format_ns(statistics.mean_ns)} step"]
-    why += ["mostly in a few steps"] if in_few_steps else []
-    why += [f"{percent(at_epoch_starts)} of it at the start of epochs"] if at_epoch_starts >= EPOCH_STARTS_SHARE else []
-    return Finding(
-        rule="input_bound",
-        severity=Severity.INFO if few is not None and few.is_hiccup else worth.severity,
-        title=(
-            f"Input-bound: the {'training ' if facts.is_fit else ''}loop waits for data {percent(share)} of each step"
-            f"{facts.on_rank(rank)}{_cause(rank, ledger, loaders, at_epoch_starts, few)}."
-        ),
-        why=", ".join(why) + (f"; {_settings(loaders[0])}" if loaders else "") + ".",
-        remedies=_next_steps(
-            rank,
-            ledger,
-            at_epoch_starts,
-            _slowest_part(ledger, few),
-            in_few_steps=in_few_steps,
-            measured=worker_advice(facts, rank, ledger),
-        ),
-        evidence=(facts.pulse(rank), *facts.recorded(rank, "hooks")),
-        numbers={
-            "rank": rank.rank,
-            "data_wait_share": share,
-            "data_wait_ns": wait_ns,
-            "duration_ns": statistics.mean_ns,
-            "epoch_starts_share": at_epoch_starts,
-            "in_few_steps": in_few_steps,
-            "dataloaders": [loader.fields for loader in loaders],
-        },
-        weight=worth.share,
-        recovers=worth,
-    )
-
-
-def workers_restart(facts: Facts) -> Finding | None:
-    """Find workers of a DataLoader that end and start again in every epoch.
-
-    Recovers half to all of the time between epochs. Lost: the memory of the workers while they wait.
-    """
-    if (worst := facts.heaviest(_restarting)) is None:
-        return None
-    rank, ledger = worst
-    ns = _restarting(ledger)
-    if ns < POLICY.note * ledger.step_ns:
-        return None
-    count = sum(line.count for line in ledger.of("data_wait") if line.name == RESTART)
-    worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.step_ns)
-    loader = rank.training.dataloaders[0] if rank.training else None
-    return Finding(
-        rule="workers_restart",
-        title=(
-            f"DataLoader workers restart in every epoch: {ledger.share_text(ns)}"
-            f"{facts.on_rank(rank)} (persistent_workers=False)."
-        ),
-        why=(
-            f"{format_ns(ns / count)} between epochs, once every {1 / count:,.0f} steps"
-            f"{f'; {_settings(loader)}' if loader else ''}."
-        ),
-        remedies=(KEEP_WORKERS, "Make epochs longer: several passes over the data set in one epoch."),
-        evidence=(facts.pulse(rank),),
-        numbers={"rank": rank.rank, "restart_ns": ns, "epochs_per_step": count},
-        **worth.parts,
-    )
-
-
-def _restarting(ledger: TimeLedger) -> float:
-    return sum(line.ns for line in ledger.of("data_wait") if line.name == RESTART)
-
-
 # Of the steps, at most the first third are the start.
 MOST_OF_STEPS: Final = 1 / 3
 
 
-def worker_start(facts: Facts) -> list[Finding]:
-    """Find more DataLoader workers than cores, whose start delays the first batches of the run.
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """What the loop waits for.
 
-    The start is what the first batch of each worker waits beyond the mean wait of later steps, at most the mean time
-    that a worker waits for a core until its first sample: workers that start from disk or network start together.
-    With ``n`` workers instead of ``w`` the run is shorter by ``1 - n / w`` of the start to the whole start, once: as
-    many as there are cores, or as many as a step needs where they mostly wait. The steps of the ledger, and so what a
-    finding recovers, do not include the first one.
+    Attributes:
+        how: the end of the title, before ``owner``.
+        owner: function, data set or part of loading.
+        why: a sentence.
+        faster: the remedy for the part of loading in the training process that has most of the wait.
     """
-    found = [finding for rank in facts.run.ranks if (finding := _start_of(facts, rank)) is not None]
-    return sorted(found, key=lambda finding: -finding.weight)[:1]
+
+    how: str = ""
+    owner: str = ""
+    why: str = ""
+    faster: Remedy | None = None
 
 
-def _start_of(facts: Facts, rank: Rank) -> Finding | None:
-    ledger, loaders = facts.ledgers.get(rank.rank), rank.training.dataloaders if rank.training else []
-    workers = max((loader.num_workers or 0 for loader in loaders), default=0)
-    cores = max((rank.facts.cpu_count or workers) // len(ranks_on_host(facts, rank)), 1)
-    # Recording makes batches late, too.
-    waits = [row["data_wait_ns"] or 0 for row in rank.pulse if row["window"] is None]
-    turn = min(workers, int(len(waits) * MOST_OF_STEPS))
-    samples = [row for row in rank.read(ProcessRow).rows if row.kind == "worker"]
-    firsts = {row.pid: row.core_wait_ns or 0 for row in reversed(samples)}
-    if ledger is None or workers <= cores or not turn or not firsts:
+SAYS: Final = "the {loop} waits for data {share}{rank}"
+
+
+def data_wait(facts: Facts) -> Found | None:
+    """Return the wait for batches, what it is for, and the settings that are not in use.
+
+    Recovers at most the wait, by faster code; at least half of what more workers save, where their times or the free
+    cores show that they do: with ``w`` workers, and cores for them, a batch that takes one process ``l`` ns is ready
+    every ``l / w`` ns.
+    """
+    fact = _heaviest(facts, restart=False)
+    if fact is None:
         return None
-    cost, step_ns = loading(rank), ledger.step_ns - ledger.ns("data_wait")
-    needed = cost.workers_for(step_ns) if cost is not None else cores
-    wanted = needed if cost is not None and not cost.is_cpu_bound else min(needed, cores)
-    usual_ns, waited_ns = stats.mean(waits[turn:]), stats.mean(firsts.values())
-    delay_ns = sum(waits[:turn]) - turn * usual_ns
-    run_ns, most_ns = sum(row["duration_ns"] or 0 for row in rank.pulse), min(delay_ns, waited_ns)
-    least_ns = most_ns * (1 - max(wanted, cores) / workers)
-    share = (least_ns + most_ns) / 2 / run_ns if run_ns else 0.0
-    if wanted >= workers or share < POLICY.note:
-        return None
-    private = max(private_memory(rank), default=0)
-    held = f"; all workers have {format_bytes(private)} of private memory" if private else ""
-    needs = f"a worker needs {format_ns(cost.fetch_ns)} per batch, a step {format_ns(step_ns)}" if cost else ""
-    return Finding(
-        rule="worker_start",
-        severity=Severity.WARNING,
-        title=(
-            f"{workers} DataLoader workers for {format_count(cores, 'core')}{facts.on_rank(rank)}: their start takes "
-            f"{format_ns(delay_ns)}, {percent(delay_ns / run_ns)} of the run."
-        ),
-        why=(
-            f"When first measured, a worker had waited {format_ns(waited_ns)} for a core; later steps wait "
-            f"{format_ns(usual_ns)} for a batch{held}."
-        ),
-        remedies=(f"Use DataLoader(num_workers={wanted}): {needs or 'not more than there are cores'}.",),
-        evidence=(facts.pulse(rank),),
+    rank, loaders = fact.rank, loaders_of(fact.rank)
+    few, starts = rhythm(rank, "data_wait"), _share_at_epoch_starts(rank)
+    in_few_steps = _in_few_steps(rank, fact.share)
+    cause, worth = _cause(rank, fact.ledger, starts, few), _recovery(facts, fact, starts)
+    mostly, settings = ", mostly in a few steps" if in_few_steps else "", f"; {_settings(loaders)}" if loaders else ""
+    return fact, Detail(
+        says=f"{SAYS}{cause.how}{{owner}}.",
+        fields={"loop": "training loop" if facts.is_fit else "loop", "owner": cause.owner},
+        measured=f"The wait takes {format_ns(fact.ns)} of {fact.ledger.length_text}{mostly}{settings}",
+        why=f"{cause.why}." if cause.why else "",
+        remedies=_remedies(facts, fact, cause, worth, starts=starts, in_few_steps=in_few_steps),
         numbers={
-            "rank": rank.rank,
-            "workers": workers,
-            "cores": cores,
-            "start_ns": round(delay_ns),
-            "core_wait_ns": round(waited_ns),
-            "saved_ns": (round(least_ns), round(most_ns)),
-            "run_ns": run_ns,
-            "private_bytes": private,
+            "action": cause.owner or None,
+            "data_wait_share": fact.share,
+            "data_wait_ns": round(fact.ns),
+            "epoch_starts_share": starts,
+            "in_few_steps": in_few_steps,
+            "dataloaders": [loader.fields for loader in loaders],
         },
-        weight=share,
+        recovers=worth,
+        is_note=few is not None and few.is_hiccup,
     )
 
 
-def _recovery(
-    facts: Facts, rank: Rank, ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float
-) -> Recovery:
-    wait = ledger.ns("data_wait")
-    if at_epoch_starts >= EPOCH_STARTS_SHARE:
-        return Recovery(unit="ns", min=wait * at_epoch_starts / 2, max=wait * at_epoch_starts, whole=ledger.step_ns)
-    workers = (loaders[0].num_workers or 0) if loaders else 0
-    cores, others = rank.facts.cpu_count or MORE_WORKERS, ledger.step_ns - wait
-    # One batch every `batch_ns` from one worker; the loop takes one every `others` ns at best.
-    batch_ns = wait if not workers else ledger.step_ns * workers
-    wanted = min(MORE_WORKERS, cores) if not workers else min(2 * workers, max(cores, workers))
+def _heaviest(facts: Facts, *, restart: bool) -> Fact | None:
+    """Return the longest wait for data, or restart of workers, of a rank."""
+
+    def lines(ledger: TimeLedger) -> tuple[TimeLine, ...]:
+        return tuple(line for line in ledger.of(Part.DATA_WAIT) if (line.name == RESTART) == restart)
+
+    worst = facts.heaviest(lambda ledger: total(lines(ledger)))
+    return Fact(rank=worst[0], ledger=worst[1], lines=lines(worst[1])) if worst is not None else None
+
+
+def _recovery(facts: Facts, fact: Fact, starts: float) -> Recovery:
+    wait = fact.ns * starts if starts >= POLICY.most else fact.ns
+    least = wait if starts >= POLICY.most else _saved_by_workers(facts, fact)
+    return Recovery(unit="ns", min=min(max(least, 0.0), wait) / 2, max=wait, whole=fact.ledger.step_ns)
+
+
+def _saved_by_workers(facts: Facts, fact: Fact) -> float:
+    """Return what the workers of the remedy save, in ns per step; 0 where neither times nor free cores show it."""
+    rank, wait, step_ns = fact.rank, fact.ns, fact.ledger.step_ns
+    # The loop takes one batch every `others` ns at best.
+    others = step_ns - wait
     if (turns := takes_turns(rank)) is not None:
-        batch_ns, wanted = batch_ns * (1 - turns.lock_share), workers
-    least = max(ledger.step_ns - max(others, batch_ns / wanted), 0.0)
-    if not workers and (busy := cores_of_loading(facts, rank, ledger)) is not None:
-        room = max(ledger.step_ns * (1 - busy / cores), 0.0)
-        least = 0.0 if (torch_threads(rank) or 1) >= cores else min(least, room)
-    return Recovery(unit="ns", min=min(least, wait) / 2, max=wait, whole=ledger.step_ns)
+        return step_ns - max(others, step_ns * (1 - turns.lock_share))
+    if workers_of(rank):
+        cost, wanted = loading(rank), wanted_workers(facts, rank, fact.ledger)
+        return step_ns - max(others, cost.fetch_ns / wanted) if cost is not None and wanted is not None else 0.0
+    saved = step_ns - max(others, wait / min(POLICY.workers, rank.facts.cpu_count or POLICY.workers))
+    busy, free = cores_of_loading(facts, rank, fact.ledger), free_cores(facts, rank) or POLICY.workers
+    if busy is None:
+        return saved
+    return min(saved, step_ns * (1 - busy / free)) if (torch_threads(rank) or 1) < free else 0.0
 
 
-def _in_few_steps(rank: Rank, share: float, loaders: Sequence[DataLoaderFacts]) -> bool:
+def _in_few_steps(rank: Rank, share: float) -> bool:
     """Return whether the loader keeps up except in a few steps.
 
     N workers that start together finish together, and one step in N waits for all of them: the wait is counted per
     turn of N steps.
     """
-    typical = rank.typical_steps
-    turn = max((loaders[0].num_workers if loaders else None) or 1, 1)
+    typical, turn = rank.typical_steps, max(workers_of(rank), 1)
     if typical is None or (turn > 1 and len(typical.steps) < MIN_TURNS * turn):
         return False
     waits = [(breakdown["data_wait"] or 0, duration) for _, duration, breakdown in typical.steps]
@@ -283,209 +186,403 @@ def _in_few_steps(rank: Rank, share: float, loaders: Sequence[DataLoaderFacts]) 
 def _share_at_epoch_starts(rank: Rank) -> float:
     """Return the share of the wait, after the run's first fetch, in the first steps of later epochs."""
     rows = rank.pulse[1:]
-    total = sum(row["data_wait_ns"] or 0 for row in rows)
+    whole = sum(row["data_wait_ns"] or 0 for row in rows)
     starts = sum(
         row["data_wait_ns"] or 0
         for before, row in zip(rank.pulse, rows, strict=False)
         if row["epoch"] != before["epoch"]
     )
-    return starts / total if total else 0.0
+    return starts / whole if whole else 0.0
 
 
-def _cause(
-    rank: Rank, ledger: TimeLedger, loaders: Sequence[DataLoaderFacts], at_epoch_starts: float, few: Rhythm | None
-) -> str:
-    """Return what the wait is for, to end the sentence: few steps, workers, or the part of loading in this process."""
-    workers = (loaders[0].num_workers or 0) if loaders else None
-    if workers and at_epoch_starts >= EPOCH_STARTS_SHARE:
-        return ": its workers restart every epoch" if loaders[0].persistent_workers is False else " as epochs start"
+def _cause(rank: Rank, ledger: TimeLedger, starts: float, few: Rhythm | None) -> Cause:
+    """Return what the wait is for: few steps, workers, or the part of loading in this process."""
+    workers, loaders, found = workers_of(rank), loaders_of(rank), _slowest_part(rank, ledger, few)
+    if workers and starts >= POLICY.most:
+        restart = bool(loaders) and loaders[0].persistent_workers is False
+        return Cause(
+            how=", as workers restart" if restart else ", as epochs start",
+            why=f"{percent(starts)} of it is at the start of epochs",
+        )
     if (turns := takes_turns(rank)) is not None:
-        return f": its {workers} workers take turns at a lock{f' in {turns.lock}' if turns.lock else ''}"
-    part = _slowest_part(ledger, few)
-    in_sampler = part is not None and part[1] == "sampler"
+        place = f" in {turns.lock}" if turns.lock else ""
+        waited = f"each waits there for {percent(turns.lock_share)} of a batch"
+        return Cause(how=", as workers share a lock", why=f"{workers} workers take turns at a lock{place}: {waited}")
     if few is not None and few.period is not None:
-        owners = {line.name.rpartition(".")[0] for line in ledger.of("data_wait") if line.name.endswith(METHODS)}
-        owners = {"workers that start again"} if workers_end(rank) else owners
-        source = f" for {owners.pop()}" if len(owners) == 1 else ""
-        return f": {few.subject.lower()} waits {format_ns(few.mean_ns)}{source} (num_workers={workers or 0})"
-    if workers and not in_sampler and (slow := slow_function(rank)) is not None:
-        return f": {slow.function} takes {percent(slow.share)} of a fetch"
-    if workers:
-        behind = f": {format_count(workers, 'worker')} cannot keep up{in_workers(rank)}"
-        return ", mostly in the sampler" if in_sampler else behind
-    named, at = f", mostly in {_named(loaders, *part)}" if part else "", line_of_samples(rank, part)
-    source = has(at, "it", named.rpartition(" ")[2]) if at else ""
-    return "" if workers is None else f"{named}{one_by_one(rank, ledger)[0]} (num_workers=0){source}"
+        owners = {line.name.rpartition(".")[0] for line in ledger.of(Part.DATA_WAIT) if line.name.endswith(METHODS)}
+        found = replace(found, why=f"{few.subject} waits {format_ns(few.mean_ns)}")
+        if workers_end(rank):
+            return replace(found, how=", as workers start again", owner="")
+        if len(owners) == 1:
+            owner = owners.pop()
+            return replace(found, how=", mostly ", owner=owner, faster=FASTER_FETCH.filled(owner=owner))
+        return replace(found, how=f", in {few.subject[0].lower()}{few.subject[1:]}", owner="")
+    return found if _is_sampler(found) or not workers else _in_workers(rank, workers)
 
 
-def _slowest_part(ledger: TimeLedger, few: Rhythm | None) -> tuple[str, str] | None:
-    """Return the data set and the part of loading in the training process with most of the wait.
+def _is_sampler(cause: Cause) -> bool:
+    return cause.faster is not None and cause.faster.id == FASTER_SAMPLER.id
+
+
+def _in_workers(rank: Rank, workers: int) -> Cause:
+    """Return the function in which workers spend most of a fetch, or that they cannot keep up."""
+    cost, (named, state), slow = loading(rank), in_workers(rank), slow_function(rank)
+    times = [f"a worker needs {format_ns(cost.fetch_ns)} per batch, mostly {state}"] if cost is not None else []
+    takes = (
+        f"it takes {percent(slow.share)} of a fetch" if slow else f"{format_count(workers, 'worker')} cannot keep up"
+    )
+    why = "; ".join([takes[0].upper() + takes[1:], *times])
+    owner = slow.function if slow else named
+    return Cause(how=", mostly " if owner else f", with {format_count(workers, 'worker')}", owner=owner, why=why)
+
+
+def _slowest_part(rank: Rank, ledger: TimeLedger, few: Rhythm | None) -> Cause:
+    """Return the part of loading in the training process with most of the wait.
 
     The parts are those of the recorded steps, which may wait less than the others, for the same parts. Where few steps
     hold most of the wait, the recorded ones may have missed them: a part must explain the wait of the run itself.
     """
-    lines = [line for line in ledger.of("data_wait") if line.name not in {"", RESTART}]
+    loaders = loaders_of(rank)
+    how = ", with num_workers=0" if loaders and not workers_of(rank) else ""
+    lines = [line for line in ledger.of(Part.DATA_WAIT) if line.name not in {"", RESTART}]
     slowest = max((line for line in lines if line.name.endswith(METHODS)), key=lambda line: line.ns, default=None)
-    if slowest is None or slowest.ns < MOST_OF_WAIT * (total(lines) if few is None else ledger.ns("data_wait")):
-        return None
+    if slowest is None or slowest.ns < POLICY.most * (total(lines) if few is None else ledger.ns(Part.DATA_WAIT)):
+        return Cause(how=how)
     owner, _, part = slowest.name.rpartition(".")
-    return owner, part
+    named, faster = {
+        "fetch": (f"{owner}.{sample_method(loaders)}", FASTER_FETCH),
+        "collate": ("collate_fn", FASTER_COLLATE),
+        "sampler": ("the sampler", FASTER_SAMPLER),
+    }[part]
+    spot, many = line_of_samples(rank, (owner, part)), one_by_one(rank, ledger)[0]
+    found = [f"{spot.text} has {percent(spot.share)} of it{spot.at}"] if spot is not None else []
+    found += [f"Samples are fetched {many}"] if many else []
+    faster = faster.filled(owner=spot.text if spot is not None else named)
+    return Cause(how=", mostly ", owner=named, why="; ".join(found), faster=faster)
 
 
-def _named(loaders: Sequence[DataLoaderFacts], owner: str, part: str) -> str:
-    """Return a part of loading as a program calls it: ``Images.__getitem__``."""
-    return {"fetch": f"{owner}.{sample_method(loaders)}", "collate": "collate_fn", "sampler": "the sampler"}[part]
+def _settings(loaders: Sequence[DataLoaderFacts]) -> str:
+    return ", ".join(f"{name}={loaders[0].fields[name]}" for name in SETTINGS if name in loaders[0].fields)
 
 
-def _settings(loader: DataLoaderFacts) -> str:
-    return ", ".join(f"{name}={loader.fields[name]}" for name in SETTINGS if name in loader.fields)
-
-
-def _next_steps(
-    rank: Rank,
-    ledger: TimeLedger,
-    at_epoch_starts: float,
-    part: tuple[str, str] | None,
-    *,
-    in_few_steps: bool,
-    measured: str | None,
-) -> tuple[str, ...]:
-    """Return the settings that are not in use, in the order in which they usually help."""
-    loaders = rank.training.dataloaders if rank.training else []
-    if not loaders:
-        return ("Load batches in parallel with the step: DataLoader(num_workers=4, persistent_workers=True).",)
-    loader, slow = loaders[0], slow_function(rank)
-    method = slow.function if slow is not None else sample_method(loaders)
-    steps, workers = [*one_by_one(rank, ledger)[1]], loader.num_workers or 0
-    cores, share = rank.facts.cpu_count, SHARE if loader.is_iterable else ""
-    restart = at_epoch_starts >= EPOCH_STARTS_SHARE or workers_end(rank)
-    faster = f"ake {_named(loaders, *part)} faster: {FASTER[part[1]]}" if part is not None else ""
-    steps += of_samples(at) if (at := line_of_samples(rank, part)) is not None else ()
-    if part is not None and part[1] == "sampler":
-        return (f"M{faster}.",)
-    if workers == 0:
-        wanted = min(MORE_WORKERS, cores) if cores else MORE_WORKERS
-        also = f"; or m{faster}" if faster else ""
-        steps.append(f"num_workers is 0: use DataLoader(num_workers={wanted}, persistent_workers=True){also}.{share}")
+def _remedies(
+    facts: Facts, fact: Fact, cause: Cause, worth: Recovery, *, starts: float, in_few_steps: bool
+) -> tuple[Remedy, ...]:
+    """Return the settings that are not in use, and faster code: first where workers may save nothing."""
+    rank, loaders, workers = fact.rank, loaders_of(fact.rank), workers_of(fact.rank)
+    loader = loaders[0] if loaders else None
+    share = (SHARE_SAMPLES,) if loader is not None and loader.is_iterable else ()
+    method = worker_method(rank)
+    faster = cause.faster or (FASTER_COLLATE if method == "collate_fn" else FASTER_FETCH).filled(owner=method)
+    if _is_sampler(cause):
+        return (faster,)
+    if not workers:
+        cores = rank.facts.cpu_count or POLICY.workers
+        more = (WORKERS.filled(workers=min(POLICY.workers, cores)), *share)
+        found = [*one_by_one(rank, fact.ledger)[1], *((*more, faster) if worth.min else (faster, *more))]
     else:
-        keep = [KEEP_WORKERS] if loader.persistent_workers is False else []
-        steps += keep if restart else []
-        if in_few_steps and not restart:
-            # Batches in stock cover a few slow ones; they do not help workers that are slower than the training.
-            prefetch = loader.prefetch_factor or DEFAULT_PREFETCH
-            steps.append(f"prefetch_factor is {prefetch}: use DataLoader(prefetch_factor={2 * prefetch}).")
-        steps.append((measured or more_workers(workers, cores, method)) + share)
-        steps += keep if not restart else []
-    if loader.pin_memory is False and not rank.facts.is_cpu:
-        steps.append("pin_memory is False: use DataLoader(pin_memory=True) to overlap copies with the step.")
-    return (*steps, LESS_PER_SAMPLE.format(method=method))
+        keep = [PERSISTENT_WORKERS] if loader is not None and loader.persistent_workers is False else []
+        restart = starts >= POLICY.most or workers_end(rank)
+        # Batches in stock cover a few slow ones; they do not help workers that are slower than the training.
+        stock = PREFETCH.filled(batches=2 * ((loader.prefetch_factor if loader else None) or DEFAULT_PREFETCH))
+        found = [*keep] if restart else [stock] if in_few_steps else []
+        found += [*_more_workers(facts, fact, faster), *share, *([] if restart else keep)]
+    if loader is not None and loader.pin_memory is False and not rank.facts.is_cpu:
+        found.append(PIN_MEMORY)
+    return tuple(dict.fromkeys(found))
 
 
-# Lengths vary in every data set, and batches of whole samples are never full.
-MIN_PADDING: Final = 0.2
-# Each operator has a cost that does not depend on the length.
-SAVED_OF_PADDING: Final = (0.4, 1.0)
-GROUP: Final = (
-    "Batch samples of similar length, and pad to the longest of each batch: sort by length, then shuffle whole batches "
-    "(batch_sampler)."
-)
-LONGEST: Final = "Pad each batch to its longest sample in collate_fn, not to a fixed length."
+def _more_workers(facts: Facts, fact: Fact, faster: Remedy) -> tuple[Remedy, ...]:
+    """Return what to do with workers that cannot keep up: by their times, else by the cores."""
+    rank, workers, cores = fact.rank, workers_of(fact.rank), fact.rank.facts.cpu_count
+    if (turns := takes_turns(rank)) is not None:
+        return WITHOUT_LOCK.filled(owner=turns.lock or worker_method(rank)), faster
+    if (wanted := wanted_workers(facts, rank, fact.ledger)) is not None:
+        return MORE_WORKERS.filled(workers=wanted), faster
+    if loading(rank) is not None or (cores is not None and workers >= POLICY.many_per_core * cores):
+        return (faster,)
+    if cores is not None and workers >= cores:
+        return faster, MORE_FOR_WAITS.filled(owner=worker_method(rank), workers=2 * workers)
+    return MORE_WORKERS.filled(workers=min(2 * workers, cores) if cores else 2 * workers), faster
 
 
-def padding(facts: Facts) -> Finding | None:
-    """Find batches of sequences of which much is padding.
+def loading_of(trace: TraceReport) -> tuple[Spent, Detail] | None:
+    """Return loading while the device is idle; without a device, loading that takes much of the steps.
 
-    Recovers 40% to 100% of the padded share of forward and backward: their work is in proportion to the positions, or
-    to their square. Lost: batches of similar samples are less random.
+    Recovers half to all of it: workers load while the step runs, as far as there are cores for them.
     """
-    if (heaviest := facts.heaviest(lambda ledger: ledger.ns("forward", "backward"))) is None:
+    found = exposed_loading(trace)
+    if found is None:
         return None
-    rank, ledger = heaviest
-    rows = [row for window in rank.windows for row in window.read(ThroughputRow).recorded if row.positions]
-    positions = sum(row.positions or 0 for row in rows)
-    padded, beyond = (sum(getattr(row, name) or 0 for row in rows) for name in ("padded", "beyond_longest"))
-    share = padded / positions if positions else 0.0
-    if share < MIN_PADDING:
-        return None
-    spent = ledger.ns("forward", "backward") * share
-    least, most = (spent * saved for saved in SAVED_OF_PADDING)
-    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.step_ns)
-    steps = (LONGEST, GROUP) if beyond > padded / 2 else (GROUP, LONGEST)
-    return Finding(
-        rule="padding",
-        title=f"Padding: {percent(share)} of the positions in a batch are padding{facts.on_rank(rank)}.",
-        why=(
-            f"{padded:,} of {positions:,} positions in {len(rows)} recorded batches"
-            f", {percent(beyond / positions)} beyond the longest sample of their batch; forward and backward take "
-            f"{format_ns(ledger.ns('forward', 'backward'))} of {ledger.length_text}."
-        ),
-        remedies=steps,
-        evidence=facts.recorded(rank, "throughput"),
-        numbers={
-            "rank": rank.rank,
-            "positions": positions,
-            "padded": padded,
-            "beyond_longest": beyond,
-            "passes_ns": ledger.ns("forward", "backward"),
-        },
-        **worth.parts,
-    )
-
-
-def input_bound_trace(trace: TraceReport) -> Finding | None:
-    """Find a device that is idle while batches load; without a device, loading that takes much of the steps.
-
-    Recovers half to all of the exposed loading: workers load while the step runs, as far as there are cores for them.
-    """
-    loading = exposed_loading(trace)
-    if loading is None:
-        return None
-    steps, has_device = loading.steps, trace.gpu_window is not None
-    in_one = steps >= MIN_TRACE_STEPS and loading.most_ns >= ONE_STEP * loading.total_ns
-    where = f", {percent(loading.most_ns / loading.total_ns)} of it in one of {steps} steps" if in_one else ""
+    steps, has_device = found.steps, trace.gpu_window is not None
+    in_one = steps >= MIN_TRACE_STEPS and found.most_ns >= ONE_STEP * found.total_ns
+    where = f", {percent(found.most_ns / found.total_ns)} of it in one of {steps} steps" if in_one else ""
     longest = next((cause for cause in trace.idle if cause.cause == Part.IDLE_DATA), None)
     # Before its first recorded event, the device's idle time is estimated.
     measured = idle_ns(trace, Part.IDLE_DATA)
-    is_least = 0 < measured < loading.exposed_ns
-    meanwhile = f"at least {format_ns(measured)}" if is_least else format_ns(loading.exposed_ns)
+    is_least = 0 < measured < found.exposed_ns
+    meanwhile = f"at least {format_ns(measured)}" if is_least else format_ns(found.exposed_ns)
     idle = f"; the GPU is idle for {meanwhile} meanwhile" if has_device else ""
     ledger = trace.device_ledger if has_device else trace.host_ledger
-    part, span = loading.total_ns / loading.span_ns, "the steps" if trace.steps else "the recorded time"
-    return Finding(
-        rule="input_bound_trace",
-        severity=min(severity_of(loading.share), _most_severe(in_one=in_one, steps=steps)),
-        title=f"Input-bound: loading batches takes {percent(part)} of {span}{on_rank(trace)}.",
-        why=f"The DataLoader takes {format_ns(loading.total_ns)} of {format_ns(loading.span_ns)}{where}{idle}.",
+    line = TimeLine(part=Part.IDLE_DATA if has_device else Part.DATA_WAIT, ns=found.exposed_ns / steps)
+    step_ns, span = found.span_ns / steps, "each step" if trace.steps else "the recorded time"
+    # A single step may be the start of the workers.
+    saves = BESIDE_THE_STEP if steps >= MIN_TRACE_STEPS else (0.0, 1.0)
+    pageable = any(each.kind == "HtoD" and each.is_pageable for each in trace.copies)
+    return Spent(
+        ledger=TimeLedger(step_ns=step_ns, median_ns=step_ns, steps=steps, basis="recorded steps", lines=(line,)),
+        lines=(line,),
+    ), Detail(
+        fields={
+            "loop": "training loop" if trace.program.trains else "program",
+            "share": f"{percent(found.share)} of {span}",
+            "rank": on_rank(trace),
+        },
+        measured=f"The DataLoader takes {format_ns(found.total_ns)} of {format_ns(found.span_ns)}{where}{idle}",
         remedies=(
-            workers_of(ledger, in_one=in_one),
-            *((PIN,) if any(each.kind == "HtoD" and each.is_pageable for each in trace.copies) and not in_one else ()),
-            *(() if in_one else (LESS_PER_SAMPLE.format(method="the data set"),)),
+            workers_in(ledger, in_one=in_one),
+            *((PIN_MEMORY,) if pageable and not in_one else ()),
+            *(() if in_one else (FASTER_FETCH.filled(owner="the data set"),)),
         ),
         evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
         numbers={
-            "data_loading_share": part,
-            "data_loading_ns": loading.total_ns,
-            "exposed_ns": loading.exposed_ns,
-            "window_ns": loading.span_ns,
+            "data_loading_share": found.total_ns / found.span_ns,
+            "data_loading_ns": found.total_ns,
+            "exposed_ns": found.exposed_ns,
+            "window_ns": found.span_ns,
             "steps": len(trace.steps),
             "in_one_step": in_one,
         },
-        weight=loading.share,
-        recovers=recovered_ns(ledger, BESIDE_THE_STEP, Part.IDLE_DATA, Part.DATA_WAIT, recorded_ns=loading.exposed_ns),
+        saves=saves,
+        recovers=recovered_ns(ledger, saves, Part.IDLE_DATA, Part.DATA_WAIT, recorded_ns=found.exposed_ns),
+        # The start of an epoch.
+        is_note=in_one,
     )
 
 
-def workers_of(ledger: TimeLedger | None, *, in_one: bool) -> str:
-    """Return the next step for the workers that the iterators of a trace show."""
-    names = " ".join(line.name for line in ledger.of("idle_data", "data_wait")) if ledger else ""
-    alone, several = "_SingleProcess" in names, "_MultiProcessing" in names
-    if alone == several:
-        return WORKERS
-    return FIRST_WORKERS if alone else ONE_BATCH if in_one else MORE
+def restarts(facts: Facts) -> Found | None:
+    """Return the time between epochs in which workers end and start again."""
+    fact = _heaviest(facts, restart=True)
+    if fact is None:
+        return None
+    loaders = loaders_of(fact.rank)
+    settings = f"; {_settings(loaders)}" if loaders else ""
+    between = f"{format_ns(fact.ns / fact.count)} between epochs, once every {1 / fact.count:,.0f} steps"
+    return fact, Detail(measured=between + settings, numbers={"restart_ns": fact.ns, "epochs_per_step": fact.count})
 
 
-def _most_severe(*, in_one: bool, steps: int) -> Severity:
-    """Return the highest severity: one loading step of several is the start of an epoch, a single one may be."""
-    if in_one:
-        return Severity.INFO
-    return Severity.CRITICAL if steps >= MIN_TRACE_STEPS else Severity.WARNING
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The start of more workers than cores.
+
+    ``delay_ns`` is what the first batch of each worker waits beyond the mean wait of later steps, ``usual_ns``;
+    ``waited_ns`` is the mean time that a worker had waited for a core when it was first measured. ``wanted`` workers
+    keep up with the steps.
+    """
+
+    workers: int
+    wanted: int
+    cores: int
+    delay_ns: float
+    waited_ns: float
+    usual_ns: float
+    run_ns: int
+
+    @property
+    def saved_ns(self) -> tuple[float, float]:
+        """Least and most time of the run that fewer workers save, at most the wait for a core."""
+        most = min(self.delay_ns, self.waited_ns)
+        return most * (1 - max(self.wanted, self.cores) / self.workers), most
+
+
+def _start_of(facts: Facts, rank: Rank) -> Start | None:
+    """Return the start of the workers of a rank, None where they are no more than cores, or more are needed.
+
+    Workers that start from disk or network start together. As many are wanted as there are cores, or as a step needs
+    where they mostly wait.
+    """
+    ledger, loaders = facts.ledgers.get(rank.rank), loaders_of(rank)
+    workers = max((loader.num_workers or 0 for loader in loaders), default=0)
+    cores = max((rank.facts.cpu_count or workers) // len(ranks_on_host(facts, rank)), 1)
+    # Recording makes batches late, too.
+    waits = [row["data_wait_ns"] or 0 for row in rank.pulse if row["window"] is None]
+    turn = min(workers, int(len(waits) * MOST_OF_STEPS))
+    firsts = {row.pid: row.core_wait_ns or 0 for row in reversed(rank.read(ProcessRow).rows) if row.kind == "worker"}
+    if ledger is None or workers <= cores or not turn or not firsts:
+        return None
+    cost, step_ns = loading(rank), ledger.step_ns - ledger.ns(Part.DATA_WAIT)
+    needed = cost.workers_for(step_ns) if cost is not None else cores
+    wanted = needed if cost is not None and not cost.is_cpu_bound else min(needed, cores)
+    usual_ns = stats.mean(waits[turn:])
+    start = Start(
+        workers=workers,
+        wanted=wanted,
+        cores=cores,
+        delay_ns=sum(waits[:turn]) - turn * usual_ns,
+        waited_ns=stats.mean(firsts.values()),
+        usual_ns=usual_ns,
+        run_ns=sum(row["duration_ns"] or 0 for row in rank.pulse),
+    )
+    return start if wanted < workers and start.run_ns else None
+
+
+def starts(facts: Facts) -> Found | None:
+    """Return the longest start of more workers than cores; the mean step of the ledger has nothing of it."""
+    found = [(start, rank) for rank in facts.run.ranks if (start := _start_of(facts, rank)) is not None]
+    if not found:
+        return None
+    start, rank = max(found, key=lambda pair: sum(pair[0].saved_ns) / pair[0].run_ns)
+    ledger, steps = facts.ledgers[rank.rank], len(rank.pulse)
+    lines = (TimeLine(part=Part.DATA_WAIT, ns=stats.mean(start.saved_ns) / steps),)
+    private, cost = max(private_memory(rank), default=0), loading(rank)
+    needs = f", which needs {format_ns(cost.fetch_ns)} per batch" if cost else ""
+    held = f"; all workers have {format_bytes(private)} of private memory" if private else ""
+    return Fact(rank=rank, ledger=replace(ledger, step_ns=start.run_ns / steps, lines=lines), lines=lines), Detail(
+        fields={
+            "workers": start.workers,
+            "cores": format_count(start.cores, "core"),
+            "delay": format_ns(start.delay_ns),
+            "share": percent(start.delay_ns / start.run_ns),
+            "wanted": start.wanted,
+        },
+        measured=(
+            f"When first measured, a worker{needs}, had waited {format_ns(start.waited_ns)} for a core; later steps "
+            f"wait {format_ns(start.usual_ns)} for a batch{held}"
+        ),
+        recovers=None,
+        numbers={
+            "workers": start.workers,
+            "cores": start.cores,
+            "start_ns": round(start.delay_ns),
+            "core_wait_ns": round(start.waited_ns),
+            "saved_ns": tuple(map(round, start.saved_ns)),
+            "run_ns": start.run_ns,
+            "private_bytes": private,
+        },
+    )
+
+
+def padding(facts: Facts) -> Found | None:
+    """Return the padded share of forward and backward: their work is in proportion to the positions, or to more."""
+    if (worst := facts.heaviest(lambda ledger: ledger.ns(*PASSES))) is None:
+        return None
+    rank, ledger = worst
+    rows = [row for window in rank.windows for row in window.read(ThroughputRow).recorded if row.positions]
+    positions, padded, beyond = (
+        sum(getattr(row, name) or 0 for row in rows) for name in ("positions", "padded", "beyond_longest")
+    )
+    if not positions or padded < POLICY.padding * positions:
+        return None
+    lines = tuple(replace(line, ns=line.ns * padded / positions) for line in ledger.of(*PASSES))
+    return Fact(rank=rank, ledger=ledger, lines=lines), Detail(
+        fields={"share": percent(padded / positions)},
+        measured=(
+            f"{padded:,} of {positions:,} positions in {len(rows)} recorded batches, {percent(beyond / positions)} "
+            f"beyond the longest sample of their batch; forward and backward take {format_ns(ledger.ns(*PASSES))} of "
+            f"{ledger.length_text}"
+        ),
+        remedies=(PAD_TO_LONGEST, GROUP_BY_LENGTH) if beyond > padded / 2 else (GROUP_BY_LENGTH, PAD_TO_LONGEST),
+        evidence=facts.recorded(rank, "throughput"),
+        numbers={
+            "positions": positions,
+            "padded": padded,
+            "beyond_longest": beyond,
+            "passes_ns": ledger.ns(*PASSES),
+        },
+    )
+
+
+ROWS: Final = (
+    Rule(
+        id="input_bound",
+        about=(
+            "The training loop waits for its batches: fetching the next batch is not hidden behind the step. Every "
+            "step pays the wait, and so do all ranks at the next collective."
+        ),
+        when=(
+            "Waits of a few steps that a busy machine explains are a note. In an operator trace without a pulse, of "
+            "any program, it is the time of DataLoader ranges in which no device is busy, and of one step with three "
+            "quarters of all loading, as at the start of an epoch, a note; without a device the trace needs two steps"
+            " of 10 ms."
+        ),
+        trade_off=(
+            "none, or memory of the workers. More workers count as far as their measured times, and the cores that "
+            "other programs leave, show that they help."
+        ),
+        offers=(
+            WORKERS,
+            MORE_WORKERS,
+            SHARE_SAMPLES,
+            FASTER_FETCH,
+            FASTER_COLLATE,
+            FASTER_SAMPLER,
+            FETCH_AT_ONCE,
+            WITHOUT_LOCK,
+            PREFETCH,
+            PERSISTENT_WORKERS,
+            PIN_MEMORY,
+        ),
+        of=(Part.DATA_WAIT, Part.IDLE_DATA),
+        find=data_wait,
+        in_trace=loading_of,
+        says=f"{SAYS}.",
+        bound="Input-bound",
+        saves=BESIDE_THE_STEP,
+        # Every training loads data.
+        note=POLICY.verdict,
+    ),
+    Rule(
+        id="workers_restart",
+        about=(
+            "The worker processes of a DataLoader end and start again between epochs: each start imports the program "
+            "again (with spawn) or copies the process, and the first batches are not prefetched."
+        ),
+        when=(
+            "It is the untracked time of the last step of each epoch, beyond that of the median step, of three epochs"
+            " or more."
+        ),
+        trade_off="idle workers keep their memory.",
+        of=(Part.DATA_WAIT,),
+        find=restarts,
+        says="DataLoader workers restart in every epoch: {share}{rank} (persistent_workers=False).",
+        remedies=(PERSISTENT_WORKERS, LONGER_EPOCHS),
+        saves=(0.5, 1.0),
+    ),
+    Rule(
+        id="worker_start",
+        about=(
+            "A DataLoader has more workers than the process has cores, and their start delays the first batches: all "
+            "import, copy and build their tables at the same time, and the first one is ready about as late as the "
+            "last."
+        ),
+        when=(
+            "It is the time of the whole run that fewer workers save: what the first batch of each worker waits "
+            "beyond the mean wait of later steps, at most the mean time that a worker had waited for a core when "
+            "first measured. Workers that wait for disk or network start together and are not counted."
+        ),
+        trade_off="none. It is saved once per run, in steps that the ledger does not contain.",
+        of=(Part.DATA_WAIT,),
+        find=starts,
+        says="{workers} DataLoader workers for {cores}{rank}: their start takes {delay}, {share} of the run.",
+        remedies=(FEWER_WORKERS,),
+        saves=(1.0, 1.0),
+    ),
+    Rule(
+        id="padding",
+        about=(
+            "Much of each batch of sequences is padding: the model computes on positions that hold no data. Attention "
+            "takes time in proportion to the square of the length."
+        ),
+        when=(
+            f"At least {percent(POLICY.padding)} of the positions in the recorded batches are padding, by a mask, "
+            "else by a run of one token number, or of zeros, at the end or the start of the sequences. It is their "
+            "share of these parts."
+        ),
+        trade_off="batches of samples of similar length are less random.",
+        of=PASSES,
+        find=padding,
+        says="Padding: {share} of the positions in a batch are padding{rank}.",
+        # Each operator has a cost that does not depend on the length.
+        saves=(0.4, 1.0),
+        offers=(GROUP_BY_LENGTH, PAD_TO_LONGEST),
+    ),
+)

@@ -55,6 +55,12 @@ def detail(facts: Facts, fact: Fact) -> Detail:
     return Detail(why=f"{words[:1].upper()}{words[1:]}." if words else "", remedies=steps)
 
 
+def transfer_detail(facts: Facts, fact: Fact) -> Detail:
+    """Return the same, and whether batches are moved at all."""
+    moving = "Converting batches" if fact.rank.facts.is_cpu else "Moving batches to the device"
+    return replace(detail(facts, fact), fields={"moving": moving})
+
+
 # Where a step mostly waits, nothing else is worth as much.
 MOST_OF_STEP: Final = 0.5
 
@@ -88,8 +94,8 @@ def core_wait(facts: Facts) -> Finding | None:
             "core_wait_ns": round(ns),
             "duration_ns": round(ledger.step_ns),
             "cores": rank.facts.cpu_count,
-            "cores_of_training": use.own,
-            "cores_of_others": use.others,
+            "cores_of_training": use.load and use.load.own,
+            "cores_of_others": use.load and use.load.others,
         },
         weight=worth.share,
         recovers=worth,
@@ -187,7 +193,7 @@ def pauses_detail(facts: Facts, fact: Fact) -> Detail:
     full, full_ns = found.generations.get(OLDEST, (0, 0)) if found else (0, 0)
     recorded = sum(len(window.steps) for window in rank.windows)
     words = [f"{format_count(full, 'full collection')} in recorded steps took {format_ns(full_ns)}"] if full else []
-    words += [f"mostly in fetches{how}"] if how else []
+    words += [f"mostly in fetches, {how}"] if how else []
     words += [f"cycles held {format_bytes(found.tensor_bytes)} of tensors"] if found and found.tensor_bytes else []
     explicit = (FIND_COLLECT,) if recorded and full >= EXPLICIT_SHARE * recorded else ()
     cycles = (BREAK_CYCLES,) if found and found.tensor_bytes else ()
@@ -253,12 +259,12 @@ ROWS: Final = (
         ),
         trade_off="None, or the time in worker processes.",
         of=(Part.TRANSFER,),
-        says="Moving batches to the device takes {share}{rank}, in {owner}.",
-        unnamed="Moving batches to the device takes {share}{rank}.",
+        says="{moving} takes {share}{rank}, in {owner}.",
+        unnamed="{moving} takes {share}{rank}.",
         remedies=(IN_WORKERS,),
         saves=(0.3, 1.0),
         each=True,
-        detail=detail,
+        detail=transfer_detail,
     ),
     Rule(
         id="recompilation",

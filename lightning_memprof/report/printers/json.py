@@ -146,7 +146,7 @@ def encode(value: Any) -> Any:
     plain = _plain(value)
     if isinstance(plain, Mapping):
         return {str(key): encode(item) for key, item in plain.items()}
-    if isinstance(plain, list | tuple):
+    if isinstance(plain, list | tuple | frozenset):
         return [encode(item) for item in plain]
     return plain
 

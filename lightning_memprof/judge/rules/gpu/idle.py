@@ -8,7 +8,6 @@ from typing import Final
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import action_name
 from lightning_memprof.judge.finding import Finding, Recovery, Severity
-from lightning_memprof.judge.rules.data import workers_of
 from lightning_memprof.judge.rules.gpu.allocator import NOTABLE_CALLS, THRASH_NEXT, allocator_share
 from lightning_memprof.judge.rules.gpu.waits import COPY, READS
 from lightning_memprof.judge.rules.profiler import recording_ns
@@ -38,6 +37,7 @@ from lightning_memprof.judge.traces import (
     severity_of,
     shorter_name,
     total_ns,
+    workers_in,
 )
 from lightning_memprof.read.trace.idle import COMPILES
 from lightning_memprof.read.trace.model import (
@@ -355,7 +355,7 @@ def _by_name(trace: TraceReport, main: IdleCause | None, kernels: int) -> tuple[
     if main.cause == Part.IDLE_SYNCHRONIZATION:
         return (COPY,) if "Memcpy" in main.mostly_in else ()
     if main.cause == Part.IDLE_DATA:
-        return (workers_of(trace.device_ledger, in_one=main.longest_ns >= MAIN_PART * main.total_ns),)
+        return (workers_in(trace.device_ledger, in_one=main.longest_ns >= MAIN_PART * main.total_ns).text,)
     if (step := next((step for name, step in BY_NAME if name.search(main.mostly_in)), None)) is not None:
         return (step,)
     takes = f"it takes up to {format_ns(main.longest_ns)} on the host"

@@ -148,7 +148,7 @@ def test_collectives_whose_ends_do_not_agree_are_not_the_same_and_nobody_waits(
             events.append(event("user_annotation", GLOO, begins, period * at + 17_000, 5))
         files.append(report(tmp_path, rank, *events))
     found = {finding.rule for finding in examine_files(across_ranks(files), [])}
-    assert ("straggler_trace" in found) == is_found
+    assert ("straggler" in found) == is_found
 
 
 def test_the_straggler_of_bare_traces_recovers_what_the_others_wait_and_says_what_takes_it_longer(
@@ -166,10 +166,10 @@ def test_the_straggler_of_bare_traces_recovers_what_the_others_wait_and_says_wha
             ]
         files.append(report(tmp_path, rank, *events))
     traces = across_ranks(files)
-    (finding,) = (found for found in examine_files(traces, []) if found.rule == "straggler_trace")
+    (finding,) = (found for found in examine_files(traces, []) if found.rule == "straggler")
     assert finding.title == "Rank 1 is the straggler: last at 5 of 5 collectives, the others wait 75.0 ms."
     assert finding.why.endswith("the transfers themselves take 5.00 ms per step.")
-    assert finding.next_steps[0].startswith("Compare rank 1 with the others: its forward takes")
+    assert "its forward takes" in finding.next_steps[0]
     assert finding.recovers is not None
     assert (finding.recovers.min, finding.recovers.max) == (75_000_000, 75_000_000)
     assert not out_of_bounds([finding], *(trace.host_ledger for trace in traces))

@@ -59,8 +59,8 @@ def test_loading_that_outlasts_the_devices_work_is_input_bound(tmp_path: Path) -
         with made.inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
             made.python(15_000)
 
-    finding = found(training(tmp_path / "slow.pt.trace.json", before=load))["input_bound_trace"]
-    assert finding.severity is Severity.CRITICAL
+    finding = found(training(tmp_path / "slow.pt.trace.json", before=load))["input_bound"]
+    assert finding.severity is Severity.WARNING
     whole, longest = finding.evidence
     assert (whole.steps, whole.start_ns) == ((5, 8), BASE_NS + 1_000_000)
     assert longest.steps is not None
@@ -74,11 +74,7 @@ def test_loading_that_outlasts_the_devices_work_is_input_bound(tmp_path: Path) -
         ("_SingleProcess", (15_000, 15_000), "Load in worker processes: DataLoader(num_workers=4"),
         ("_MultiProcessing", (15_000, 15_000), "Use more worker processes"),
         ("_MultiProcessing", (90_000, 10), "Look at the samples of the slow batch"),
-        (
-            "_Other",
-            (15_000, 15_000),
-            "Load in worker processes: DataLoader(num_workers=4, persistent_workers=True); if",
-        ),
+        ("_Other", (15_000, 15_000), "Load in worker processes: DataLoader(num_workers=4"),
     ],
 )
 def test_the_next_step_for_loading_knows_the_workers(
@@ -90,7 +86,7 @@ def test_the_next_step_for_loading_knows_the_workers(
         with made.inside(f"enumerate(DataLoader)#{iterator}DataLoaderIter.__next__"):
             made.python(next(batches))
 
-    finding = found(training(tmp_path / "workers.pt.trace.json", before=load))["input_bound_trace"]
+    finding = found(training(tmp_path / "workers.pt.trace.json", before=load))["input_bound"]
     assert finding.next_steps[0].startswith(first)
     assert not any("{" in step or "pin_memory" in step for step in finding.next_steps)
 
@@ -142,7 +138,7 @@ def test_batches_that_are_loaded_after_a_value_was_read_are_not_its_cost(tmp_pat
             made.python(6_000)
 
     finding = found(training(tmp_path / "both.pt.trace.json", before=load))
-    assert finding["input_bound_trace"].severity is Severity.CRITICAL
+    assert finding["input_bound"].severity is Severity.WARNING
     assert "synchronization" not in finding
 
 
@@ -311,8 +307,8 @@ def test_loading_is_found_without_steps(tmp_path: Path) -> None:
             made.launch(200)
         made.synchronize()
     findings = found(made.write(tmp_path / "bare.pt.trace.json"))
-    assert findings["input_bound_trace"].severity is Severity.CRITICAL
-    assert "of the recorded time" in findings["input_bound_trace"].title
+    assert findings["input_bound"].severity is Severity.CRITICAL
+    assert "of the recorded time" in findings["input_bound"].title
     assert "gpu_idle" not in findings
 
 
@@ -684,11 +680,11 @@ def ranks(directory: Path, late: int | None, offset_us: int = 0) -> list[Path]:
 def test_the_rank_that_arrives_last_in_bare_traces_is_the_straggler(tmp_path: Path, offset_us: int) -> None:
     reports = [trace_report(path) for path in ranks(tmp_path, late=3, offset_us=offset_us)]
     finding = examine_files(reports, [])[0]
-    assert finding.rule == "straggler_trace"
+    assert finding.rule == "straggler"
     assert finding.title.startswith("Rank 3 is the straggler: last at 5 of 8 collectives, the others wait 7.5")
     assert finding.numbers["own_wait_ns"] < 100_000
-    assert finding.next_steps[0].startswith("Rank 3 computes for")
-    assert finding.next_steps[1].startswith("See all ranks on one timeline: lightning-memprof merge -o merged.json.gz ")
+    assert "computation" in finding.next_steps[0]
+    assert "lightning-memprof merge -o merged.json.gz " in finding.next_steps[1]
 
 
 def test_a_rank_that_makes_its_partner_in_tensor_parallelism_late_is_the_straggler(tmp_path: Path) -> None:
@@ -703,11 +699,10 @@ def test_a_rank_that_makes_its_partner_in_tensor_parallelism_late_is_the_straggl
         info = {"backend": "nccl", "rank": rank, "world_size": 8}
         path = made.write(tmp_path / f"rank{rank}.pt.trace.json", distributedInfo=info)
         reports.append(trace_report(path))
-    finding = next(finding for finding in across(reports) if finding.rule == "straggler_trace")
+    finding = next(finding for finding in across(reports) if finding.rule == "straggler")
     # At six of its own pair; its partner and it are last at the six of each half.
-    assert finding.title.startswith(
-        "Rank 5 is the straggler: last at 12 of 36 collectives, and another because of it at 6, the others"
-    )
+    assert finding.title.startswith("Rank 5 is the straggler: last at 12 of 36 collectives")
+    assert "because of it at 6" in finding.why
 
 
 @pytest.mark.parametrize(
@@ -733,9 +728,9 @@ def test_equal_ranks_that_take_turns_and_a_hiccup_have_no_straggler(
         path = made.write(tmp_path / f"rank{rank}.pt.trace.json", distributedInfo=info)
         reports.append(trace_report(path))
     found = {finding.rule: finding for finding in across(reports)}
-    assert ("straggler_trace" in found) == is_found
+    assert ("straggler" in found) == is_found
     if is_found:
-        worth = found["straggler_trace"].recovers
+        worth = found["straggler"].recovers
         assert worth is not None
         assert (worth.min, worth.max) == (5_000_000, 5_000_000)
 
@@ -760,5 +755,5 @@ def across(reports: list[TraceReport]) -> tuple[Finding, ...]:
 
 def test_ranks_that_take_turns_have_no_straggler(tmp_path: Path) -> None:
     reports = [trace_report(path) for path in ranks(tmp_path, late=None)]
-    assert "straggler_trace" not in {finding.rule for finding in examine_files(reports, [])}
-    assert "straggler_trace" not in {finding.rule for finding in examine_files(reports[:1], [])}
+    assert "straggler" not in {finding.rule for finding in examine_files(reports, [])}
+    assert "straggler" not in {finding.rule for finding in examine_files(reports[:1], [])}

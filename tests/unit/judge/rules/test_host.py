@@ -88,11 +88,11 @@ def test_a_little_waiting_is_no_finding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "device", "said", "unsaid"),
     [
-        ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "DataLoader(num_workers=4), or make", "pin_memory=True"),
+        ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "DataLoader(num_workers=4)", "pin_memory=True"),
         ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "persistent_workers=True", "pin_memory=True"),
         ({"num_workers": 2, "prefetch_factor": 2}, "cuda", "pin_memory=True", "num_workers is 0"),
         ({"num_workers": 8, "persistent_workers": True}, "cpu", "DataLoader(num_workers=16)", "persist"),
-        ({"num_workers": 32, "prefetch_factor": 4}, "cpu", "make __getitem__ faster", "num_workers="),
+        ({"num_workers": 32, "prefetch_factor": 4}, "cpu", "Make __getitem__ faster", "num_workers="),
     ],
 )
 def test_next_steps_leave_out_what_is_already_set(
@@ -139,14 +139,15 @@ def test_workers_that_cannot_keep_up_are_not_told_to_prefetch(tmp_path: Path, pr
     finding = found(tmp_path, fake)["input_bound"]
     assert "prefetch" not in " ".join(finding.next_steps)
     assert "a few steps" not in finding.why
-    assert "2 workers cannot keep up: use DataLoader(num_workers=4)" in finding.next_steps[0]
+    assert "2 workers cannot keep up" in finding.why
+    assert "DataLoader(num_workers=4)" in finding.next_steps[0]
 
 
 def test_as_many_workers_as_cores_are_told_to_do_less_or_to_be_more(tmp_path: Path) -> None:
     fake = FakeRun(phases=phases(data_wait=100_000_000), training=loader(num_workers=8, persistent_workers=True))
-    first = found(tmp_path, fake)["input_bound"].next_steps[0]
-    assert "make __getitem__ faster" in first
-    assert "more workers than the 8 cores: DataLoader(num_workers=16)" in first
+    faster, more = found(tmp_path, fake)["input_bound"].next_steps
+    assert "__getitem__ faster" in faster
+    assert "DataLoader(num_workers=16)" in more
 
 
 def test_waits_in_few_steps_are_told_to_prefetch(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_waits_in_few_steps_are_told_to_prefetch(tmp_path: Path) -> None:
     )
     finding = found(tmp_path, fake)["input_bound"]
     assert "mostly in a few steps" in finding.why
-    assert "prefetch_factor is 2: use DataLoader(prefetch_factor=4)" in finding.next_steps[0]
+    assert "prefetch_factor=4" in finding.next_steps[0]
 
 
 TINY = {"forward": 300_000, "backward": 400_000, "callbacks": 100_000, "other": 200_000}

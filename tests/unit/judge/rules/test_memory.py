@@ -35,9 +35,7 @@ def test_retries_in_recorded_steps_say_that_memory_is_nearly_full(tmp_path: Path
     finding = found(tmp_path, {1: [1, 1, 2, 3]})
     assert finding is not None
     assert finding.severity is Severity.WARNING
-    assert finding.title == (
-        "cuda:0 of rank 1 is nearly full: the allocator emptied its cache 2 times in 3 steps."
-    )
+    assert finding.title == ("cuda:0 of rank 1 is nearly full: the allocator emptied its cache 2 times in 3 steps.")
     assert "70.1 GiB reserved" in finding.why
     assert finding.numbers["retries_in_all"] == 3
     assert (finding.evidence[0].artifact, finding.evidence[0].window) == (

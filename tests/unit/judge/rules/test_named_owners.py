@@ -185,8 +185,8 @@ def test_many_samples_of_little_work_are_fetched_one_by_one(tmp_path: Path, batc
     rules = found(directory, action("gc_pause", 25 * MS, "data_wait", count=80))
     one_by_one = [rule for rule, each in rules.items() if each.next_steps[0].startswith("Fetch all samples of a batch")]
     assert sorted(one_by_one) == (["gc_pauses", "input_bound"] if is_found else [])
-    assert ("one by one for 4,096 samples" in rules["gc_pauses"].why) == is_found
-    assert ("Table.__getitem__, one by one for 4,096 samples" in rules["input_bound"].title) == is_found
+    assert ("one by one, 4,096 in a batch" in rules["gc_pauses"].why) == is_found
+    assert ("one by one, 4,096 in a batch" in rules["input_bound"].why) == is_found
 
 
 def test_pauses_outside_fetches_are_not_the_samples(tmp_path: Path) -> None:
