@@ -75,7 +75,8 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
         is_alone = len(self.run.ranks) == 1
         alone, device = (recorded.get(None), devices.get(None)) if is_alone else (None, None)
         waits = self.ranks.waits_ns if self.ranks is not None else {}
-        in_log = log_waits(self.run.ranks, recorded) if self.ranks is not None else {}
+        has_straggler = self.ranks is not None and self.ranks.straggler is not None
+        in_log = log_waits(self.run.ranks, recorded, has_straggler=has_straggler) if self.ranks is not None else {}
         found = {
             rank.rank: run_ledger(
                 rank,

@@ -288,7 +288,8 @@ def test_the_start_of_more_workers_than_cores_is_named(shown: Any, workers: int)
     assert ("worker_start" in found) == (workers > 1)
     if workers > 1:
         assert found["worker_start"]["title"].startswith("6 DataLoader workers for 1 core: their start takes ")
-        assert "Use DataLoader(num_workers=1): " in found["worker_start"]["remedies"][0]["text"]
+        assert found["worker_start"]["remedies"][0]["id"] == "fewer_workers"
+        assert "num_workers=1)" in found["worker_start"]["remedies"][0]["text"]
 
 
 class Converted(Dataset[tuple[Tensor]]):

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from lightning_memprof.read.trace.communication import Collective
 
 
-def log_waits(ranks: Sequence[Rank], recorded: Mapping[int | None, TimeLedger | None]) -> dict[int, float]:
+def log_waits(
+    ranks: Sequence[Rank], recorded: Mapping[int | None, TimeLedger | None], *, has_straggler: bool
+) -> dict[int, float]:
     """Return how long each rank waits for others in ``self.log`` in the mean step; empty where no trace shows it.
 
-    Its own work there, which a trace tells from collectives, is the same on all ranks.
+    Its own work there, which a trace tells from collectives, is the same on all ranks. Of several collectives in a step
+    the first one ends the lead of a rank: without a straggler, the waits in the others are the cost of logging.
     """
     spent = {rank.rank: meeting_ns(rank)[Part.SELF_LOG] for rank in ranks}
     own = [
@@ -32,7 +35,9 @@ def log_waits(ranks: Sequence[Rank], recorded: Mapping[int | None, TimeLedger | 
         for rank, ledger in recorded.items()
         if rank in spent and ledger is not None and ledger.ns(Part.RANK_WAIT)
     ]
-    return {rank: max(ns - min(own), 0.0) for rank, ns in spent.items()} if own else {}
+    met = max((sum(line.count for line in each.of("rank_wait")) for each in recorded.values() if each), default=0.0)
+    meetings = 1.0 if has_straggler else max(met, 1.0)
+    return {rank: max(ns - min(own), 0.0) / meetings for rank, ns in spent.items()} if own else {}
 
 
 def meeting_ranks(traces: Sequence[TraceReport]) -> Iterator[tuple[dict[int, TraceReport], WindowWaits]]:

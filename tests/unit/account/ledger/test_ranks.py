@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fake_runs import FakeRun, make_run
 from kineto import write_trace
 from ledger_lines import out_of_bounds
-from lightning_memprof.account.ledger.model import TimeLedger, total
-from lightning_memprof.account.ledger.ranks import across_ranks
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.ranks import across_ranks, log_waits
 from lightning_memprof.judge import examine_files
+from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.read.trace.report import trace_report
 
@@ -181,3 +184,28 @@ def test_communication_is_told_apart_from_waiting(tmp_path: Path) -> None:
     assert before.numbers["exposed_share"] == pytest.approx(0.5)
     after = {finding.rule for finding in examine_files(across_ranks([alone, late]), [])}
     assert "communication_exposed" not in after
+
+
+@pytest.mark.parametrize(
+    ("meetings", "has_straggler", "waits"),
+    [
+        pytest.param(1, False, 63, id="one collective ends the lead of a rank"),
+        pytest.param(9, False, 7, id="further ones wait because they are there"),
+        pytest.param(9, True, 63, id="for a late rank all of them wait"),
+    ],
+)
+def test_waits_in_several_collectives_of_self_log_are_the_cost_of_logging(
+    tmp_path: Path, meetings: int, has_straggler: bool, waits: int
+) -> None:
+    directory = make_run(tmp_path, FakeRun(world_size=2))
+    row = {"kind": "total", "action": "[LightningModule]Net.log", "phase": "other", "in_window": False}
+    row |= {"steps": 10, "count": 10 * meetings, "total_ns": 900, "max_ns": 90, "max_step": 3}
+    for rank in range(2):
+        (directory / f"actions.rank{rank:05d}.jsonl").write_text(json.dumps(row) + "\n")
+    lines = (
+        TimeLine(part="rank_wait", name="Net.log", ns=63, count=meetings),
+        TimeLine(part="self_log", name="Net.log", ns=27, count=meetings),
+    )
+    recorded = TimeLedger(step_ns=90, median_ns=90, steps=2, basis="recorded", lines=lines)
+    found = log_waits(load_run(directory).ranks, {0: recorded}, has_straggler=has_straggler)
+    assert found == {0: pytest.approx(waits), 1: pytest.approx(waits)}

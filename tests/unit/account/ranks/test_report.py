@@ -28,6 +28,7 @@ from lightning_memprof.account.ranks.summary import (
 from lightning_memprof.artifacts.naming import parse_series_path, parse_summary_path, summary_path
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Facts, Severity, verdict_of
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.rules.communication import straggler
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.printers.json import to_json
@@ -284,6 +285,36 @@ def test_a_rank_that_computes_longer_than_others_on_the_same_cores_is_an_info(
     assert found is not None
     assert found.severity is severity
     assert ("cores of one machine" in found.why) == (severity is Severity.INFO)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_lines", "remedy"),
+    [("cuda", False, "compare_devices"), ("cpu", False, "compare_batches"), ("cpu", True, "compare_line")],
+)
+def test_a_rank_that_computes_longer_on_a_cpu_has_a_line_and_no_temperature(
+    tmp_path: Path, device: str, has_lines: bool, remedy: str
+) -> None:
+    fake = FakeRun(world_size=2, device_bytes=None if device == "cpu" else lambda _: 1)
+    directory = make_run(tmp_path, fake)
+    if has_lines:
+        functions, path = ["Net.training_step", "Net.relax"], "window000/rank00001.lines.jsonl"
+        row = {"step": 2, "recorded": True, "functions": functions, "place": "net.py:7", "source": "x.sort()", "ns": MS}
+        (directory / path).write_text(json.dumps({**row, "looks": 100}) + "\n")
+        listed = {"kind": "artifact", "time_ns": 1, "collector": "lines", "type": "series", "window": 0}
+        with (directory / "manifest.rank00001.jsonl").open("a") as manifest:
+            manifest.write(json.dumps({**listed, "path": f"{directory.name}/{path}", "size_bytes": 1}) + "\n")
+    facts = Facts.of(load_run(directory))
+    assert facts.ranks is not None
+    late = Straggler(
+        rank=1, host="a", step_ns=100 * MS, caused_ns=50 * MS, caused_share=1.0, cause="compute", own_ns=60 * MS,
+        others_ns=10 * MS, callback=None,
+    )  # fmt: skip
+    found = straggler(replace(facts, ranks=replace(facts.ranks, straggler=late)))
+    assert found is not None
+    assert isinstance(found.remedies[0], Remedy)
+    assert found.remedies[0].id == remedy
+    assert ("temperature" in " ".join(found.next_steps)) == (device == "cuda")
+    assert ("Net.relax (net.py:7)" in found.next_steps[0]) == has_lines
 
 
 @pytest.mark.parametrize(

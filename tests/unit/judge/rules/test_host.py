@@ -15,6 +15,7 @@ from lightning_memprof.account.ledger.growth import Growth, left_by_windows, ste
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.judge import Facts, Finding, Severity, examine, verdict_of
 from lightning_memprof.judge.measures import rhythm
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import GIB, MIB, format_ns, percent
@@ -481,6 +482,17 @@ def test_a_training_whose_cores_are_taken_waits_for_a_core(tmp_path: Path) -> No
     assert finding.severity is Severity.WARNING  # nobody changes that in the training
     assert finding.recovers is not None
     assert finding.recovers.max == pytest.approx(0.7 * sum(HEALTHY.values()), rel=0.01)
+
+
+@pytest.mark.parametrize(("threads", "machine", "fewer"), [(8, 100.0, 1), (8, 93.75, 1), (2, 81.25, None)])
+def test_where_others_take_the_cores_fewer_threads_come_first(
+    tmp_path: Path, threads: int, machine: float, fewer: int | None
+) -> None:
+    load = {"process_cpu_percent": 100.0, "machine_cpu_percent": machine}
+    finding = waits_for_a_core(tmp_path, 0.7, load=load, training={"threads": threads})["core_wait"]
+    changes = [remedy.change for remedy in finding.remedies if isinstance(remedy, Remedy)]
+    assert changes == ([f"threads={fewer}", ""] if fewer else [""])
+    assert "renice" in finding.next_steps[-1]
 
 
 def test_a_training_uses_at_most_all_cores(tmp_path: Path) -> None:

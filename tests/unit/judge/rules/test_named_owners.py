@@ -130,12 +130,14 @@ def test_a_hook_that_copies_as_many_tensors_as_the_model_has_copies_the_model(
 def test_work_before_the_transfer_may_be_the_gpus(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(other=20 * MS), device_bytes=lambda _: MIB))
     finding = found(directory, action("[LightningModule]Net.on_before_batch_transfer", 18 * MS))["transfer_bound"]
+    assert "to the device" in finding.title
     assert finding.next_steps[0].startswith("Do the work of Net.on_before_batch_transfer on the GPU")
 
 
 def test_a_transfer_without_a_device_visits_objects(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(other=20 * MS)))
     finding = found(directory, action(TRANSFER, 18 * MS))["transfer_bound"]
+    assert "to the device" not in finding.title
     assert "each object of a batch" in finding.why
     assert finding.next_steps[0].startswith("Return tensors from collate_fn")
 
