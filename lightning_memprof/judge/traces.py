@@ -15,6 +15,7 @@ from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import MORE_OF_TRACE, SLOW_BATCH, WORKERS
 from lightning_memprof.judge.remedies import Remedy as LoaderRemedy
 from lightning_memprof.judge.rules.compute import FOREACH, FUSED
+from lightning_memprof.read.trace.idle import COMPILES
 from lightning_memprof.read.trace.kernel_names import kernel_name, kernel_names
 from lightning_memprof.read.trace.model import (
     CollectiveTotals,
@@ -42,7 +43,6 @@ MIN_DEVICE_COST_NS: Final = 1_000_000
 MIN_TRACE_STEPS: Final = 2
 # A shorter recording is a sample: the first launch alone takes milliseconds.
 SHORT_WINDOW_NS: Final = 1_000_000
-FEW_KERNELS: Final = 20
 LONGEST_NAME: Final = 72
 
 
@@ -67,6 +67,8 @@ OPTIMIZER: Final = "{optimizer}"
 """Placeholder in a remedy for an optimizer loop: the call that replaces the loop."""
 # Of the names of kernels that send numbers of 16 bits.
 HALF: Final = re.compile(r"_b?f16|bfloat16|half", re.IGNORECASE)
+AT_ONCE: Final = "{mode}"
+"""Placeholder in a remedy: the mode of a compiled model that launches its kernels at once, where the device can."""
 PROFILER: Final = "{profiler}"
 """Placeholder in a remedy: the class that records the program."""
 
@@ -106,14 +108,24 @@ def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
     holds |= set() if any(map(HALF.search, sent)) else {"sends float32"}
     optimizer = program.loop_optimizer
     holds |= {"optimizer loop"} if optimizer in FOREACH else set()
-    faster = f"torch.optim.{optimizer}(..., {'fused' if optimizer in FUSED else 'foreach'}=True)"
-    profiler = "ExtendedPyTorchProfiler" if program.is_lightning else "torch.profiler.profile"
-    fitting = [
-        choice if isinstance(choice, str) else choice.text.replace(OPTIMIZER, faster).replace(PROFILER, profiler)
-        for choice in choices
-        if isinstance(choice, str) or choice.needs <= holds
-    ]
+    placeholders = {
+        OPTIMIZER: f"torch.optim.{optimizer}(..., {'fused' if optimizer in FUSED else 'foreach'}=True)",
+        PROFILER: "ExtendedPyTorchProfiler" if program.is_lightning else "torch.profiler.profile",
+        AT_ONCE: ', mode="reduce-overhead"' if has_graphs(trace) else "",
+    }
+    fitting = []
+    for choice in choices:
+        if isinstance(choice, str) or choice.needs <= holds:
+            text = choice if isinstance(choice, str) else choice.text
+            for placeholder, value in placeholders.items():
+                text = text.replace(placeholder, value)
+            fitting.append(text)
     return tuple(dict.fromkeys(fitting)) or (open_trace(trace),)
+
+
+def has_graphs(trace: TraceReport) -> bool:
+    """Return whether the device can run graphs of kernels: one of NVIDIA or AMD, which torch calls ``cuda``."""
+    return not trace.runtime_calls or any(call.name.startswith(("cu", "hip")) for call in trace.runtime_calls)
 
 
 ALL_AT_ONCE: Final = remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop")
@@ -157,65 +169,42 @@ CAUSES: Final = tuple(
     part for part in Part if part.group == "device idle" and part not in {Part.IDLE_UNKNOWN, Part.COLD_START}
 )
 LAUNCHING: Final = (Part.IDLE_PYTHON, Part.IDLE_OPERATORS, Part.IDLE_LAUNCH, Part.IDLE_GRAPH, Part.IDLE_LOADING)
-# A smaller part of the time changes no statement.
-UNSURE: Final = 0.01
 
 
 class IdleTime(NamedTuple):
-    """Idle time of the device by cause, ns: ``total_ns`` in ``span_ns``, ``certain_ns`` without doubt."""
+    """Idle time of the device by cause, longest first, ns: ``total_ns`` in ``span_ns``."""
 
     total_ns: int
-    certain_ns: int
     span_ns: int
     causes: tuple[IdleCause, ...]
 
-    @property
-    def is_least(self) -> bool:
-        """Whether a notable part of the idle time may be unrecorded work."""
-        return self.total_ns - self.certain_ns > UNSURE * self.span_ns
-
 
 def idle_time(trace: TraceReport) -> IdleTime | None:
-    """Return the idle time between the first device event and the last, or in the steps if these have much more.
-
-    Before its first event a device may do unrecorded work of the step before, for as long as in a whole step: idle time
-    beyond that is certain. A recording of less than 1 ms does not tell.
-    """
-    window, ledger = trace.gpu_window, trace.device_ledger
+    """Return the idle time in :attr:`TraceReport.window`; a recording of less than 1 ms does not tell."""
+    window = trace.window
     if window is None or not window.window_ns or is_brief(trace):
         return None
-    inside = IdleTime(window.idle_ns, window.idle_ns, window.window_ns, trace.idle)
-    if ledger is None or not trace.steps or trace.steady is not None:
-        return inside
-    busy_ns = ledger.ns("compute", "collective", "copy")
-    span_ns, total_ns = round(ledger.step_ns * ledger.steps), round((ledger.step_ns - busy_ns) * ledger.steps)
-    certain_ns = max(window.idle_ns, total_ns - window.busy_ns // ledger.steps)
-    if certain_ns - window.idle_ns <= NOTABLE_SHARE * span_ns:
-        return inside
-    causes: dict[Part, IdleCause] = {}
-    between = {cause.cause: cause for cause in trace.idle}
-    for line in ledger.of(*CAUSES):
-        cause = line.part
-        ns, longest = round(line.ns * ledger.steps), line.longest_ns or 0
-        sooner = causes.get(cause)  # lines are sorted: the first one is the example
-        so_far = sooner.total_ns if sooner else 0
-        example_ns = sooner.example_share * so_far if sooner else ns
-        causes[cause] = IdleCause(
-            cause=cause,
-            total_ns=ns + so_far,
-            count=round(line.count * ledger.steps) + (sooner.count if sooner else 0),
-            longest_ns=max(min(longest, ns), sooner.longest_ns if sooner else 0),
-            example=sooner.example if sooner else line.name or line.operator or "",
-            example_share=example_ns / max(ns + so_far, 1),
-            # What it does before the first event of the device is as between the others.
-            long_count=between[cause].long_count if cause in between else 0,
-            long_ns=between[cause].long_ns if cause in between else 0,
-        )
-    return IdleTime(total_ns, certain_ns, span_ns, tuple(causes.values()))
+    return IdleTime(window.idle_ns, window.window_ns, trace.idle)
 
 
-# One value read per step for a progress bar costs about this much, and many programs want it.
-NOTABLE_GAP: Final = 0.02
+_GRAPH: Final = re.compile("StreamBeginCapture|GraphInstantiate")
+REPLAY: Final = "Record a replay of the graph: start the profiler when the graph is made. An idle GPU is expected here."
+
+
+def cold_start_of(cause: IdleCause) -> str:
+    """Return what the program does in a cold start, as a clause."""
+    if _GRAPH.search(cause.example):
+        return f"the host records a {'HIP' if cause.example.startswith('hip') else 'CUDA'} graph"
+    if cause.example.endswith(COMPILES):
+        return "torch.compile compiles"
+    return f"the host is in {shorter_name(cause.example)}" if cause.example else "the host is in its first calls"
+
+
+def after_start(trace: TraceReport, cause: IdleCause) -> tuple[str, ...]:
+    """Return how to record a program after a cold start."""
+    return (REPLAY,) if _GRAPH.search(cause.example) else remedies(trace, *LATER)
+
+
 # A single call may be the program's end, or the profiler's.
 MIN_CALLS: Final = 2
 
@@ -234,13 +223,13 @@ class AfterWaits(NamedTuple):
 
 def after_waits(trace: TraceReport) -> AfterWaits | None:
     """Return the idle time after waits if it is notable, else None."""
-    window = trace.gpu_window
+    window = trace.window
     calls = sorted((call for call in trace.synchronizations if call.gap_ns > 0), key=lambda call: -call.gap_ns)
     if window is None or not window.window_ns or not calls or is_brief(trace):
         return None
     gap_ns = min(sum(call.gap_ns for call in calls), window.idle_ns - idle_ns(trace, Part.IDLE_DATA))
     number = sum(call.count for call in calls)
-    if gap_ns <= NOTABLE_GAP * window.window_ns or number < MIN_CALLS:
+    if gap_ns <= POLICY.note * window.window_ns or number < MIN_CALLS:
         return None
     own_ns = sum(call.own_ns for call in calls)
     copied = sum(copies.exposed_ns or 0 for copies in trace.copies if copies.is_pageable and copies.kind == "DtoH")
@@ -305,23 +294,15 @@ def _loading_without_steps(trace: TraceReport) -> Loading | None:
 
 
 def _exposed_ns(trace: TraceReport, loading_ns: int) -> int:
-    """Return the loading time that no device work overlaps, in nanoseconds.
-
-    Before the first recorded device event the device may be busy with an unrecorded step: that loading is counted as
-    exposed in the same proportion as the rest.
-    """
+    """Return the loading time that no device work overlaps, in nanoseconds."""
     window = trace.work_window
     if window is None:
         return loading_ns
-    inside_ns = min(idle_ns(trace, Part.IDLE_DATA), loading_ns)
+    if trace.idle:
+        return min(idle_ns(trace, Part.IDLE_DATA), loading_ns)
+    # Without causes of idle time: what is neither busy nor loading can be no longer than the rest.
     known_ns = window.data_loading_exposed_ns
-    # Time that is neither busy nor loading can be no longer than the rest.
-    exposed_ns = min(loading_ns, max(inside_ns, loading_ns - window.busy_ns) if known_ns is None else known_ns)
-    if len(trace.steps) < MIN_TRACE_STEPS:
-        return exposed_ns
-    outside_ns = max(exposed_ns - inside_ns, 0)
-    others_ns = loading_ns - outside_ns
-    return inside_ns + outside_ns * inside_ns // others_ns if others_ns else exposed_ns
+    return min(loading_ns, max(loading_ns - window.busy_ns, 0) if known_ns is None else known_ns)
 
 
 def computing(trace: TraceReport) -> list[Kernel]:
@@ -356,13 +337,6 @@ def is_brief(trace: TraceReport) -> bool:
     """Return whether too little was recorded to say how busy a device is."""
     window = trace.gpu_window
     return trace.steady is None and window is not None and window.window_ns < SHORT_WINDOW_NS
-
-
-def is_short(trace: TraceReport) -> bool:
-    """Return whether the trace contains too little of a program for firm conclusions."""
-    window = trace.gpu_window
-    kernels = sum(kernel.count for kernel in trace.kernels if kernel.kind != "memory_copy")
-    return window is None or window.window_ns < SHORT_WINDOW_NS or kernels < FEW_KERNELS
 
 
 def on_rank(trace: TraceReport) -> str:

@@ -63,7 +63,7 @@ def test_trainings_that_load_well_are_not_input_bound(name: str) -> None:
     assert "input_bound" not in found(name)
 
 
-@pytest.mark.parametrize(("name", "share"), [("tl_h100_bert", 0.9208), ("sidnb13_h100_transformer", 0.8505)])
+@pytest.mark.parametrize(("name", "share"), [("tl_h100_bert", 0.9296), ("sidnb13_h100_transformer", 0.8675)])
 def test_small_transformers_are_launch_bound(name: str, share: float) -> None:
     finding = found(name)["gpu_idle"]
     assert finding.severity is Severity.CRITICAL
@@ -76,7 +76,7 @@ def test_small_transformers_are_launch_bound(name: str, share: float) -> None:
     ("name", "share", "collective"),
     [
         ("hta_trace_diff_control", 0.18924, "all_to_all"),
-        ("tl_mi300_resnet_ddp_rank0of8", 0.64256, "all_reduce"),
+        ("tl_mi300_resnet_ddp_rank0of8", 0.62429, "all_reduce"),
     ],
 )
 def test_exposed_communication_names_its_collective(name: str, share: float, collective: str) -> None:
@@ -97,12 +97,11 @@ def test_a_single_rank_communicates_nothing(name: str) -> None:
     assert "communication_exposed" not in found(name)
 
 
-def test_batches_that_were_not_pinned_are_copied_from_pageable_memory() -> None:
-    finding = found("kineto_resnet50_nw0")["blocking_transfers"]
-    assert finding.numbers["count"] == 12
-    assert finding.numbers["total_ns"] == 11_492_000
-    assert finding.severity is Severity.INFO
-    for name in ("hta_trace_diff_control", "hta_sampled_128", "hta_ns_resolution"):
+def test_copies_of_a_hundredth_of_the_time_are_not_reported() -> None:
+    (path,) = (path for path in TRACES if path.parent.name == "kineto_resnet50_nw0")
+    (copies,) = (copies for copies in trace_report(path).copies if copies.is_pageable and copies.kind == "HtoD")
+    assert (copies.count, copies.total_ns) == (12, 11_492_000)
+    for name in ("kineto_resnet50_nw0", "hta_trace_diff_control", "hta_sampled_128", "hta_ns_resolution"):
         assert "blocking_transfers" not in found(name)
 
 
@@ -135,7 +134,7 @@ def test_every_finding_is_whole_and_points_into_its_trace(path: Path) -> None:
         assert finding.title.endswith(".")
         assert finding.why.endswith(".")
         assert finding.next_steps
-        assert 0 < finding.weight <= 1
+        assert 0 <= finding.weight <= 1
         assert finding.evidence[0].artifact == os.fspath(path)
         whole = finding.evidence[0]
         assert whole.start_ns is not None

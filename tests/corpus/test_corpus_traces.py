@@ -121,7 +121,9 @@ def test_what_a_recorded_trace_says_adds_up(path):
         return
     window = found.gpu_window
     assert window.busy_ns + window.idle_ns == window.window_ns
-    assert sum(cause.total_ns for cause in found.idle) == window.idle_ns
+    assert found.window is not None
+    assert found.window.busy_ns + found.window.idle_ns == found.window.window_ns
+    assert sum(cause.total_ns for cause in found.idle) == found.window.idle_ns
     assert all(0 < cause.longest_ns <= cause.total_ns for cause in found.idle)
     kinds = {kind: sum(each.total_ns for each in found.kernels if each.kind == kind) for kind in get_args(KernelKind)}
     assert kinds["compute"] >= window.compute_ns

@@ -7,7 +7,8 @@ the thread that launches the next work, up to the launch; then to the launch, an
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,8 +18,8 @@ from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.table import Table, joined, summed
 from lightning_memprof.account.ledger.work import operator_work, shaped
 from lightning_memprof.account.parts import BUSY, PARTS, PHASE_PARTS, Part
-from lightning_memprof.read.trace.columns import Kind, is_loading, launches
-from lightning_memprof.read.trace.device import copy_kind, device_steps
+from lightning_memprof.read.trace.columns import Kind, is_loading
+from lightning_memprof.read.trace.device import copy_kind, device_steps, totals_by
 from lightning_memprof.read.trace.idle import (
     COLLECTS,
     LOADING,
@@ -26,24 +27,28 @@ from lightning_memprof.read.trace.idle import (
     call_part,
     cold_calls,
     gap_ends,
+    graph_captures,
     is_own_work,
     training_lane,
 )
 from lightning_memprof.read.trace.intervals import (
     Intervals,
     difference,
+    innermost_stretches,
     intersection,
     length,
     length_before,
     length_within,
     nearest,
+    overlaps,
     stretches,
     union,
 )
+from lightning_memprof.read.trace.model import IdleCause
 from lightning_memprof.read.trace.modules import HostThreads, Modules, is_place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -66,13 +71,25 @@ _NONE: Final = -1
 _UNKNOWN: Final = -2
 
 
-def device_ledger(
+class DeviceAccount(NamedTuple):
+    """The owners of a device's time, and the gaps in its work by cause, longest first.
+
+    Before the first event of the trace an event may run that began before the recording, and is missing: the first
+    ``unsure_ns`` of the idle time have no cause.
+    """
+
+    ledger: TimeLedger
+    idle: tuple[IdleCause, ...]
+    unsure_ns: int
+
+
+def device_account(
     columns: TraceColumns,
     device: DeviceEvents,
     steps: list[Step],
     collectives: Sequence[CollectiveCall] = (),
     threads: HostThreads | None = None,
-) -> TimeLedger | None:
+) -> DeviceAccount | None:
     """Return the owners of the device's time in the steps; None where nothing ran on a device.
 
     Args:
@@ -96,17 +113,21 @@ def device_ledger(
     start, end = owned[0][0], max(end for _, end in owned)
     if start == end:
         return None
-    spans = Intervals(np.array([start], np.int64), np.array([end], np.int64))
-    launched = launches(columns, device.rows)
-    work = _Work(columns=columns, device=device, spans=spans, launched=launched, collectives=collectives)
+    if len(device.unrecorded.starts):
+        basis += ", without the time in which launched work waits for work that is not in the trace"
+    spans = difference(Intervals(np.array([start], np.int64), np.array([end], np.int64)), device.unrecorded)
+    work = _Work(columns=columns, device=device, spans=spans, launched=device.launched, collectives=collectives)
     host = _Host(work, ranges, threads or HostThreads(columns))
     lines, passes = _Lines(columns, host.modules), _Lines(columns, host.modules)
     computed = _add_busy(lines, passes, host, work)
-    _add_idle(lines, host, work)
+    first = int(device.busy.starts[0])
+    longest = int(np.max(columns.ends[device.rows] - columns.starts[device.rows]))
+    unsure_ns = min(max(min(first, end) - start, 0), longest)
+    idle = _add_idle(lines, host, work, ranges, unsure_ns)
     owners = lines.lines(len(ranges))
     durations = [end - start for start, end in owned]
-    return TimeLedger(
-        step_ns=(end - start) / len(ranges),
+    ledger = TimeLedger(
+        step_ns=length(spans) / len(ranges),
         median_ns=float(np.median(durations)),
         steps=len(ranges),
         basis=basis,
@@ -116,6 +137,7 @@ def device_ledger(
         exposed=stretches(difference(intersection(device.communication, spans), device.compute), columns.origin_ns),
         passes=_of_all_kernels(passes.lines(len(ranges)), owners),
     )
+    return DeviceAccount(ledger, idle, unsure_ns)
 
 
 class _Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +203,8 @@ class _Host:
     Attributes:
         part: ``(n,)`` ``Part.number`` of the time in which the event is the innermost one.
         label: ``(n,)`` number of the name that says more than the part; ``module`` and ``operator`` likewise.
+        outer: ``(n,)`` row of the event that names the activity: in Python the place around it, else the outermost one
+            of the same part.
         shaped: ``(n,)`` row of the innermost operator with recorded inputs; one -1 where the trace has none.
         modules: the trace's.
         training: lane of the training thread, -1 where the trace has none.
@@ -188,13 +212,16 @@ class _Host:
 
     def __init__(self, work: _Work, ranges: Sequence[tuple[int, int]], threads: HostThreads) -> None:
         self._columns = columns = work.columns
+        self._launched = work.launched
         count = len(columns.starts)
         self.training = training_lane(columns)
         self.part = np.full(count, _NONE, np.int8)
         self.label, self.module, self.operator = (np.full(count, _NONE, np.int32) for _ in range(3))
+        self.outer = np.full(count, _NONE, np.int64)
         self.shaped = np.full(count if len(columns.shapes.rows) else 1, _NONE, np.int64)
         self.modules = Modules(columns)
         names = _Names(columns, self.modules.named)
+        self.is_named = ~(names.own | self.modules.named)
         lanes = np.unique(np.append(columns.lanes[work.launched[work.launched >= 0]], self.training))
         found = {int(lane): threads.tree(int(lane)) for lane in lanes}
         for tree in found.values():
@@ -233,19 +260,39 @@ class _Host:
             inside = rows[at >= 0]
             self.part[inside] = part.number
             self.label[inside] = known[at[at >= 0]]
+        own = self.part[rows]
+        is_outer = (parents < 0) | (own[parents] != own)
+        in_python = own == Part.IDLE_PYTHON.number
+        outer = np.where(in_python, nearest(parents, is_python & names.places[known]), nearest(parents, is_outer))
+        self.outer[rows] = np.where(outer >= 0, rows[outer], rows)
 
-    def shares(self, lane: int, when: Intervals) -> tuple[Column, Column, Intervals]:
-        """Return a thread's rows, the time of each as innermost event within a set, and the rest of the set."""
+    def key(self, rows: Column) -> tuple[NDArray[np.int32], ...]:
+        """Return label, module and operator of events."""
+        return self.label[rows], self.module[rows], self.operator[rows]
+
+    def pieces(self, lane: int, when: Intervals) -> tuple[Column, Intervals, Intervals]:
+        """Return a thread's innermost events within a set, the pieces of it with each, and the rest of the set."""
         thread = self.trees.get(lane)
         if thread is None or not len(thread.rows):
-            return np.empty(0, np.int64), np.empty(0, np.int64), when
+            return np.empty(0, np.int64), Intervals(when.starts[:0], when.ends[:0]), when
         starts = self._columns.starts[thread.rows]
-        inside = length_before(when, thread.ends) - length_before(when, starts)
-        own = inside.copy()
-        children = np.flatnonzero(thread.parents >= 0)
-        np.subtract.at(own, thread.parents[children], inside[children])
+        meets = length_within(when, starts, np.maximum(starts, thread.ends)) > 0
+        inner, found = innermost_stretches(starts, thread.ends, thread.parents, meets)
+        at, pieces = overlaps(found, when)
         roots = thread.parents < 0
-        return thread.rows, own, difference(when, union(starts[roots], thread.ends[roots]))
+        return thread.rows[inner[at]], pieces, difference(when, union(starts[roots], thread.ends[roots]))
+
+    def launches(self, rows: Column) -> NDArray[np.bool_]:
+        """Return whether device work is launched while each event runs: by its thread, and in Python by any."""
+        found = np.zeros(len(rows), np.bool_)
+        columns, calls = self._columns, self._launched[self._launched >= 0]
+        in_python = np.isin(columns.kinds[rows], (Kind.PYTHON, Kind.ANNOTATION))
+        for lane in (_NONE, *np.unique(columns.lanes[rows]).tolist()):
+            mine = in_python if lane == _NONE else columns.lanes[rows] == lane
+            called = np.sort(columns.starts[calls if lane == _NONE else calls[columns.lanes[calls] == lane]])
+            ends = np.searchsorted(called, columns.ends[rows[mine]])
+            found[mine] |= ends > np.searchsorted(called, columns.starts[rows[mine]])
+        return found
 
 
 class _Names:
@@ -384,46 +431,139 @@ def _labels(lines: _Lines, work: _Work, computes: NDArray[np.bool_]) -> Column:
     return found
 
 
-def _add_idle(lines: _Lines, host: _Host, work: _Work) -> None:
+class _Gaps:
+    """The gaps in a device's work while their owners are gathered; those from ``begin`` on have causes."""
+
+    def __init__(self, lines: _Lines, host: _Host, columns: TraceColumns, gaps: Intervals, begin: int) -> None:
+        self._lines, self._host, self._columns, self._gaps, self._begin = lines, host, columns, gaps, begin
+        self._by_gap: dict[Part, Column] = {}
+        self._events: dict[Part, list[tuple[Column, Column]]] = defaultdict(list)
+
+    def add(
+        self, part: NDArray[Any], when: Intervals, rows: Column, *key: _Numbers, named: Column | None = None
+    ) -> None:
+        """Add pieces of idle time.
+
+        Args:
+            part: ``(m,)`` ``Part.number`` of each.
+            when: ``(m,)`` the pieces; empty ones are left out.
+            rows: ``(m,)`` event that each is a part of, -1 for none.
+            key: numbers of the label's, the module's and the operator's texts of the ledger's line.
+            named: ``(m,)`` event that names the activity; None for the event itself.
+        """
+        ns = when.ends - when.starts
+        events = np.where(rows >= 0, rows, -1 - np.arange(len(rows)))
+        calls, first, own = np.unique(events, return_index=True, return_inverse=True)
+        sums = np.zeros(len(calls), np.int64)
+        np.add.at(sums, own.reshape(-1), ns)
+        columns = self._columns
+        of_call = (calls >= 0) & (columns.kinds[calls] == Kind.RUNTIME)
+        longest = np.where(of_call, np.maximum(sums, columns.ends[calls] - columns.starts[calls]), sums)
+        owners = np.broadcast_arrays(part, *key, ns)[:-1]
+        some = sums > 0
+        self._lines.add(*(column[first][some] for column in owners), ns=sums[some], longest=longest[some])
+        gap = np.searchsorted(self._gaps.starts, when.starts, side="right") - 1
+        ns = np.maximum(when.ends - np.maximum(when.starts, self._begin), 0)
+        for number in np.unique(part[ns > 0]).tolist():
+            mine, cause = (part == number) & (ns > 0), PARTS[number]
+            if cause is not Part.IDLE_UNKNOWN:
+                by_gap = self._by_gap.setdefault(cause, np.zeros(len(self._gaps.starts), np.int64))
+                np.add.at(by_gap, gap[mine], ns[mine])
+                self._events[cause].append(((rows if named is None else named)[mine], ns[mine]))
+
+    def causes(self) -> tuple[IdleCause, ...]:
+        """Return the sums by cause, longest first."""
+        found = []
+        for cause, by_gap in self._by_gap.items():
+            total_ns = int(by_gap.sum())
+            if not total_ns:
+                continue
+            gaps = -np.sort(-by_gap)
+            long_count = int(np.searchsorted(np.cumsum(gaps), total_ns / 2)) + 1
+            found.append(
+                IdleCause(
+                    cause=cause,
+                    total_ns=total_ns,
+                    count=int(np.count_nonzero(by_gap)),
+                    longest_ns=int(by_gap.max()),
+                    longest_start_ns=self._columns.origin_ns + int(self._gaps.starts[np.argmax(by_gap)]),
+                    long_count=long_count,
+                    long_ns=int(gaps[long_count - 1]),
+                    **self._named(cause, total_ns),
+                )
+            )
+        return tuple(sorted(found, key=lambda row: (-row.total_ns, row.cause)))
+
+    def _named(self, cause: Part, total_ns: int) -> dict[str, Any]:
+        """Return the fields of a cause that name it: the event with most of the time, and the one without launches."""
+        rows, ns = (np.concatenate(column) for column in zip(*self._events[cause], strict=True))
+        columns = self._columns
+        known = np.flatnonzero(rows >= 0)
+        if cause is Part.IDLE_PYTHON:
+            known = known[self._host.is_named[columns.names[rows[known]]]]
+        if not len(known):
+            return {"example": ""}
+        rows, ns = rows[known], ns[known]
+        launches = self._host.launches(rows)
+        names = columns.names[rows]
+        found, apart = totals_by(names, ns), totals_by(names[~launches], ns[~launches])
+        most = int(np.argmax(found.sums))
+        result = {
+            "example": columns.name_of[found.keys[most]],
+            "example_share": int(found.sums[most]) / total_ns,
+            "launches": 2 * int(ns[launches & (names == found.keys[most])].sum()) > int(found.sums[most]),
+        }
+        if len(apart.keys):
+            most = int(np.argmax(apart.sums))
+            result |= {"apart": columns.name_of[apart.keys[most]], "apart_ns": int(apart.sums[most])}
+        return result
+
+
+def _add_idle(
+    lines: _Lines, host: _Host, work: _Work, ranges: Sequence[tuple[int, int]], unsure_ns: int
+) -> tuple[IdleCause, ...]:
     """Add the idle time: before the launch of the next work by what its thread did, then the launch, then the queue.
 
-    Calls of the host count where they have idle time.
+    Calls of the host count where they have idle time. Return the gaps by cause.
     """
     columns = work.columns
     idle = difference(work.spans, work.device.busy)
-    loads = columns.rows(Kind.OVERHEAD)
-    loads = loads[columns.named(LOADING.__contains__)[columns.names[loads]]]
-    for row in loads.tolist():
-        loading = intersection(idle, union(columns.starts[[row]], columns.ends[[row]]))
-        lines.add(
-            Part.IDLE_LOADING.number, int(columns.names[row]), _NONE, _NONE, ns=length(loading), longest=length(loading)
-        )
-        idle = difference(idle, loading)
+    begin = int(idle.starts[0]) + unsure_ns if len(idle.starts) else 0
+    gaps = _Gaps(lines, host, columns, idle, begin)
+    for part, row, start, end in _once(columns, idle, ranges):
+        once = intersection(idle, union(np.array([start]), np.array([end])))
+        if len(once.starts):
+            rows = np.full(len(once.starts), row)
+            gaps.add(np.full(len(rows), part.number), once, rows, columns.names[rows], _NONE, _NONE)
+            idle = difference(idle, once)
     ends = gap_ends(columns, work.device, idle)
     known = np.flatnonzero(ends.calls >= 0)
-    launch = ends.calls[known]
-    spent, queued = (ends.ready - ends.called)[known], (idle.ends - ends.ready)[known]
-    lines.add(
-        host.part[launch],
-        host.label[launch],
-        host.module[launch],
-        host.operator[launch],
-        ns=spent,
-        longest=np.maximum(spent, columns.ends[launch] - columns.starts[launch]),
-    )
-    lines.add(Part.IDLE_QUEUE.number, _NONE, host.module[launch], host.operator[launch], ns=queued, longest=queued)
+    launch, events = ends.calls[known], ends.events[known]
+    in_call = Intervals(ends.called[known], ends.ready[known])
+    gaps.add(host.part[launch], in_call, launch, *host.key(launch), named=host.outer[launch])
+    queued = Intervals(ends.ready[known], idle.ends[known])
+    queue = np.full(len(known), Part.IDLE_QUEUE.number)
+    gaps.add(queue, queued, events, _NONE, host.module[launch], host.operator[launch])
     lanes = np.where(ends.calls >= 0, columns.lanes[ends.calls], host.training)
     for lane in np.unique(lanes).tolist():
         mine = lanes == lane
         left = Intervals(idle.starts[mine], ends.called[mine])
         left = Intervals(*(column[left.ends > left.starts] for column in left))
         for thread in dict.fromkeys((lane, host.training)):
-            rows, own, left = host.shares(thread, left)
-            rows, own = rows[own > 0], own[own > 0]  # most events run while the device is busy
-            longest = np.where(columns.kinds[rows] == Kind.RUNTIME, columns.ends[rows] - columns.starts[rows], own)
-            lines.add(
-                host.part[rows], host.label[rows], host.module[rows], host.operator[rows], ns=own, longest=longest
-            )
-        rest = left.ends - left.starts
-        part = (Part.IDLE_PYTHON if host.training >= 0 else Part.IDLE_UNKNOWN).number
-        lines.add(part, _NONE, _NONE, _NONE, ns=rest, longest=rest)
+            rows, pieces, left = host.pieces(thread, left)
+            gaps.add(host.part[rows], pieces, rows, *host.key(rows), named=host.outer[rows])
+        nothing = np.full(len(left.starts), _NONE)
+        rest = (Part.IDLE_PYTHON if host.training >= 0 else Part.IDLE_UNKNOWN).number
+        gaps.add(np.full(len(nothing), rest), left, nothing, nothing, _NONE, _NONE)
+    return gaps.causes()
+
+
+def _once(
+    columns: TraceColumns, idle: Intervals, ranges: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Part, int, int, int]]:
+    """Yield what has the idle time in it whatever the host does: part, row, start and end."""
+    loads = columns.rows(Kind.OVERHEAD)
+    for row in loads[columns.named(LOADING.__contains__)[columns.names[loads]]].tolist():
+        yield Part.IDLE_LOADING, row, int(columns.starts[row]), int(columns.ends[row])
+    for row, start, end in graph_captures(columns, idle, ranges):
+        yield Part.COLD_START, row, start, end

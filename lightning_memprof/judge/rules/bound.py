@@ -36,6 +36,8 @@ from lightning_memprof.judge.rules.program.lines import fitting, has, of_action,
 from lightning_memprof.judge.rules.program.passes import ACCUMULATE
 from lightning_memprof.judge.traces import (
     ALL_AT_ONCE,
+    LATER,
+    SHORT_WINDOW_NS,
     open_trace,
     remedies,
     remedy,
@@ -278,9 +280,10 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     span = "each step" if trace.steps else "the recorded time"
     why = f"In {format_ns(span_ns)} the trace has {format_count(trace.host_events, 'event')} on the host."
     next_steps: tuple[str, ...] = (look(trace),)
-    if trace.runtime_calls:
-        call = trace.runtime_calls[0].name
-        sentence = f"Device activity was not recorded: the host calls {call}, and no kernel is in the trace."
+    whole_ns = ledger.step_ns if ledger is not None and trace.steps else span_ns
+    if trace.device_use:
+        sentence = f"Device activity was not recorded: the host {trace.device_use}."
+        why = f"{why} No kernel is in the trace."
         next_steps = (RECORD_DEVICE, *next_steps)
     elif communicates_ns >= COMMUNICATION_BOUND * span_ns or (heaviest and heaviest.family.startswith(COLLECTIVE)):
         names = [found.name for found in sorted(trace.collectives, key=lambda found: -found.total_ns)]
@@ -290,13 +293,19 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         next_steps = (*((RECORD_RANKS,) if is_alone and (trace.world_size or 1) > 1 else ()), *next_steps)
     elif ledger is None or heaviest is None:
         sentence = "No device activity in this trace."
+    elif span_ns < SHORT_WINDOW_NS:
+        events = format_count(trace.host_events, "event")
+        sentence = f"Too little was recorded for a verdict: {events} in {format_ns(span_ns)}."
+        why = f"{heaviest.module} takes {format_ns(heaviest.ns)} ({percent(heaviest.ns / whole_ns)}) of {span}."
+        next_steps = (*remedies(trace, *LATER), *next_steps)
     elif (optimizer := ledger.ns("optimizer")) > heaviest.ns:
-        sentence = f"Optimizer-bound on the host: the optimizer takes {percent(optimizer / ledger.step_ns)} of {span}."
-        why = f"{format_ns(optimizer)} of {format_ns(ledger.step_ns)}; no device was recorded. {why}"
+        bound = "Optimizer-bound on the host: the" if optimizer >= POLICY.bound * whole_ns else "The"
+        sentence = f"{bound} optimizer takes {percent(optimizer / whole_ns)} of {span}."
+        why = f"{format_ns(optimizer)} of {format_ns(whole_ns)}; no device was recorded. {why}"
         next_steps = (*(step for step in remedies(trace, ALL_AT_ONCE) if step != open_trace(trace)), *next_steps)
     elif (python := _in_python(ledger, heaviest)) is not None:
         part, ns, place = python
-        share = percent(ns / ledger.step_ns)
+        share = percent(ns / whole_ns)
         sentence = f"Host-bound: {IN_PYTHON[part]} {share} of {span}{f', mostly {place}' if place else ''}."
         next_steps = (*_less_python(trace, part, place), *next_steps)
         if part == "forward" and trace.program.trains and not _has_backward(ledger):
@@ -304,20 +313,20 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
             next_steps = (RECORD_DEVICE, look(trace))
     else:
         sentence = titled(
-            f"Compute-bound on the host: {{module}} takes {percent(heaviest.ns / ledger.step_ns)} of {span}, "
-            f"{percent(heaviest.family_ns / heaviest.ns)} in {{family}}.",
+            f"{'Compute-bound on the host: ' if heaviest.ns >= POLICY.bound * whole_ns else ''}{{module}} takes "
+            f"{percent(heaviest.ns / whole_ns)} of {span}, {percent(heaviest.family_ns / heaviest.ns)} in {{family}}.",
             module=heaviest.module,
             family=heaviest.family,
         )
-        why = f"{format_ns(heaviest.ns)} of {format_ns(ledger.step_ns)}; no device was recorded. {why}"
+        why = f"{format_ns(heaviest.ns)} of {format_ns(whole_ns)}; no device was recorded. {why}"
         compiled = tuple(step for step in remedies(trace, COMPILE_ALL) if step != open_trace(trace))
         faster_on_host = faster_by(heaviest, (), compiled, is_cpu=True)
         next_steps = (*fitting(heaviest.family, None), *faster_on_host, *next_steps)
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
-        title=sentence,
-        why=why,
+        title=f"{sentence[0].upper()}{sentence[1:]}" if sentence.startswith(ROOT) else sentence,
+        why=f"{why[0].upper()}{why[1:]}",
         remedies=next_steps,
         numbers={"span_ns": span_ns, "collectives_ns": communicates_ns},
         evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),

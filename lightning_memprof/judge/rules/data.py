@@ -60,7 +60,6 @@ from lightning_memprof.judge.traces import (
     BESIDE_THE_STEP,
     MIN_TRACE_STEPS,
     exposed_loading,
-    idle_ns,
     longest_in,
     on_rank,
     recovered_ns,
@@ -318,11 +317,7 @@ def loading_of(trace: TraceReport) -> tuple[Spent, Detail] | None:
     in_one = steps >= MIN_TRACE_STEPS and found.most_ns >= ONE_STEP * found.total_ns
     where = f", {percent(found.most_ns / found.total_ns)} of it in one of {steps} steps" if in_one else ""
     longest = next((cause for cause in trace.idle if cause.cause == Part.IDLE_DATA), None)
-    # Before its first recorded event, the device's idle time is estimated.
-    measured = idle_ns(trace, Part.IDLE_DATA)
-    is_least = 0 < measured < found.exposed_ns
-    meanwhile = f"at least {format_ns(measured)}" if is_least else format_ns(found.exposed_ns)
-    idle = f"; the GPU is idle for {meanwhile} meanwhile" if has_device else ""
+    idle = f"; the GPU is idle for {format_ns(found.exposed_ns)} meanwhile" if has_device else ""
     ledger = trace.device_ledger if has_device else trace.host_ledger
     line = TimeLine(part=Part.IDLE_DATA if has_device else Part.DATA_WAIT, ns=found.exposed_ns / steps)
     step_ns, span = found.span_ns / steps, "each step" if trace.steps else "the recorded time"

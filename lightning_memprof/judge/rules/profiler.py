@@ -27,7 +27,17 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity
 from lightning_memprof.judge.measures import own_ns
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.traces import LAUNCHING, NOTABLE_SHARE, idle_ns, on_rank, remedies, remedy, seen_in, times
+from lightning_memprof.judge.traces import (
+    LAUNCHING,
+    NOTABLE_SHARE,
+    idle_ns,
+    is_brief,
+    on_rank,
+    remedies,
+    remedy,
+    seen_in,
+    times,
+)
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_bytes, format_count, format_list, format_ns, percent
@@ -264,8 +274,6 @@ def _dearest(rank: Rank) -> str | None:
 
 # torch's profiler takes 0.6 µs on the host for a Python function and 2 µs or more for an operator, measured on a CPU.
 EVENT_NS: Final = 1_000
-# If the host prepares kernels for less of the time, a slower host changes nothing.
-HOST_MATTERS: Final = 0.10
 # Kineto reports work of the driver for the program in the same category.
 OTHERS: Final = frozenset(
     {"Driver Compiler", "Lazy Function Loading", "Runtime Triggered Module Loading", "Command Buffer Full"}
@@ -277,48 +285,41 @@ COMPARE: Final = (
 )
 
 
-def recording_ns(trace: TraceReport) -> tuple[int, int, int]:
-    """Return the profiler's own work as torch records it, the same estimated from host events, and the recorded time.
+def recording_ns(trace: TraceReport) -> tuple[int, int]:
+    """Return the profiler's own work as torch records it, and the same estimated from host events, in ns.
 
-    The estimate is 0 where the host prepares kernels for little of the time. All are in ns.
+    At most the time in which the host works and the device waits for it: elsewhere nobody waits for the profiler.
     """
-    window_ns = trace.gpu_window.window_ns if trace.gpu_window else 0
+    waiting_ns = idle_ns(trace, *LAUNCHING)
     known_ns = sum(cost.total_ns for cost in trace.profiler_overhead if cost.name not in OTHERS)
-    span_ns = max(trace.end_ns - trace.start_ns, window_ns, 1)
-    host_ns = idle_ns(trace, *LAUNCHING)
-    estimated_ns = min(trace.host_events * EVENT_NS, span_ns) if host_ns > HOST_MATTERS * window_ns else 0
-    return known_ns, estimated_ns, span_ns
+    return min(known_ns, waiting_ns), min(trace.host_events * EVENT_NS, waiting_ns)
 
 
 def recording_overhead(trace: TraceReport) -> Finding | None:
-    """Find a trace in which the profiler's own work, known or estimated from the host's events, takes much time."""
-    window = trace.gpu_window
-    if window is None or not window.window_ns or trace.steady is not None:
+    """Note in which share of the steps the device may wait for the profiler's own work."""
+    window = trace.window
+    if window is None or is_brief(trace) or trace.steady is not None:
         return None  # of a steady state the other findings do not contain it
     costs = [cost for cost in trace.profiler_overhead if cost.name not in OTHERS]
-    known_ns, estimated_ns, span_ns = recording_ns(trace)
-    share = min(max(known_ns, estimated_ns) / span_ns, 1.0)
-    if share <= NOTABLE_SHARE:
+    known_ns, estimated_ns = recording_ns(trace)
+    share = max(known_ns, estimated_ns) / window.window_ns
+    if share <= POLICY.note:
         return None
     is_known = known_ns >= estimated_ns
-    is_idle = window.idle_ns > HOST_MATTERS * window.window_ns
     if is_known:
         shown = ", ".join(f"{cost.name} {times(cost.count)}" for cost in costs)
-        why = f"{format_ns(known_ns)} of {format_ns(span_ns)}: {shown}."
+        why = f"{format_ns(known_ns)} of {format_ns(window.window_ns)}: {shown}."
     else:
         options = f", recorded with {', '.join(trace.recorded_with)}" if trace.recorded_with else ""
         each = f"about {format_ns(EVENT_NS)} of host time each"
-        why = f"{trace.host_events:,} host events in {format_ns(span_ns)}{options}, {each}."
+        why = f"{trace.host_events:,} host events{options}, {each}, while the GPU waits for the host."
     less = ", ".join(f"{name}=False" for name in OPTIONS if name in trace.recorded_with)
     profiler = "ExtendedPyTorchProfiler" if trace.program.is_lightning else "torch.profiler.profile"
     return Finding(
         rule="recording_overhead",
-        # It does not describe the program, but the reliability of the other findings.
-        severity=Severity.WARNING if is_known and is_idle else Severity.INFO,
-        title=(
-            f"The profiler takes {'' if is_known else 'about '}{percent(share)} of the recorded time"
-            f"{on_rank(trace)}; without it the GPU is less idle."
-        ),
+        # It does not describe the program, but the reliability of the other findings: without a weight.
+        severity=Severity.INFO,
+        title=f"The profiler takes up to {percent(share)} of the time, in which the GPU is idle{on_rank(trace)}.",
         why=why,
         remedies=remedies(trace, *((f"Record less per step: {profiler}({less}).",) if less else ()), *COMPARE),
         evidence=seen_in(trace),
@@ -328,10 +329,9 @@ def recording_overhead(trace: TraceReport) -> Finding | None:
             "estimated_ns": estimated_ns,
             "events": trace.events,
             "host_events": trace.host_events,
-            "span_ns": span_ns,
+            "span_ns": window.window_ns,
             "recorded_with": list(trace.recorded_with),
         },
-        weight=share,
     )
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.trace.columns import Kind, Lane, NamedEvent, TraceColumns, launches
+from lightning_memprof.read.trace.columns import Kind, Lane, NamedEvent, TraceColumns
 from lightning_memprof.read.trace.device import DeviceEvents
 from lightning_memprof.read.trace.intervals import Column, Intervals, length_within, union
 from lightning_memprof.read.trace.kernel_names import plain_kernel
@@ -422,7 +422,7 @@ def collective_calls(columns: TraceColumns, device: DeviceEvents) -> Iterator[Co
         else:
             known[start, end] = row
     rows = device.rows[device.communicates]
-    for kernel, launch in zip(rows.tolist(), launches(columns, rows).tolist(), strict=True):
+    for kernel, launch in zip(rows.tolist(), device.launched[device.communicates].tolist(), strict=True):
         start, end = int(columns.starts[kernel]), int(columns.ends[kernel])
         found = known.get((start, end))
         told = (found.name, found.group, found.bytes, found.ranks) if found else None

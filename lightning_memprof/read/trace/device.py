@@ -25,6 +25,7 @@ from lightning_memprof.read.trace.columns import (
 from lightning_memprof.read.trace.intervals import (
     Column,
     Intervals,
+    clip,
     difference,
     intersection,
     length_before,
@@ -55,18 +56,22 @@ class DeviceEvents(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rows: ``(n,)`` positions in the trace's columns.
+        launched: ``(n,)`` rows of the calls that launched them, -1 where the trace does not have it.
         communicates: ``(n,)`` whether it is a collective or a message between devices.
         copies: ``(n,)`` whether it copies or sets memory.
         busy: time in which anything ran; ``compute``, ``communication`` and ``memory_copy`` likewise.
+        unrecorded: time in which launched work waits although nothing runs: for work that is not in the trace.
     """
 
     rows: NDArray[np.int64]
+    launched: Column
     communicates: NDArray[np.bool_]
     copies: NDArray[np.bool_]
     busy: Intervals
     compute: Intervals
     communication: Intervals
     memory_copy: Intervals
+    unrecorded: Intervals
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,16 +113,45 @@ def device_events(columns: TraceColumns) -> DeviceEvents:
     copying = columns.kinds[rows] != Kind.KERNEL
     by_argument = np.array([event.row for event in columns.collectives if "Collective name" in event.args], np.int64)
     communicates = (columns.named(_communicates)[columns.names[rows]] | np.isin(rows, by_argument)) & ~copying
-
+    launched, busy = launches(columns, rows), columns.when(rows)
     return DeviceEvents(
         rows=rows,
+        launched=launched,
         communicates=communicates,
         copies=copying,
-        busy=columns.when(rows),
+        busy=busy,
         compute=columns.when(rows[~copying & ~communicates]),
         communication=columns.when(rows[communicates]),
         memory_copy=columns.when(rows[copying]),
+        # A rank that is late keeps the others' devices waiting.
+        unrecorded=_unrecorded(columns, rows, launched, clip(busy, 0, 0) if np.any(communicates) else busy),
     )
+
+
+LATENCY_NS: Final = 20_000
+"""A kernel starts 3 to 8 µs after its launch has returned, if nothing keeps it."""
+# Launched work starts sooner on a device without other work. Before a copy, the host may pin or copy its memory.
+_KEPT_NS: Final = 1_000_000
+_PREPARED: Final = 10
+
+
+def _unrecorded(columns: TraceColumns, rows: Column, launched: Column, busy: Intervals) -> Intervals:
+    """Return the gaps in the device's work in which the next event was launched long before, from its launch on.
+
+    If that is most of a gap, the whole gap is returned: the start of the unrecorded work is unknown.
+    """
+    gaps = Intervals(busy.ends[:-1], busy.starts[1:])
+    at = np.searchsorted(columns.starts[rows], gaps.ends)
+    events, calls = rows[at], launched[at]
+    # A call that copies and blocks ends after its copy.
+    blocks = columns.ends[calls] >= columns.ends[events]
+    ready = np.where(blocks, columns.starts[calls], columns.ends[calls]) + LATENCY_NS
+    begins = np.maximum(ready, gaps.starts)
+    kept = gaps.ends - begins
+    copied = _PREPARED * (columns.ends[events] - columns.starts[events])
+    is_kept = (calls >= 0) & (kept >= _KEPT_NS) & (~blocks | (kept >= copied))
+    begins = np.where(2 * kept >= gaps.ends - gaps.starts, gaps.starts, begins)
+    return Intervals(begins[is_kept], gaps.ends[is_kept])
 
 
 def launch_moments(columns: TraceColumns, device: DeviceEvents) -> Column:
@@ -125,8 +159,8 @@ def launch_moments(columns: TraceColumns, device: DeviceEvents) -> Column:
 
     A device that is behind first works off what was launched before the recording.
     """
-    launched = launches(columns, device.rows)
-    starts, is_known = columns.starts[device.rows], launched >= 0
+    launched, starts = device.launched, columns.starts[device.rows]
+    is_known = launched >= 0
     moments = np.where(is_known, columns.starts[np.maximum(launched, 0)], starts)
     if np.any(is_known):
         moments[~is_known & (starts < np.min(starts[is_known]))] = EARLIER

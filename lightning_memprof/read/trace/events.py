@@ -68,6 +68,8 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     input_dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     input_types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
     concrete: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Concrete Inputs")
+    device_type: int | str = msgspec.field(default=0, name="Device Type")
+    device_id: int | str = msgspec.field(default=-1, name="Device Id")
 
 
 class Event(TraceEvent, gc=False, frozen=True):

@@ -9,7 +9,7 @@ autograd had not begun yet, it is whatever the training thread did.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -22,20 +22,17 @@ from lightning_memprof.read.trace.columns import (
     STEP_NAME,
     Kind,
     TraceColumns,
-    is_loading,
-    launches,
     loading_intervals,
 )
-from lightning_memprof.read.trace.device import DeviceEvents, totals_by
+from lightning_memprof.read.trace.device import LATENCY_NS, DeviceEvents, totals_by
 from lightning_memprof.read.trace.intervals import (
     Column,
     Intervals,
-    difference,
-    intersection,
     length_within,
     outermost,
+    union,
 )
-from lightning_memprof.read.trace.model import IdleCause, RuntimeCall, Synchronization
+from lightning_memprof.read.trace.model import RuntimeCall, Synchronization
 
 # Calls that return when the device is done, and calls that get or return memory.
 _WAITS: Final = re.compile(r"(?:cuda|hip|cu)\w*Synchronize\w*\Z|(?:cuda|hip)Memcpy(?:WithStream|2D|3D)?\Z")
@@ -44,7 +41,12 @@ _ALLOCATES: Final = re.compile(
     r"(?:Malloc|Free|Alloc|Create|Release|Map|Unmap|AddressReserve|AddressFree)(?!\w*Event)\w*\Z"
 )
 _GRAPHS: Final = re.compile(r"(?:cuda|hip|cu)GraphLaunch\w*\Z")
+_BEGINS_CAPTURE: Final = re.compile(r"(?:cuda|hip|cu)(?:Thread)?StreamBeginCapture")
+_ENDS_CAPTURE: Final = re.compile(r"(?:cuda|hip|cu)(?:StreamEndCapture|GraphInstantiate)")
+_MAKES_GRAPH: Final = re.compile("GraphInstantiate")
 _LOADS: Final = re.compile(r"(?:cu|hip)(?:Module|Library)(?:Load|Unload|Get(?!LoadingMode)|Enumerate)\w*\Z")
+_WORKS: Final = re.compile("Launch|Memcpy|Memset")
+_ASKS: Final = re.compile("Get|Query|Synchroni[sz]e|Create|Destroy|Init|SetDevice", re.IGNORECASE)
 LOADING: Final = frozenset({"Lazy Function Loading", "Runtime Triggered Module Loading", "Driver Compiler"})
 """Events of the category ``overhead`` in which the driver loads code for the program."""
 # An operator that reads a number back to the host: its wait may be inside a copy without a runtime call.
@@ -63,13 +65,6 @@ _COLD_FACTOR: Final = 10
 # The first two steps may each compile a program of their own: sizes of tensors become variables in the second.
 _FEW_STEPS: Final = 4
 
-# Where several of them run at once, the first one is the cause.
-_FIRST_OF: Final = (
-    Part.IDLE_GC_PAUSES, Part.IDLE_DATA, Part.IDLE_SYNCHRONIZATION, Part.IDLE_ALLOCATOR, Part.IDLE_LAUNCH,
-    Part.IDLE_GRAPH, Part.IDLE_LOADING, Part.IDLE_OPERATORS,
-)  # fmt: skip
-# A kernel starts 3 to 8 µs after its launch has returned, if nothing keeps it.
-_LATENCY_NS: Final = 20_000
 # The clocks of host and device agree to some microseconds: a gap may seem to begin this much after the wait's end.
 _SLACK_NS: Final = 5_000
 
@@ -120,8 +115,13 @@ def cold_calls(columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tup
 
 def _compilations(columns: TraceColumns, ranges: Sequence[tuple[int, int]]) -> Column:
     rows = np.flatnonzero(columns.named(_compiles)[columns.names])
+    return rows if _is_rare(columns, rows, ranges) else rows[:0]
+
+
+def _is_rare(columns: TraceColumns, rows: Column, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Return whether at most half of the steps have one of these events, or there are too few steps to tell."""
     steps = np.unique(np.searchsorted([start for start, _ in ranges], columns.starts[rows], side="right"))
-    return rows[:0] if len(ranges) >= _FEW_STEPS and 2 * len(steps) > len(ranges) else rows
+    return len(ranges) < _FEW_STEPS or 2 * len(steps) <= len(ranges)
 
 
 def _compiles(name: str) -> bool:
@@ -171,13 +171,13 @@ def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synch
     places = np.searchsorted(columns.starts[rows], gaps.starts + _SLACK_NS, side="right") - 1
     caused = places >= 0
     if len(rows):
-        behind = launches(columns, device.rows[np.searchsorted(columns.starts[device.rows], gaps.ends)])
+        behind = device.launched[np.searchsorted(columns.starts[device.rows], gaps.ends)]
         # Work launched before the wait began was queued: its gap is not the wait's.
         caused &= (behind >= 0) & (columns.starts[behind] >= columns.starts[rows[places]])
         caused &= columns.ends[rows[places]] + _SLACK_NS >= gaps.starts
     # The host would wait for a batch that is loaded after a wait in any case.
-    loading = loading_intervals(columns)
-    lengths = gaps.ends - gaps.starts - length_within(loading, gaps.starts, gaps.ends)
+    others = union(*map(np.append, loading_intervals(columns), device.unrecorded))
+    lengths = gaps.ends - gaps.starts - length_within(others, gaps.starts, gaps.ends)
     cost, worst = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
     np.add.at(cost, places[caused], lengths[caused])
     np.maximum.at(worst, places[caused], lengths[caused])
@@ -223,7 +223,7 @@ def _hidden(saved: Column, gaps: Column) -> Column:
 
 def _waits(columns: TraceColumns, device: DeviceEvents) -> NDArray[np.int64]:
     to_host = columns.named(lambda name: name.startswith("Memcpy DtoH") and "Pageable" in name)
-    copied = launches(columns, device.rows[to_host[columns.names[device.rows]]])
+    copied = device.launched[to_host[columns.names[device.rows]]]
     rows = np.unique(np.append(columns.rows_named(_WAITS.match, Kind.RUNTIME), copied[copied >= 0]))
     return rows[np.argsort(columns.starts[rows], kind="stable")]
 
@@ -242,34 +242,6 @@ def _operators_around(columns: TraceColumns, rows: NDArray[np.int64]) -> Column:
         inside = (at >= 0) & (columns.ends[mine[at]] >= columns.ends[rows[places]])
         found[places[inside]] = mine[at[inside]]
     return found
-
-
-def idle_causes(columns: TraceColumns, device: DeviceEvents) -> tuple[IdleCause, ...]:
-    """Return the causes, longest first; they add up to the idle time of the GPU window."""
-    if len(device.busy.starts) < 2:
-        return ()
-    gaps = Intervals(device.busy.ends[:-1], device.busy.starts[1:])
-    ends = gap_ends(columns, device, gaps)
-    tally = _Tally(columns, gaps)
-    known = np.flatnonzero(ends.calls >= 0)
-    of_call = np.array([_FIRST_OF.index(call_part(name)) for name in columns.name_of])
-    causes = of_call[columns.names[ends.calls[known]]]
-    for number in np.unique(causes).tolist():
-        mine = known[causes == number]
-        tally.add(_FIRST_OF[number], Intervals(ends.called[mine], ends.ready[mine]), ends.calls[mine])
-    tally.add(Part.IDLE_QUEUE, Intervals(ends.ready[known], gaps.ends[known]), ends.events[known])
-    threads = _Threads(columns)
-    lanes = np.where(ends.calls >= 0, columns.lanes[ends.calls], threads.training)
-    for lane in np.unique(lanes).tolist():
-        mine = lanes == lane
-        left = Intervals(gaps.starts[mine], ends.called[mine])
-        left = Intervals(*(column[left.ends > left.starts] for column in left))
-        for thread in dict.fromkeys((lane, threads.training)):
-            for cause, when, rows in threads.causes(thread):
-                tally.add(cause, intersection(left, when), rows)
-                left = difference(left, when)
-        tally.add(Part.IDLE_PYTHON, left, threads.ranges(threads.training))
-    return tally.causes()
 
 
 class GapEnds(NamedTuple):
@@ -292,11 +264,40 @@ def gap_ends(columns: TraceColumns, device: DeviceEvents, gaps: Intervals) -> Ga
     """Return the end of each gap."""
     at = np.searchsorted(columns.starts[device.rows], gaps.ends)
     events = np.append(device.rows, -1)[at]
-    launched = np.where(events >= 0, launches(columns, events), -1)
+    launched = np.append(device.launched, -1)[at]
     known = launched >= 0
     called = np.clip(np.where(known, columns.starts[launched], gaps.ends), gaps.starts, gaps.ends)
-    ready = np.clip(np.where(known, columns.ends[launched] + _LATENCY_NS, gaps.ends), called, gaps.ends)
+    ready = np.clip(np.where(known, columns.ends[launched] + LATENCY_NS, gaps.ends), called, gaps.ends)
     return GapEnds(events, launched, called, ready)
+
+
+def graph_captures(
+    columns: TraceColumns, gaps: Intervals, ranges: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """Return the recordings of graphs of kernels: the row of a call of each, its start, and when the graph is made.
+
+    Calls that launch work are recorded meanwhile, and nothing runs. One without a recorded begin has the whole gap in
+    the device's work before it. Recordings in most steps are part of the steps, and left out.
+    """
+    begins = columns.rows_named(_BEGINS_CAPTURE.search, Kind.RUNTIME)
+    ends = columns.rows_named(_ENDS_CAPTURE.search, Kind.RUNTIME)
+    rows = np.append(begins, ends)
+    if not _is_rare(columns, rows, ranges):
+        return []
+    rows = rows[np.argsort(columns.starts[rows], kind="stable")]
+    found: list[tuple[int, int, int]] = []
+    is_open = False
+    for row, is_end in zip(rows.tolist(), np.isin(rows, ends).tolist(), strict=True):
+        start, end, makes = int(columns.starts[row]), int(columns.ends[row]), _MAKES_GRAPH.search(columns.name(row))
+        if not is_end:
+            found.append((row, start, end))
+        elif is_open:
+            found[-1] = (*found[-1][:2], end)
+        elif makes:
+            at = int(np.searchsorted(gaps.starts, start, side="right")) - 1
+            found.append((row, int(gaps.starts[at]) if at >= 0 else start, end))
+        is_open = not is_end or (is_open and not makes)
+    return found
 
 
 def is_own_work(name: str) -> bool:
@@ -311,106 +312,6 @@ def training_lane(columns: TraceColumns) -> int:
     return int(np.argmax(np.bincount(chosen))) if len(chosen) else -1
 
 
-class _Threads:
-    """The activity of each thread, by the rows of its events."""
-
-    def __init__(self, columns: TraceColumns) -> None:
-        self._columns = columns
-        self._codes = _codes(columns)
-        self.training = training_lane(columns)
-        self._plain = ~columns.named(lambda name: STEP_NAME.match(name) or is_own_work(name))
-
-    def causes(self, lane: int) -> list[tuple[Part, Intervals, Column]]:
-        """Return the causes that a thread shows, with their times and rows, in the order of `_FIRST_OF`."""
-        found = []
-        columns = self._columns
-        rows = np.flatnonzero(columns.lanes == lane)
-        for number, cause in enumerate(_FIRST_OF):
-            chosen = rows[self._codes[rows] == number]
-            if len(chosen):
-                found.append((cause, columns.when(chosen), chosen))
-        return found
-
-    def ranges(self, lane: int) -> Column:
-        """Return the rows of the thread's annotations, except steps and this package's work."""
-        columns = self._columns
-        rows = np.flatnonzero((columns.lanes == lane) & (columns.kinds == Kind.ANNOTATION))
-        plain: Column = rows[self._plain[columns.names[rows]]]
-        return plain
-
-
-class _Tally:
-    """Idle time by cause, for each gap and for each name."""
-
-    def __init__(self, columns: TraceColumns, gaps: Intervals) -> None:
-        self._columns, self._gaps = columns, gaps
-        self._by_gap: dict[Part, Column] = defaultdict(lambda: np.zeros(len(gaps.starts), np.int64))
-        self._by_name: dict[Part, Counter[int]] = defaultdict(Counter)
-
-    def add(self, cause: Part, when: Intervals, rows: Column) -> None:
-        """Add times within the gaps; the events at `rows` ran then."""
-        kept = when.ends > when.starts
-        when = Intervals(when.starts[kept], when.ends[kept])
-        if not len(when.starts):
-            return
-        gap = np.searchsorted(self._gaps.starts, when.starts, side="right") - 1
-        np.add.at(self._by_gap[cause], gap, when.ends - when.starts)
-        columns = self._columns
-        shares = length_within(when, columns.starts[rows], columns.ends[rows])
-        names, places = np.unique(columns.names[rows], return_inverse=True)
-        sums = np.zeros(len(names), np.int64)
-        np.add.at(sums, places, shares)
-        for name, share in zip(names.tolist(), sums.tolist(), strict=True):
-            if share > 0:
-                self._by_name[cause][name] += share
-
-    def causes(self) -> tuple[IdleCause, ...]:
-        """Return the sums, longest first."""
-        found = []
-        for cause, by_gap in self._by_gap.items():
-            total = int(by_gap.sum())
-            if not total:
-                continue
-            names = self._by_name[cause].most_common(1)
-            gaps = -np.sort(-by_gap)
-            long_count = int(np.searchsorted(np.cumsum(gaps), total / 2)) + 1
-            found.append(
-                IdleCause(
-                    cause=cause,
-                    total_ns=total,
-                    count=int(np.count_nonzero(by_gap)),
-                    longest_ns=int(by_gap.max()),
-                    example=self._columns.name_of[names[0][0]] if names else "",
-                    longest_start_ns=self._columns.origin_ns + int(self._gaps.starts[np.argmax(by_gap)]),
-                    example_share=min(names[0][1] / total, 1.0) if names else 0.0,
-                    long_count=long_count,
-                    long_ns=int(gaps[long_count - 1]),
-                )
-            )
-        return tuple(sorted(found, key=lambda row: (-row.total_ns, row.cause)))
-
-
-def _codes(columns: TraceColumns) -> NDArray[np.int8]:
-    """Return the cause that each event on the host shows, by its place in `_FIRST_OF`; -1 for none."""
-    number = {cause: place for place, cause in enumerate(_FIRST_OF)}
-    names = columns.name_of or ("",)
-    by_kind = {
-        Kind.RUNTIME: [number[call_part(name)] for name in names],
-        Kind.OPERATOR: [
-            number[Part.IDLE_SYNCHRONIZATION if name in READS_BACK else Part.IDLE_OPERATORS] for name in names
-        ],
-        Kind.ANNOTATION: [number[Part.IDLE_DATA] if is_loading(name) else -1 for name in names],
-    }
-    codes = np.full(len(columns.names), -1, np.int8)
-    for kind, of_name in by_kind.items():
-        rows = columns.rows(kind)
-        codes[rows] = np.array(of_name, np.int8)[columns.names[rows]]
-    codes[columns.named(COLLECTS.search)[columns.names] & (columns.kinds >= Kind.OPERATOR)] = number[
-        Part.IDLE_GC_PAUSES
-    ]
-    return codes
-
-
 def call_part(call: str) -> Part:
     """Return what a device waits for while the host is in a call of the driver or its runtime."""
     if _WAITS.match(call):
@@ -420,3 +321,8 @@ def call_part(call: str) -> Part:
     if _GRAPHS.match(call):
         return Part.IDLE_GRAPH
     return Part.IDLE_LOADING if _LOADS.match(call) else Part.IDLE_LAUNCH
+
+
+def gives_work(call: str) -> bool:
+    """Return whether a call gives a device something to do; a program of the CPU may ask for properties of a GPU."""
+    return bool(_WORKS.search(call) if call.startswith(("cu", "hip")) else not _ASKS.search(call))

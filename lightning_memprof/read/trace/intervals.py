@@ -76,17 +76,23 @@ def clip(of: Intervals, start: int, end: int) -> Intervals:
 
 def intersection(first: Intervals, second: Intervals) -> Intervals:
     """Return the time in both sets."""
+    return overlaps(first, second)[1]
+
+
+def overlaps(first: Intervals, second: Intervals) -> tuple[Column, Intervals]:
+    """Return the time in both sets, and for each interval of it the position of the one in the first set."""
     if not len(first.starts) or not len(second.starts):
-        return Intervals(first.starts[:0], first.ends[:0])
+        return np.empty(0, np.int64), Intervals(first.starts[:0], first.ends[:0])
     begin = np.searchsorted(second.ends, first.starts, side="right")
     behind = np.searchsorted(second.starts, first.ends, side="left")
     counts = np.maximum(behind - begin, 0)
     mine = np.repeat(np.arange(len(counts)), counts)
     begins = np.cumsum(counts) - counts
     theirs = begin[mine] + np.arange(len(mine)) - begins[mine]
-    return _not_empty(
-        np.maximum(first.starts[mine], second.starts[theirs]), np.minimum(first.ends[mine], second.ends[theirs])
-    )
+    starts = np.maximum(first.starts[mine], second.starts[theirs])
+    ends = np.minimum(first.ends[mine], second.ends[theirs])
+    kept = ends > starts
+    return mine[kept], Intervals(starts[kept], ends[kept])
 
 
 def difference(first: Intervals, second: Intervals) -> Intervals:
@@ -242,6 +248,30 @@ def exclusive_ends(nesting: Nesting, starts: Column) -> Column:
         if np.array_equal(cut, ends[inner]):
             return ends
         ends[inner] = cut
+
+
+def innermost_stretches(
+    starts: Column, ends: Column, parents: Column, chosen: NDArray[np.bool_]
+) -> tuple[Column, Intervals]:
+    """Return the stretches of time with one innermost event each, and the position of that event.
+
+    Args:
+        starts: ``(n,)``.
+        ends: ``(n,)`` of :func:`exclusive_ends`.
+        parents: ``(n,)`` position of the event around each, -1 for none.
+        chosen: ``(n,)`` the events that count; the events around each of them are among them.
+    """
+    rows = np.flatnonzero(chosen & (ends > starts))
+    rows = rows[nesting_order(starts[rows], ends[rows])]
+    places = np.arange(len(rows))
+    # At one moment, events end from the inside out; then others begin.
+    moments = np.concatenate((ends[rows[::-1]], starts[rows]))
+    current = np.concatenate((parents[rows[::-1]], rows))
+    order = np.lexsort((np.concatenate((places - len(rows), places)), moments))
+    moments, current = moments[order], current[order]
+    found = Intervals(moments[:-1], moments[1:])
+    kept = (found.ends > found.starts) & (current[:-1] >= 0)
+    return current[:-1][kept], Intervals(found.starts[kept], found.ends[kept])
 
 
 def nearest(parents: Column, marked: NDArray[np.bool_]) -> Column:

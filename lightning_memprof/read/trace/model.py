@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,12 +83,18 @@ class Kernel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle time of the device within the GPU window with one cause: the activity of the launching thread meanwhile.
+    """Idle time of the device in :attr:`TraceReport.window` with one cause: what the launching thread did meanwhile.
 
-    The cause ``idle_launch`` is a call that launches the next work, or another call of the runtime. ``example`` is the
-    operator, call or range with the largest share, ``example_share``. The causes add up to ``idle_ns``. ``count`` and
-    ``longest_ns`` are of gaps, and ``longest_start_ns`` is the start of the longest one. Half of the time is in the
-    ``long_count`` longest gaps, of ``long_ns`` or more; 0 where that is not computed.
+    The causes add up to ``idle_ns``; ``idle_launch`` is a call that launches the next work, or another one of the
+    runtime.
+
+    Attributes:
+        count: number of gaps; ``longest_ns`` and ``longest_start_ns`` are of the longest one.
+        example: operator, call, range or place in the program with the largest share, ``example_share``.
+        launches: whether device work is launched inside the example.
+        apart: the one with most of the time in which none is launched, ``apart_ns``.
+        long_count: number of the longest gaps that have half of the time, each of ``long_ns`` or more; 0 where that is
+            not computed.
     """
 
     cause: Part
@@ -97,6 +104,9 @@ class IdleCause(msgspec.Struct, frozen=True, kw_only=True):
     example: str
     longest_start_ns: int | None = None
     example_share: float = 0.0
+    launches: bool = False
+    apart: str = ""
+    apart_ns: int = 0
     long_count: int = 0
     long_ns: int = 0
 
@@ -262,10 +272,14 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
         is_sample: whether most events are missing from the file, so that idle times are unknown.
         outside: number of launches outside the steps by kernel, where there are steps.
         idle: by total time, longest first.
+        unsure_ns: idle time before the first device event in which an event may run that began before the recording,
+            and is missing: as long as the longest one. It has no cause.
         runtime_calls: by total time, longest first.
         collectives: by total time, longest first.
         copies: by total time, longest first.
         missing: facts that the trace does not have, a sentence each.
+        device_use: what shows that the host uses a device (``calls cudaLaunchKernel``) of which the trace has no event;
+            empty where it has one, or nothing shows it.
         synchronizations: by ``gap_ns``, longest first.
         profiler_overhead: events of the profiler's own work (category ``overhead``) by name, longest first.
         allocator_spans: start and end of each call that gets device memory from the driver or gives it back
@@ -320,6 +334,16 @@ class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
     ahead_window: StepTimes | None = None
     ahead_steps_ns: tuple[int, ...] = ()
     is_sample: bool = False
+    unsure_ns: int = 0
+    device_use: str = ""
+
+    @property
+    def window(self) -> GpuTimes | None:
+        """The time that the causes of idle time are of: the steps, else the first device event to the last."""
+        window = self.gpu_window if self.steady is not None else self.work_window or self.gpu_window
+        if window is None or not self.unsure_ns or self.steady is not None:
+            return window
+        return replace(window, window_ns=window.window_ns - self.unsure_ns, idle_ns=window.idle_ns - self.unsure_ns)
 
     @property
     def work_window(self) -> StepTimes | None:

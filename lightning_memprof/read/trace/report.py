@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.device import device_ledger
+from lightning_memprof.account.ledger.device import device_account
 from lightning_memprof.account.ledger.host import host_ledger
 from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.naming import TraceName
@@ -41,13 +41,14 @@ from lightning_memprof.read.trace.idle import (
     allocator_spans,
     call_part,
     calls,
-    idle_causes,
+    gives_work,
     steady_allocations,
     synchronizations,
 )
 from lightning_memprof.read.trace.intervals import Intervals, clip, intersection, length, length_within
 from lightning_memprof.read.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
 from lightning_memprof.read.trace.modules import HostThreads
+from lightning_memprof.units import format_ns
 
 _RANK: Final = re.compile(r"['\"]rank['\"]\s*:\s*(\d{1,9})\b")
 _WORLD: Final = re.compile(r"['\"]world_size['\"]\s*:\s*(\d{1,9})\b")
@@ -63,6 +64,8 @@ _COMPILED: Final = ("Torch-Compiled Region", "CompiledFunction", "## Call Compil
 _OPTIMIZER: Final = re.compile(r"Optimizer\.step#(\w+)\.step\Z")
 _AT_ONCE: Final = re.compile(r"aten::_(?:foreach|fused)_|multi_tensor_apply|FusedAdam|FusedOptimizer")
 _TRAINS: Final = re.compile(r"backward|Optimizer\.|_bwd|wgrad|dgrad", re.IGNORECASE)
+# Operators that only libraries of a device have.
+_ON_DEVICE: Final = re.compile(r"aten::_?(?:thnn_)?(?:cudnn|miopen|cuda|fused_dropout)|triton_")
 # A rank arrives at a few hundred collectives in a step.
 _MOST_ARRIVALS: Final = 20_000
 _LARGEST_RANK: Final = 1 << 31
@@ -83,23 +86,22 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     device = device_events(columns)
     steps = step_spans(columns)
     timed = device_steps(columns, device, steps)
-    loading = loading_intervals(columns)
+    loading, threads = loading_intervals(columns), HostThreads(columns)
     window = (int(device.busy.starts[0]), int(device.busy.ends[-1])) if len(device.busy.starts) else None
     rank, world_size = recorded_rank(columns.metadata), _number(columns.metadata, "world_size", _WORLD)
     ranges = [(step.start, step.end) for step in steps] or ([window] if window else [])
-    threads = HostThreads(columns)
-    devices = _devices(columns, device)
+    devices, capabilities = zip(*_devices(columns, device), strict=True) if len(device.rows) else ((), ())
     collectives = list(collective_calls(columns, device))
-    some = len(columns.starts) > 0
+    account = device_account(columns, device, steps, collectives, threads)
     return TraceReport(
         file=path,
         rank=rank,
         world_size=world_size,
-        devices=tuple(name for name, _ in devices),
-        capabilities=tuple(capability for _, capability in devices),
+        devices=devices,
+        capabilities=capabilities,
         devices_busy_ns=_busy(columns, device),
-        start_ns=columns.origin_ns + (int(np.min(columns.starts)) if some else 0),
-        end_ns=columns.origin_ns + (int(np.max(columns.ends)) if some else 0),
+        start_ns=columns.origin_ns + (int(np.min(columns.starts)) if len(columns.starts) else 0),
+        end_ns=columns.origin_ns + (int(np.max(columns.ends)) if len(columns.ends) else 0),
         events=columns.events,
         gpu_window=GpuTimes(**_times(device, *window)) if window else None,
         step_window=_step_times(device, steps, loading) if window and steps else None,
@@ -108,8 +110,10 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         steps=_steps(columns, device, steps, loading),
         kernels=kernels(columns, device),
         is_sample=skips_calls(columns),
+        device_use="" if window else _device_use(columns),
         outside=_outside(columns, device, steps),
-        idle=idle_causes(columns, device) if window and _has_runtime(columns) else (),
+        idle=account.idle if account and _has_runtime(columns) else (),
+        unsure_ns=account.unsure_ns if account else 0,
         runtime_calls=calls(columns, columns.rows(Kind.RUNTIME)),
         collectives=trace_collectives(columns, device, collectives),
         copies=copies(columns, device),
@@ -126,7 +130,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         steady_allocations=steady_allocations(columns, device, ranges) if window else (),
         arrivals=trace_arrivals(columns)[:_MOST_ARRIVALS],
         host_ledger=host_ledger(columns, steps, threads, name.stage if name else "fit"),
-        device_ledger=device_ledger(columns, device, steps, collectives, threads),
+        device_ledger=account.ledger if account else None,
     )
 
 
@@ -220,10 +224,11 @@ def _times(device: DeviceEvents, start: int, end: int) -> dict[str, int]:
         clip(each, start, end) for each in (device.busy, device.compute, device.communication, device.memory_copy)
     )
     overlapped = length(intersection(communication, compute))
+    window_ns = end - start - length(clip(device.unrecorded, start, end))
     return {
-        "window_ns": end - start,
+        "window_ns": window_ns,
         "busy_ns": length(busy),
-        "idle_ns": end - start - length(busy),
+        "idle_ns": window_ns - length(busy),
         "compute_ns": length(compute),
         "communication_ns": length(communication),
         "memory_copy_ns": length(copied),
@@ -300,17 +305,31 @@ def _missing(rank: int | None, columns: TraceColumns, device: DeviceEvents, step
         missing.append(_NO_RANK)
     if skips_calls(columns):
         missing.append("most events: the numbers of its runtime calls have large gaps, so that idle times are unknown")
+    if len(device.unrecorded.starts):
+        missing.append(
+            f"work that takes up to {format_ns(length(device.unrecorded))}, for which launched work waits: it is of "
+            "another process, or was launched before the recording"
+        )
     if len(device.rows) and not _has_runtime(columns):
         missing.append("no calls of the device's runtime: the causes of idle time are unknown")
     return missing
 
 
 def _without_device(columns: TraceColumns) -> str:
-    calls = columns.rows(Kind.RUNTIME)
-    if not len(calls):
+    if not (use := _device_use(columns)):
         return "no device events: recorded on a CPU, or without the device's activities"
-    name = columns.name(int(calls[0]))
-    return f"no device events, although the host calls a device's runtime ({name}): record the device's activities too"
+    return f"no device events, although the host {use}: record the device's activities too"
+
+
+def _device_use(columns: TraceColumns) -> str:
+    """Return what shows that the host uses a device, empty for a program of the CPU: it may ask for a GPU and wait."""
+    calls = columns.rows_named(gives_work, Kind.RUNTIME)
+    if len(calls):
+        return f"calls {columns.name(int(calls[0]))}"
+    if columns.allocates_on:
+        return f"allocates memory on {columns.allocates_on[0]}"
+    operators = columns.rows_named(_ON_DEVICE.match, Kind.OPERATOR)
+    return f"runs {columns.name(int(operators[0]))}" if len(operators) else ""
 
 
 def _has_runtime(columns: TraceColumns) -> bool:

@@ -355,7 +355,7 @@ def _callbacks(steps: Sequence[StepEvents]) -> Mapping[str, int]:
     return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 
-_AHEAD: Final = ("outside", "ahead_window", "ahead_steps_ns", "is_sample")
+_AHEAD: Final = ("outside", "ahead_window", "ahead_steps_ns", "is_sample", "unsure_ns", "device_use")
 # The text of a trace of several devices has the shares.
 _BUSY: Final = ("devices_busy_ns",)
 

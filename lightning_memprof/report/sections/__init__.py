@@ -222,8 +222,8 @@ def _stacks(view: FilesView) -> Iterator[Item]:
     """Yield the device of the verdict's trace or the least busy one, and of snapshots the verdict's or the largest."""
     number, seen = view.verdict.numbers.get("device"), {evidence.artifact for evidence in view.verdict.evidence[:1]}
     for trace in sorted(view.traces, key=lambda trace: (str(trace.file) not in seen, busy(trace)))[:1]:
-        if trace.gpu_window is not None:
-            yield device_stack(trace.gpu_window, f"Device time, {trace.file.name}")
+        if trace.window is not None:
+            yield device_stack(trace.window, f"Device time, {trace.file.name}")
     devices = [(snapshot.file, device) for snapshot in view.snapshots for device in snapshot.devices]
     if devices:
         file, device = max(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from lightning_memprof.judge.finding import Finding, Severity
+from lightning_memprof.judge.finding import Finding, Severity, titled
 from lightning_memprof.judge.traces import (
     NOTABLE_SHARE,
     SAVED,
@@ -134,7 +134,7 @@ def _uncached(trace: TraceReport, calls: list[RuntimeCall], freed: int) -> str |
     share = sum(call.total_ns for call in calls) / steps_ns(trace)
     often = f"{count / steps:,.0f} {requests[0].name} calls per step"
     cause = "Memory is from the driver's pool" if _bare(requests[0].name) in POOLED else "The caching allocator is off"
-    return f"{cause}: {often} and their returns take {percent(share)}{on_rank(trace)}."
+    return f"{cause}: {often} take {percent(share)}{on_rank(trace)}."
 
 
 def _bare(name: str) -> str:
@@ -154,9 +154,9 @@ def _severity_of_calls(share: float, freed: int, slow: list[CollectiveTotals]) -
 def _sentence_on_calls(trace: TraceReport, share: float, freed: int, slow: list[CollectiveTotals]) -> str:
     if slow:
         longest, median = format_ns(slow[0].max_ns), format_ns(slow[0].median_ns)
-        return (
-            f"Low memory{on_rank(trace)}: {shorter_name(slow[0].name)} took {longest} (median {median}) during an "
-            "allocator call."
+        return titled(
+            f"Low memory{on_rank(trace)}: {{name}} took {longest} (median {median}) during an allocator call.",
+            name=shorter_name(slow[0].name),
         )
     doing = "requests and returns" if freed else "requests"
     return f"The allocator {doing} driver memory for {percent(share)} of the time{on_rank(trace)}."

@@ -7,6 +7,7 @@ from typing import Final
 
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.rules.gpu.waits import COPY
@@ -15,6 +16,8 @@ from lightning_memprof.judge.rules.program.lines import MOVE
 from lightning_memprof.judge.traces import (
     LATER,
     Remedy,
+    after_start,
+    cold_start_of,
     computing,
     is_brief,
     on_rank,
@@ -24,7 +27,7 @@ from lightning_memprof.judge.traces import (
 )
 from lightning_memprof.read.run.locate import shown_path
 from lightning_memprof.read.trace.kernel_names import kernel_name
-from lightning_memprof.read.trace.model import TraceReport
+from lightning_memprof.read.trace.model import IdleCause, TraceReport
 from lightning_memprof.units import format_count, format_ns, percent, quoted
 
 VIEW: Final = "See every operator on a timeline: lightning-memprof view"
@@ -38,8 +41,16 @@ def look(trace: TraceReport) -> str:
 
 def busy(trace: TraceReport) -> float:
     """Return the share of the time, 0 to 1, in which a device does anything; 1 for a trace without a device."""
-    window = trace.gpu_window
+    window = trace.window
     return window.busy_ns / window.window_ns if window is not None and window.window_ns else 1.0
+
+
+def cold_start(trace: TraceReport) -> IdleCause | None:
+    """Return the cold start that takes most of the time, if one does."""
+    window_ns = trace.window.window_ns if trace.window else 0
+    return next(
+        (cause for cause in trace.idle if cause.cause == Part.COLD_START and 2 * cause.total_ns > window_ns), None
+    )
 
 
 def of_device(trace: TraceReport) -> Finding:
@@ -48,7 +59,7 @@ def of_device(trace: TraceReport) -> Finding:
     Raises:
         ValueError: the trace has no device event.
     """
-    window = trace.gpu_window
+    window = trace.window
     if window is None:
         raise ValueError(f"{trace.file}: has no device event")
     parts = {"compute": window.compute_ns, "communication": window.communication_ns, "copies": window.memory_copy_ns}
@@ -75,6 +86,7 @@ def of_device(trace: TraceReport) -> Finding:
         ),
         remedies=(
             *((RECORD_ALL,) if trace.is_sample else remedies(trace, *LATER) if is_brief(trace) else ()),
+            *(after_start(trace, cold) if (cold := cold_start(trace)) else ()),
             *((AT_ONCE,) if in_turns else ()),
             *(_faster(trace, family, achieved) if family else ()),
             look(trace),
@@ -97,14 +109,14 @@ AT_ONCE: Final = (
 
 
 def _by_device(trace: TraceReport) -> str:
-    window = trace.gpu_window
+    window = trace.window
     if not trace.devices_busy_ns or window is None or not window.window_ns:
         return ""
     return f"; by GPU: {', '.join(percent(ns / window.window_ns) for ns in trace.devices_busy_ns)}"
 
 
 def _take_turns(trace: TraceReport) -> str | None:
-    times, window = trace.devices_busy_ns, trace.gpu_window
+    times, window = trace.devices_busy_ns, trace.window
     if not times or window is None or trace.is_sample or is_brief(trace) or 2 * window.busy_ns < window.window_ns:
         return None
     if sum(times) > TURNS * window.busy_ns or max(times) > MOST_OF_TURNS * window.busy_ns:
@@ -180,6 +192,9 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
     busy_ns = ledger.ns("compute", "collective", "copy")
     if busy_ns < ledger.step_ns / 2:
         idle_ns = ledger.step_ns - busy_ns
+        if (cold := cold_start(trace)) is not None:
+            took = f"({format_ns(cold.total_ns / ledger.steps)} of {format_ns(ledger.step_ns)})"
+            return None, titled(f"A cold start takes most of {span}: {{name}} {took}.", name=cold_start_of(cold))
         share = percent(idle_ns / ledger.step_ns)
         return None, f"The device is idle {share} of {span} ({format_ns(idle_ns)} of {format_ns(ledger.step_ns)})."
     return _most_work(ledger, span)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lightning_memprof.judge.finding import Finding
+from lightning_memprof.judge.finding import Finding, titled
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.traces import (
     NOTABLE_SHARE,
     Remedy,
@@ -128,7 +129,7 @@ def communication_exposed(trace: TraceReport) -> Finding | None:
     Excludes the wait for other ranks where their traces show it. Recovers at most the exposed collectives, as far as
     there is computation to hide them; nothing where it depends on their result.
     """
-    window, ledger = trace.gpu_window, trace.device_ledger
+    window, ledger = trace.window, trace.device_ledger
     if window is None or not window.window_ns:
         return None
     waited_ns = round(ledger.communicates("rank_wait") * ledger.steps) if ledger is not None else 0
@@ -140,12 +141,16 @@ def communication_exposed(trace: TraceReport) -> Finding | None:
     worst = collectives[0] if collectives else None
     overlapped = window.communication_overlapped_ns / window.communication_ns if window.communication_ns else 0.0
     late = _late(collectives)
-    mostly = f", mostly {_plain(worst.name)}" if worst else ""
+    mostly = ", mostly {name}" if worst else ""
     waited = f", and {format_ns(waited_ns)} wait for other ranks" if waited_ns else ""
     return Finding(
         rule="communication_exposed",
         severity=severity_of(share),
-        title=f"Communication-bound: exposed collectives take {percent(share)} of the time{on_rank(trace)}{mostly}.",
+        title=titled(
+            f"{'Communication-bound: exposed' if share >= POLICY.bound else 'Exposed'} collectives take "
+            f"{percent(share)} of the time{on_rank(trace)}{mostly}.",
+            name=_plain(worst.name) if worst else "",
+        ),
         why=(
             f"{format_ns(exposed_ns)} of {format_ns(window.window_ns)} are exposed{waited}; {percent(overlapped)} "
             "of all communication overlaps kernels"
@@ -208,7 +213,7 @@ def _fixed(
             continue
         fixed_ns = small.median_ns - fewer * max(large.median_ns - small.median_ns, 0) / (more - fewer)
         waited_ns = fixed_ns * sum(each.count for each in alike)
-        is_notable = trace.gpu_window is not None and waited_ns > NOTABLE_SHARE * trace.gpu_window.window_ns
+        is_notable = trace.window is not None and waited_ns > NOTABLE_SHARE * trace.window.window_ns
         if is_notable and fixed_ns >= FIXED_SHARE * small.median_ns:
             found.append((waited_ns, small, large))
     return max(found, key=lambda pair: pair[0])[1:] if found else None
@@ -261,7 +266,7 @@ def _next_steps(
     kind = _kind(collectives[0]) if collectives else "other"
     if kind == "all_reduce" and trace.program.trains and not trace.program.is_ddp:
         kind = "other"
-    overlap, less, window = OVERLAP[kind], SEND_LESS[kind], trace.gpu_window
+    overlap, less, window = OVERLAP[kind], SEND_LESS[kind], trace.window
     if kind == "all_reduce" and (cap := _smaller_cap(trace, collectives)):
         overlap = tuple(choice._replace(text=choice.text.replace(CAP, str(cap))) for choice in SMALLER_BUCKETS)
     # Computation hides no more than it takes itself.
@@ -276,7 +281,7 @@ def _smaller_cap(trace: TraceReport, collectives: Sequence[CollectiveTotals]) ->
     """
     sent = [each for each in collectives if _kind(each) == "all_reduce" and (each.bytes_each or 0) >= SMALL_BYTES]
     each_step = sum((each.bytes_each or 0) * each.count for each in sent) / max(len(trace.steps), 1)
-    window = trace.gpu_window
+    window = trace.window
     is_hidden = window is not None and 2 * window.communication_overlapped_ns > window.communication_ns
     if not each_step or (each_step > FEW_BUCKETS * BUCKET_BYTES and not is_hidden):
         return None

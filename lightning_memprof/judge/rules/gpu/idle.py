@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import action_name
 from lightning_memprof.judge.finding import Finding, Recovery, Severity
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.rules.gpu.allocator import NOTABLE_CALLS, THRASH_NEXT, allocator_share
 from lightning_memprof.judge.rules.gpu.waits import COPY, READS
 from lightning_memprof.judge.rules.profiler import recording_ns
 from lightning_memprof.judge.traces import (
-    LATER,
+    AT_ONCE,
     LAUNCHING,
     MAIN_PART,
     NOTABLE_SHARE,
@@ -21,13 +23,13 @@ from lightning_memprof.judge.traces import (
     SAVED,
     IdleTime,
     Remedy,
+    after_start,
     after_waits,
-    blocking_call,
+    cold_start_of,
     computing,
     exposed_loading,
-    idle_ns,
+    has_graphs,
     idle_time,
-    is_short,
     longest_in,
     on_rank,
     recovered_ns,
@@ -36,7 +38,6 @@ from lightning_memprof.judge.traces import (
     seen_in,
     severity_of,
     shorter_name,
-    total_ns,
     workers_in,
 )
 from lightning_memprof.read.trace.idle import COMPILES
@@ -47,22 +48,24 @@ from lightning_memprof.read.trace.model import (
 )
 from lightning_memprof.units import format_count, format_ns, percent
 
-# A launch takes as long as a kernel below this, so that a device can wait for each launch.
-SHORT_KERNEL_NS: Final = 20_000
+# What the host is in is named by its operator, call or place.
+NAMED: Final = (Part.IDLE_SYNCHRONIZATION, Part.IDLE_OPERATORS, Part.IDLE_PYTHON)
 # What the device waits for may come no sooner.
 SAVED_OF_QUEUE: Final = (0.0, 1.0)
 BETWEEN: Final = "mostly in the short gaps between kernels that are queued"
 UNSEEN: Final = "the host does unrecorded work"
-# Fewer gaps than one for so many kernels are not from launches: those come before nearly each kernel.
-KERNELS_PER_GAP: Final = 20
-# The Python around a launch takes less.
+# The device waits no longer than this for a kernel that is queued behind another one.
+QUEUED_NS: Final = 20_000
+# Nothing between two launches takes as long: the host does something else in such a gap.
 LONG_GAP_NS: Final = 200_000
+# Nothing in a program that launches takes as long, however slow its Python is.
+LONGEST_GAP_NS: Final = 1_000_000
 # Lightning's actions in a trace, and the one around a whole batch.
 ACTION: Final = "[pl][profile]"
 WHOLE_BATCH: Final = "run_training_batch"
 COMPILE: Final = (
-    remedy('Launch fewer and longer kernels: torch.compile(model, mode="reduce-overhead").', "eager", "no graphs"),
-    remedy('Launch each compiled part at once: torch.compile(model, mode="reduce-overhead").', "compiled", "no graphs"),
+    remedy(f"Launch fewer and longer kernels: torch.compile(model{AT_ONCE}).", "eager", "no graphs"),
+    remedy(f"Launch each compiled part at once: torch.compile(model{AT_ONCE}).", "compiled", "no graphs"),
 )
 NEXT: Final[dict[Part, tuple[Remedy | str, ...]]] = {
     Part.IDLE_SYNCHRONIZATION: READS,
@@ -122,6 +125,13 @@ UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, P
 
 
 MOVE: Final = "Move this code out of the step: {place}."
+SHORTEN: Final = "Find the slow lines in {place}: python -m cProfile shows the functions that it calls."
+ON_DEVICE: Final = "Make the tensor on the GPU: {call}(..., device={device}); {operator} runs on the CPU."
+RUN_THERE: Final = "Run {operator} on the GPU: move its tensors there once, tensor.to({device}); it runs on the CPU."
+# Operators that make tensors.
+MAKES: Final = re.compile(
+    r"aten::(rand|randn|randint|randperm|empty|zeros|ones|full|arange|linspace|eye|normal|tensor)(?:_like)?\Z"
+)
 SAVE: Final = ("Save checkpoints less often, or in the background: torch.distributed.checkpoint.async_save.",)
 SAVES: Final = re.compile("checkpoint|state_dict", re.IGNORECASE)
 # Ranges that are the training itself.
@@ -139,58 +149,74 @@ def gpu_idle(trace: TraceReport) -> Finding | None:
     if idle is None:
         return None
     # Idle time that no other rule reports is this one's.
-    elsewhere = _reported_elsewhere(trace)
-    rest_ns = idle.certain_ns - sum(cause.total_ns for cause in idle.causes if cause.cause in elsewhere)
+    elsewhere = [cause for cause in idle.causes if cause.cause in _reported_elsewhere(trace)]
+    rest_ns = idle.total_ns - sum(cause.total_ns for cause in elsewhere)
     waits = after_waits(trace)
     own_ns = rest_ns - (waits.own_ns if waits else 0)
-    share = rest_ns / idle.span_ns
-    if own_ns <= NOTABLE_SHARE * idle.span_ns:
-        return None
-    causes = [cause for cause in idle.causes if cause.cause not in elsewhere and cause.total_ns > 0]
-    causes.sort(key=lambda cause: cause.total_ns, reverse=True)
+    cold_ns = sum(cause.total_ns for cause in elsewhere if cause.cause == Part.COLD_START)
+    if own_ns <= POLICY.note * idle.span_ns or cold_ns >= MAIN_PART * idle.span_ns:
+        return _cold_start(trace, idle)
+    causes = [cause for cause in idle.causes if cause not in elsewhere and cause.total_ns > 0]
     main = causes[0] if causes else None
-    kernels = sum(kernel.count for kernel in computing(trace))
-    mean_ns = round(total_ns(computing(trace)) / kernels) if kernels else 0
-    cold = _cold_start(trace, main, rest_ns)
     launching_ns = sum(cause.total_ns for cause in causes if cause.cause in LAUNCHING)
-    is_launching = main is not None and launching_ns >= MAIN_PART * rest_ns > main.longest_ns and cold is None
-    is_short_work = 0 < mean_ns <= SHORT_KERNEL_NS and not _in_long_gaps(main, kernels)
-    launch_bound = is_launching and is_short_work and not _is_other_call(main)
+    is_launching = _is_between(main) or (launching_ns >= MAIN_PART * rest_ns and _launches(trace, main))
     # Without the recording, the host is faster by its cost; other causes than the main one stay.
-    of_recording = 0 if trace.steady is not None else min(max(recording_ns(trace)[:2]), launching_ns)
-    is_sample = is_short(trace) or cold is not None
-    worth = None if cold else _recovery(trace, own_ns, main, launch_bound=launch_bound)
-    activity = "launches" if launch_bound else cold or _activity(trace, main, rest_ns, kernels, mean_ns)
-    stake = min((own_ns - of_recording) / idle.span_ns, worth.max / worth.whole if worth else 1.0)
+    own_ns -= 0 if trace.steady is not None else min(max(recording_ns(trace)), launching_ns)
+    worth = _recovery(trace, own_ns, main, is_launching=is_launching)
+    stake = worth.share if worth else own_ns / idle.span_ns
+    bound = is_launching and not _is_between(main) and launching_ns >= MAIN_PART * idle.span_ns
+    kernels = sum(kernel.count for kernel in computing(trace))
+    activities = _activities(trace, main, rest_ns, is_launching=is_launching)
     return Finding(
         rule="gpu_idle",
-        severity=Severity.INFO if is_sample else severity_of(stake),
-        title=_sentence(trace, idle, share, activity),
-        why=_why(trace, idle, causes, kernels, mean_ns),
-        remedies=(
-            remedies(trace, *LATER)
-            if is_sample
-            else _next_steps(trace, main, kernels, is_launching=launch_bound or _is_between(main, kernels, mean_ns))
-        ),
+        severity=severity_of(stake),
+        title=_sentence(trace, idle, elsewhere, activities, bound=bound),
+        why=_why(trace, idle, causes, kernels),
+        remedies=_next_steps(trace, main, is_launching=is_launching),
         evidence=longest_in(trace, main.longest_start_ns, main.longest_ns) if main else seen_in(trace),
         numbers={
-            "idle_share": idle.certain_ns / idle.span_ns,
-            "idle_ns": idle.certain_ns,
-            "window_ns": idle.span_ns,
-            "launch_bound": launch_bound,
-            "cold_start": cold is not None,
-            "causes_ns": {cause.cause: cause.total_ns for cause in idle.causes},
+            **_numbers(idle),
+            "launch_bound": bound,
+            "cold_start": False,
             "main_cause": main.cause if main else None,
             "kernels": kernels,
-            "mean_kernel_ns": mean_ns,
         },
         weight=stake,
         recovers=worth,
     )
 
 
-def _recovery(trace: TraceReport, own_ns: int, main: IdleCause | None, *, launch_bound: bool) -> Recovery | None:
-    causes = LAUNCHING if launch_bound else (main.cause,) if main else ()
+def _numbers(idle: IdleTime) -> dict[str, Any]:
+    return {
+        "idle_share": idle.total_ns / idle.span_ns,
+        "idle_ns": idle.total_ns,
+        "window_ns": idle.span_ns,
+        "causes_ns": {cause.cause: cause.total_ns for cause in idle.causes},
+    }
+
+
+def _cold_start(trace: TraceReport, idle: IdleTime) -> Finding | None:
+    """Note what the device waits for once: a program pays its start in the first steps only."""
+    cold = next((cause for cause in idle.causes if cause.cause == Part.COLD_START), None)
+    if cold is None or cold.total_ns <= POLICY.note * idle.span_ns:
+        return None
+    share, what = percent(cold.total_ns / idle.span_ns), cold_start_of(cold)
+    return Finding(
+        rule="gpu_idle",
+        severity=Severity.INFO,
+        title=_fitting(
+            f"The GPU is idle {share} of the time{on_rank(trace)} in a cold start",
+            iter((f": {what} ({format_ns(cold.longest_ns)})", f": {what}", "")),
+        ),
+        why=f"The GPU is idle for {format_ns(cold.total_ns)} of {format_ns(idle.span_ns)} in calls made once.",
+        remedies=after_start(trace, cold),
+        evidence=longest_in(trace, cold.longest_start_ns, cold.longest_ns),
+        numbers={**_numbers(idle), "launch_bound": False, "cold_start": True, "main_cause": Part.COLD_START},
+    )
+
+
+def _recovery(trace: TraceReport, own_ns: int, main: IdleCause | None, *, is_launching: bool) -> Recovery | None:
+    causes = LAUNCHING if is_launching and main and main.cause in LAUNCHING else (main.cause,) if main else ()
     saves = SAVED_OF_QUEUE if causes == (Part.IDLE_QUEUE,) else SAVED
     return recovered_ns(trace.device_ledger, saves, *causes, recorded_ns=own_ns)
 
@@ -198,134 +224,137 @@ def _recovery(trace: TraceReport, own_ns: int, main: IdleCause | None, *, launch
 def _reported_elsewhere(trace: TraceReport) -> tuple[Part, ...]:
     # In a steady state the run's own findings have it.
     has_other = trace.steady is not None or exposed_loading(trace) is not None
-    loading: tuple[Part, ...] = (Part.IDLE_DATA,) if has_other else ()
+    loading: tuple[Part, ...] = (Part.COLD_START, Part.IDLE_DATA) if has_other else (Part.COLD_START,)
     return (*loading, Part.IDLE_ALLOCATOR) if allocator_share(trace) > NOTABLE_CALLS else loading
 
 
-def _cold_start(trace: TraceReport, main: IdleCause | None, rest_ns: int) -> str | None:
-    """Return what the device waited for while something was loaded or recorded once, if that explains the idle time."""
-    if main is not None and main.longest_ns >= MAIN_PART * rest_ns:
-        begin = main.longest_start_ns or 0
-        for call in trace.runtime_calls:
-            if "GraphInstantiate" in call.name and 0 <= (call.longest_start_ns or 0) - begin <= main.longest_ns:
-                return (
-                    f"mostly in one gap of {format_ns(main.longest_ns)}, in which the host records a graph of kernels"
-                )
-    ledger = trace.device_ledger
-    lines = ledger.of("cold_start") if ledger is not None else ()
-    if ledger is None or not lines or ledger.ns("cold_start") * ledger.steps < MAIN_PART * rest_ns:
-        return None
-    name = lines[0].name or lines[0].operator or "a call"
-    took = "torch.compile took" if name.endswith(COMPILES) else f"{shorter_name(name)} took"
-    return f"mostly in a cold start: {took} {format_ns(lines[0].longest_ns or 0)}"
+def _launches(trace: TraceReport, main: IdleCause | None) -> bool:
+    """Return whether the host is launching for most of the idle time that the main cause has."""
+    if main is None or main.cause not in LAUNCHING or _is_unseen(trace, main) or _is_other_call(main):
+        return False
+    return main.long_ns < (LONG_GAP_NS if main.mostly_in and not main.launches else LONGEST_GAP_NS)
 
 
-def _activity(trace: TraceReport, main: IdleCause | None, rest_ns: int, kernels: int, mean_ns: int) -> str | None:
+def _activities(trace: TraceReport, main: IdleCause | None, rest_ns: int, *, is_launching: bool) -> Iterator[str]:
+    """Yield what the host does meanwhile, the most precise first."""
     if main is None:
-        return None
+        yield ""
+        return
+    if _is_between(main):
+        yield f", {BETWEEN}"
+    elif is_launching:
+        where = ", mostly in the optimizer" if _in_optimizer(trace) else ""
+        yield f", while the host prepares kernels{where}"
+        yield f"{where or ', while the host prepares kernels'}"
+        yield ""
+    name = "" if main.cause == Part.IDLE_QUEUE else shorter_name(action_name(main.mostly_in.removeprefix(ACTION)))
+    name = "" if name == WHOLE_BATCH else name
     if main.longest_ns >= MAIN_PART * rest_ns:
-        named = blocking_call(trace, main) if main.cause == Part.IDLE_QUEUE else main.mostly_in
-        where = f" ({shorter_name(named)})" if named else ""
-        return f"mostly in one gap of {format_ns(main.longest_ns)}: {_what(trace, main)}{where}"
-    if _is_between(main, kernels, mean_ns):
-        return BETWEEN
-    if main.cause == Part.IDLE_SYNCHRONIZATION and main.mostly_in:
-        return f"mostly while the host waits in {shorter_name(main.mostly_in)}"
-    if main.cause in {Part.IDLE_PYTHON, Part.IDLE_OPERATORS} and _in_long_gaps(main, kernels):
-        return f"mostly while {_doing(trace, main)}, half of it in gaps of {format_ns(main.long_ns)} or more"
-    return f"mostly while {_what(trace, main)}"
+        gap = f", mostly in one gap of {format_ns(main.longest_ns)}"
+        yield from (f"{gap}: {_what(trace, main)} ({name})", f"{gap} ({name})") if name else ()
+        yield f"{gap}: {_what(trace, main)}"
+        yield gap
+    if (
+        main.cause in {Part.IDLE_SYNCHRONIZATION, Part.IDLE_OPERATORS, Part.IDLE_PYTHON}
+        and name
+        and not _compiles(main)
+    ):
+        yield f", mostly while the host {'waits' if main.cause == Part.IDLE_SYNCHRONIZATION else 'is'} in {name}"
+    yield f", mostly while {_what(trace, main)}"
+    yield ""
 
 
-def _in_long_gaps(main: IdleCause | None, kernels: int) -> bool:
-    """Return whether half of the time is in few gaps: a host that launches too slowly makes the device wait often."""
-    return main is not None and main.long_ns >= LONG_GAP_NS and main.long_count * KERNELS_PER_GAP <= kernels
+def _compiles(cause: IdleCause) -> bool:
+    return cause.mostly_in.endswith(COMPILES)
 
 
 def _is_unseen(trace: TraceReport, cause: IdleCause) -> bool:
     """Return whether the host ran what was not recorded: the trace has nothing of it but calls of the runtime."""
     calls = sum(call.count for call in trace.runtime_calls)
-    return cause.cause == Part.IDLE_PYTHON and trace.host_events == calls > 0
+    return cause.cause in {Part.IDLE_PYTHON, *LAUNCHING[2:]} and trace.host_events == calls > 0
 
 
 def _is_other_call(cause: IdleCause | None) -> bool:
-    return cause is not None and cause.cause == Part.IDLE_LAUNCH and OTHER_CALL.match(cause.mostly_in) is not None
+    return cause is not None and cause.cause in LAUNCHING[2:] and OTHER_CALL.match(cause.mostly_in) is not None
 
 
 def _what(trace: TraceReport, cause: IdleCause) -> str:
     if _is_other_call(cause):
         return f"the host is in {cause.mostly_in}"
-    if cause.mostly_in.endswith(COMPILES):
+    if _compiles(cause):
         return "torch.compile compiles"
     if cause.cause == Part.IDLE_QUEUE:
         return f"the next kernel is {cause.cause.label}"
-    return UNSEEN if _is_unseen(trace, cause) else f"the host is in {cause.cause.label}"
+    is_unseen = cause.cause == Part.IDLE_PYTHON and _is_unseen(trace, cause)
+    return UNSEEN if is_unseen else f"the host is in {cause.cause.label}"
 
 
-def _is_between(main: IdleCause | None, kernels: int, mean_ns: int) -> bool:
-    """Return whether a device waits in the short gaps between short kernels, which are queued."""
-    return (
-        main is not None
-        and main.cause == Part.IDLE_QUEUE
-        and kernels > 0
-        and max(mean_ns, main.total_ns / main.count) <= SHORT_KERNEL_NS
+def _is_between(main: IdleCause | None) -> bool:
+    """Return whether a device waits in the short gaps between kernels that are queued."""
+    return main is not None and main.cause == Part.IDLE_QUEUE and main.total_ns <= QUEUED_NS * main.count
+
+
+def _sentence(
+    trace: TraceReport, whole: IdleTime, elsewhere: list[IdleCause], activities: Iterator[str], *, bound: bool
+) -> str:
+    """Return the title: of the host's activities the first one that fits."""
+    by_cause = {cause.cause: cause.total_ns / whole.span_ns for cause in elsewhere}
+    labels = {part: part.label for part in by_cause}
+    if trace.steady is not None:
+        labels[Part.IDLE_DATA] = "data, hooks and callbacks"
+    apart = [f"{labels[part]} ({percent(taken)})" for part, taken in by_cause.items() if taken >= POLICY.note]
+    begin = f"{'Launch-bound: the' if bound else 'The'} GPU is idle {{}} of the time{on_rank(trace)}"
+    share = whole.total_ns / whole.span_ns
+    idle = begin.format(percent(share - sum(by_cause.values()))) + (
+        f" apart from {' and '.join(apart)}" if apart else ""
     )
+    if len(idle) >= POLICY.title:
+        idle = begin.format(percent(share))
+    return _fitting(idle, activities)
 
 
-def _sentence(trace: TraceReport, whole: IdleTime, share: float, activity: str | None) -> str:
-    loading = idle_ns(trace, Part.IDLE_DATA) / whole.span_ns
-    more = f"; another {percent(loading)} for data, transfers, hooks and callbacks"
-    end = f"{more if trace.steady is not None and loading >= NOTABLE_SHARE else ''}."
-    least = "at least " if whole.is_least else ""
-    idle = f"the GPU is idle {least}{percent(share)} of the time{on_rank(trace)}"
-    if trace.steady is None and exposed_loading(trace) is not None:
-        idle = f"apart from data loading ({percent(loading)}), {idle}"
-    if activity == "launches":
-        where = ", mostly in the optimizer" if _in_optimizer(trace) else ""
-        return f"Launch-bound: {idle}, while the host prepares kernels{where}{end}"
-    idle = idle[0].upper() + idle[1:]
-    return f"{idle}, {activity}{end}" if activity else f"{idle}{end}"
+def _fitting(begin: str, ends: Iterator[str]) -> str:
+    """Return a title with the first end that fits."""
+    return next(title for end in ends if len(title := f"{begin}{end}.") <= POLICY.title or not end)
 
 
 def _in_optimizer(trace: TraceReport) -> bool:
     return trace.host_ledger is not None and trace.host_ledger.share("optimizer") >= MAIN_PART
 
 
-def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int, mean_ns: int) -> str:
+def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int) -> str:
     if (steady := trace.steady) is not None:
-        return _why_steady(trace, steady, causes, count, mean_ns)
-    kernels = f"; {format_count(count, 'kernel')}, {format_ns(mean_ns)} on average" if count else ""
+        return _why_steady(trace, steady, causes, count)
     span = f"{format_ns(idle.total_ns)} of {format_ns(idle.span_ns)}"
-    unsure = format_ns(idle.total_ns - idle.certain_ns)
-    before = f" Up to {unsure} before the first kernel may belong to the previous step." if idle.is_least else ""
-    named = [f"; {format_ns(cause.total_ns)} while {_doing(trace, cause)}" for cause in causes[:2]]
+    named = [f"{format_ns(cause.total_ns)} while {_doing(trace, cause)}" for cause in causes[:2]]
     stacks = " Recording Python stacks slows the host." if "with_stack" in trace.recorded_with else ""
-    short = " The trace is short." if is_short(trace) else ""
-    return f"The GPU is idle for {span}{''.join(named)}{kernels}.{before}{stacks}{short}"
+    kernels = f"it runs {format_count(count, 'kernel')}" if count else ""
+    told = "; ".join(part for part in (*named, kernels) if part)
+    return f"The GPU is idle for {span}{f': {told}' if told else ''}.{stacks}"
 
 
-def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], count: int, mean_ns: int) -> str:
+def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], count: int) -> str:
     steps = len(trace.steps)
     waits = [f"{format_ns(cause.total_ns / steps)} while {_doing(trace, cause)}" for cause in causes[:2]]
     if steady.others_ns >= NOTABLE_SHARE * steady.step_ns:
         waits.append(f"{format_ns(steady.others_ns)} for data, transfers, hooks and callbacks")
-    kernels = f" It runs {format_count(round(count / steps), 'kernel')} per step, {format_ns(mean_ns)} each."
+    kernels = f" and runs {format_count(round(count / steps), 'kernel')}" if count else ""
     return (
-        f"A step outside windows takes {format_ns(steady.step_ns)}; the GPU works for {format_ns(steady.busy_ns)}. In "
-        f"the rest it waits: {', '.join(waits)} (divided as in {format_count(steps, 'recorded step')})."
-        f"{kernels if count else ''}"
+        f"A step outside windows takes {format_ns(steady.step_ns)}; the GPU works for {format_ns(steady.busy_ns)}"
+        f"{kernels}. In the rest it waits: {', '.join(waits)} (divided as in {format_count(steps, 'recorded step')})."
     )
 
 
 def _doing(trace: TraceReport, cause: IdleCause) -> str:
     """Return what the host does meanwhile, and mostly in which action, call or operator."""
-    name = action_name(cause.mostly_in.removeprefix(ACTION))
+    # A kernel is not what it waits for, and the action around all others names nothing.
+    name = "" if cause.cause == Part.IDLE_QUEUE else action_name(cause.mostly_in.removeprefix(ACTION))
     what = _what(trace, cause)
-    # The action around all others names nothing.
     return what + (f" (mostly {shorter_name(name)})" if name not in {"", WHOLE_BATCH} and name not in what else "")
 
 
-def _next_steps(trace: TraceReport, main: IdleCause | None, kernels: int, *, is_launching: bool) -> tuple[str, ...]:
-    named = _by_name(trace, main, kernels)
+def _next_steps(trace: TraceReport, main: IdleCause | None, *, is_launching: bool) -> tuple[str, ...]:
+    named = _by_name(trace, main)
     if is_launching:
         # The optimizer's own remedy is the last one.
         return remedies(trace, *named, *(reversed(LAUNCH_NEXT) if _in_optimizer(trace) else LAUNCH_NEXT))
@@ -333,22 +362,12 @@ def _next_steps(trace: TraceReport, main: IdleCause | None, kernels: int, *, is_
         return named
     if main is None or _is_unseen(trace, main):
         return UNKNOWN_NEXT
-    lines = trace.device_ledger.of("idle_python") if trace.device_ledger is not None else ()
-    place = next((line.name for line in lines if "): " in line.name), None)
-    if main.cause == Part.IDLE_PYTHON and place:
-        return (MOVE.format(place=place),)
-    choices: tuple[Remedy | str, ...] = NEXT.get(main.cause, LAUNCH_NEXT)
     if main.cause != Part.IDLE_PYTHON:
-        return remedies(trace, *choices)
-    is_long = _in_long_gaps(main, kernels)
-    choices = (*_elsewhere(main), *choices) if is_long else choices
-    # Many short gaps are the calls of operators and modules; code that can move is one gap per step.
-    is_scattered = bool(trace.steps) and main.longest_ns * len(trace.steps) < MAIN_PART * main.total_ns
-    before = LAUNCH_NEXT if is_scattered and not is_long else ()
-    return remedies(trace, *before, *choices, *(() if is_long else COMPILE))
+        return remedies(trace, *NEXT.get(main.cause, LAUNCH_NEXT))
+    return remedies(trace, *_elsewhere(main), *NEXT[Part.IDLE_PYTHON])
 
 
-def _by_name(trace: TraceReport, main: IdleCause | None, kernels: int) -> tuple[str, ...]:
+def _by_name(trace: TraceReport, main: IdleCause | None) -> tuple[str, ...]:
     """Return the next step for what the host is in for most of the idle time, if it is not launching."""
     if main is None:
         return ()
@@ -358,15 +377,23 @@ def _by_name(trace: TraceReport, main: IdleCause | None, kernels: int) -> tuple[
         return (workers_in(trace.device_ledger, in_one=main.longest_ns >= MAIN_PART * main.total_ns).text,)
     if (step := next((step for name, step in BY_NAME if name.search(main.mostly_in)), None)) is not None:
         return (step,)
+    if main.cause == Part.IDLE_OPERATORS and main.mostly_in and not main.launches and main.long_ns >= LONG_GAP_NS:
+        made = MAKES.match(main.mostly_in)
+        operator = shorter_name(main.mostly_in)
+        text, call = (ON_DEVICE, f"torch.{made[1]}") if made else (RUN_THERE, "")
+        return (text.format(call=call, operator=operator, device='"cuda"' if has_graphs(trace) else "device"),)
     takes = f"it takes up to {format_ns(main.longest_ns)} on the host"
-    if main.cause == Part.IDLE_OPERATORS and main.mostly_in and _in_long_gaps(main, kernels):
-        return (f"Call {main.mostly_in} less often, or on tensors on the GPU: {takes}.",)
     return (f"Call {main.mostly_in} once, before the steps: {takes}.",) if _is_other_call(main) else ()
 
 
 def _elsewhere(main: IdleCause) -> tuple[str, ...]:
-    """Return what to do with a range that has most of the idle time, without parts of the training itself."""
+    """Return what to do with the place that has most of the idle time in Python: one with launches cannot move."""
     name = action_name(main.mostly_in.removeprefix(ACTION))
     if SAVES.search(name):
         return SAVE
-    return () if not name or OF_A_STEP.search(name) else (f"Call it less often, or elsewhere: {name}.",)
+    if main.apart_ns >= NOTABLE_SHARE * main.total_ns:
+        place = action_name(main.apart.removeprefix(ACTION))
+        if "): " in place:
+            return (MOVE.format(place=place),)
+        return () if not place or OF_A_STEP.search(place) else (f"Call it less often, or elsewhere: {place}.",)
+    return (SHORTEN.format(place=name),) if "): " in name else ()

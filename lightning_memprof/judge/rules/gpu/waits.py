@@ -6,13 +6,14 @@ from typing import Any, Final
 
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import Finding, Severity
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.traces import (
     BESIDE_THE_STEP,
     CAUSES,
     NOTABLE_SHARE,
     Remedy,
     after_waits,
-    is_short,
+    is_brief,
     longest_in,
     on_rank,
     recovered_ns,
@@ -52,7 +53,7 @@ def synchronization(trace: TraceReport) -> Finding | None:
     Recovers at most the gaps, and the time that the host waits; nothing where the host prepares work for longer than
     the device takes for it.
     """
-    window, found = trace.gpu_window, after_waits(trace)
+    window, found = trace.window, after_waits(trace)
     if window is None or found is None:
         return None
     calls, gap_ns, count = found.calls, found.gap_ns, found.number
@@ -61,7 +62,7 @@ def synchronization(trace: TraceReport) -> Finding | None:
     often = f"{times(round(count / steps))} per step" if count >= steps > 1 else times(count)
     return Finding(
         rule="synchronization",
-        severity=Severity.INFO if is_short(trace) else severity_of(own),
+        severity=Severity.INFO if is_brief(trace) else severity_of(own),
         title=(f"The host waits for the GPU {often}{on_rank(trace)}; the GPU then idles {percent(share)} of the time."),
         why=(
             f"After these calls the GPU's queue is empty for {format_ns(gap_ns)} of {format_ns(window.window_ns)}: "
@@ -93,8 +94,6 @@ def _named(calls: tuple[Synchronization, ...]) -> str:
     )
 
 
-# Below 1%, pinned memory, which takes time to allocate and cannot be swapped, does not pay off.
-NOTABLE_COPIES: Final = 0.01
 COPY_NEXT: Final = {
     "HtoD": (
         remedy(
@@ -129,7 +128,7 @@ def blocking_transfers(trace: TraceReport) -> list[Finding]:
 
 def _transfer(trace: TraceReport, copies: Copies) -> Finding | None:
     share = _exposed_share(trace, copies)
-    if share <= NOTABLE_COPIES:
+    if share <= POLICY.note:
         return None
     is_round_trip = any(_is_return(copies, other) for other in trace.copies)
     return Finding(
@@ -170,7 +169,7 @@ def exposed_copies(trace: TraceReport) -> list[Finding]:
 
 
 def _exposed(trace: TraceReport, copies: Copies, share: float) -> Finding:
-    window = trace.gpu_window
+    window = trace.window
     running = (window.compute_ns + window.communication_exposed_ns) / window.window_ns if window else 0.0
     # Copies beside kernels can hide no longer than these run.
     next_steps = (SEND_LESS, SIDE) if share > running else (SIDE, SEND_LESS)
@@ -191,7 +190,7 @@ def _exposed(trace: TraceReport, copies: Copies, share: float) -> Finding:
 def _exposed_share(trace: TraceReport, copies: Copies) -> float:
     # A copy from pageable memory blocks the host until it ends: without the overlap its total time counts.
     exposed_ns = copies.total_ns if copies.exposed_ns is None else copies.exposed_ns
-    return exposed_ns / trace.gpu_window.window_ns if trace.gpu_window and trace.gpu_window.window_ns else 0.0
+    return exposed_ns / trace.window.window_ns if trace.window and trace.window.window_ns else 0.0
 
 
 def _amount(copies: Copies) -> str:
@@ -202,7 +201,7 @@ def _amount(copies: Copies) -> str:
 
 def _of_copies(trace: TraceReport, copies: Copies, share: float, saved: float) -> dict[str, Any]:
     """Return evidence, numbers and worth of copies: of all time they take ``share``, and a remedy saves ``saved``."""
-    window_ns = trace.gpu_window.window_ns if trace.gpu_window else 0
+    window_ns = trace.window.window_ns if trace.window else 0
     return {
         "evidence": longest_in(trace, copies.longest_start_ns, copies.total_ns // max(copies.count, 1)),
         "numbers": {

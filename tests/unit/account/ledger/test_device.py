@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kineto import write_trace
-from lightning_memprof.account.ledger.device import device_ledger
+from lightning_memprof.account.ledger.device import device_account
 from lightning_memprof.account.ledger.model import TimeLedger
-from lightning_memprof.account.parts import Part
+from lightning_memprof.account.parts import PARTS, Part
 from lightning_memprof.read.trace.columns import Kind, TraceColumns, step_spans
 from lightning_memprof.read.trace.device import device_events, device_steps
 from lightning_memprof.read.trace.report import trace_report
 
+IDLE = tuple(part for part in PARTS if part.group == "device idle" and part is not Part.IDLE_UNKNOWN)
 HOST, AUTOGRAD, OTHER_THREAD, STREAM, OTHER_STREAM = 1, 2, 3, 7, 9
 
 
@@ -372,10 +373,14 @@ def test_the_lines_sum_to_the_steps_whatever_the_trace_has(made):
         origin_ns=0,
     )
     device, steps = device_events(columns), step_spans(columns)
-    found = device_ledger(columns, device, steps)
-    if found is None:
+    account = device_account(columns, device, steps)
+    if account is None:
         assert not len(device.busy.starts) or not any(step.end > step.start for step in steps)
         return
+    found = account.ledger
+    idle_ns = found.ns(*IDLE) * found.steps
+    assert sum(cause.total_ns for cause in account.idle) == round(idle_ns) - account.unsure_ns
+    assert all(cause.longest_ns <= cause.total_ns <= cause.count * cause.longest_ns for cause in account.idle)
     whole = found.step_ns * found.steps
     assert sum(round(line.ns * found.steps) for line in found.lines) == round(whole)
     assert all(line.ns > 0 for line in found.lines)

@@ -10,7 +10,7 @@ import pytest
 from device_traces import BASE_NS, GEMM, Recording, paired_ranks
 from ledger_lines import held, out_of_bounds
 from lightning_memprof.account.ledger.ranks import across_ranks
-from lightning_memprof.judge import Finding, Severity, examine_files
+from lightning_memprof.judge import Finding, Severity, examine_files, nothing_in_files
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.read.trace.report import trace_report
 
@@ -60,12 +60,12 @@ def test_loading_that_outlasts_the_devices_work_is_input_bound(tmp_path: Path) -
             made.python(15_000)
 
     finding = found(training(tmp_path / "slow.pt.trace.json", before=load))["input_bound"]
-    assert finding.severity is Severity.WARNING
+    assert finding.severity is Severity.CRITICAL
     whole, longest = finding.evidence
     assert (whole.steps, whole.start_ns) == ((5, 8), BASE_NS + 1_000_000)
     assert longest.steps is not None
     assert longest.start_ns is not None
-    assert longest.start_ns > BASE_NS + 10_000_000
+    assert longest.start_ns >= BASE_NS + 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,8 @@ def test_short_kernels_leave_the_device_idle(tmp_path: Path) -> None:
     assert finding.numbers["causes_ns"]["idle_operators"] > finding.numbers["idle_ns"] / 2
     assert finding.recovers is not None
     assert (finding.recovers.min, finding.recovers.whole) == (finding.recovers.max / 2, KERNELS * 25_000)
-    assert 0.8 < finding.recovers.max / finding.recovers.whole < 0.85  # 20 of 25 us at each kernel
+    # 20 of 25 us at each kernel, without 1 us for the recording of its launch and its operator each.
+    assert 0.74 < finding.recovers.max / finding.recovers.whole < 0.78
 
 
 def test_values_that_are_read_in_a_step_leave_the_device_idle_after_them(tmp_path: Path) -> None:
@@ -323,7 +324,7 @@ def test_idle_time_beside_loading_is_said_apart_from_it(tmp_path: Path) -> None:
             made.launch(200)
         made.synchronize()
     sentence = found(made.write(tmp_path / "bare.pt.trace.json"))["gpu_idle"].title
-    assert "part from data loading (" in sentence
+    assert "apart from data wait (" in sentence
     assert "for data" not in sentence
 
 
@@ -340,7 +341,8 @@ def test_idle_time_in_a_cold_start_is_not_the_programs(tmp_path: Path) -> None:
                     made.call("cuModuleLoadDataEx", 5)
     finding = found(made.write(tmp_path / "cold.pt.trace.json"))["gpu_idle"]
     assert finding.severity is Severity.INFO
-    assert "mostly in a cold start: cuModuleLoadDataEx took 90.0 ms" in finding.title
+    assert finding.numbers["main_cause"] == "cold_start"
+    assert "cuModuleLoadDataEx (" in finding.title
     assert "torch.profiler.schedule" in finding.next_steps[0]
 
 
@@ -350,7 +352,8 @@ def test_one_call_that_blocks_for_most_of_the_idle_time_is_named(tmp_path: Path)
 
     finding = found(training(tmp_path / "blocked.pt.trace.json", before=block, kernel_us=4))["gpu_idle"]
     assert finding.numbers["launch_bound"] is False
-    assert "in one gap of 463 ms: the host is in synchronization (hipMemcpyWithStream)" in finding.title
+    assert "in one gap of 463 ms" in finding.title
+    assert "(hipMemcpyWithStream)" in finding.title
     assert "non_blocking=True" in finding.next_steps[0]
 
 
@@ -369,7 +372,7 @@ def test_one_long_gap_in_each_step_is_not_launch_bound(tmp_path: Path, seen: boo
     finding = found(made.write(tmp_path / "long.pt.trace.json"))["gpu_idle"]
     assert finding.numbers["launch_bound"] is False
     doing = "is in Python outside operators" if seen else "does unrecorded work"
-    assert f"mostly while the host {doing}, half of it in gaps of 8.0" in finding.title
+    assert f"mostly while the host {doing}." in finding.title
     assert finding.next_steps[0].startswith("Record the Python stacks" if seen else "Record the host too")
 
 
@@ -389,7 +392,7 @@ def test_a_range_that_has_most_of_long_gaps_is_moved(tmp_path: Path, name: str, 
             pass
 
     finding = found(training(tmp_path / "range.pt.trace.json", before=save))["gpu_idle"]
-    assert f"(mostly {name})" in finding.title
+    assert finding.title.endswith(f"mostly while the host is in {name}.")
     assert finding.next_steps[0].startswith(first)
 
 
@@ -492,7 +495,7 @@ def test_python_with_recorded_stacks_names_its_line(tmp_path: Path) -> None:
     assert finding.next_steps == ("Move this code out of the step: train.py(23): augment.",)
 
 
-def test_work_before_the_first_kernel_of_the_steps_is_idle_time_beyond_one_steps_work(tmp_path: Path) -> None:
+def test_before_the_first_kernel_as_long_as_the_longest_one_is_unsure_and_the_rest_is_idle(tmp_path: Path) -> None:
     def prepare(made: Recording) -> None:
         with made.inside("images.py(9): normalize", "python_function"):
             made.python(200_000 if made.now < 2_000 else 10)
@@ -500,12 +503,14 @@ def test_work_before_the_first_kernel_of_the_steps_is_idle_time_beyond_one_steps
     path = training(tmp_path / "prepared.pt.trace.json", before=prepare)
     finding = found(path)["gpu_idle"]
     report = trace_report(path)
-    assert report.gpu_window is not None
-    busy_us = STEPS * KERNELS * KERNEL_US
-    assert finding.numbers["idle_ns"] == pytest.approx((200_000 - busy_us / STEPS) * 1_000, rel=0.01)
-    # 190 of the 240 ms until the device is done.
-    assert finding.title.startswith("The GPU is idle at least 79% of the time, mostly in one gap of 200 ms")
-    assert "Up to 10.0 ms before the first kernel may belong to the previous step." in finding.why
+    assert (report.unsure_ns, report.window and report.window.idle_ns) == (
+        KERNEL_US * 1_000,
+        finding.numbers["idle_ns"],
+    )
+    assert finding.numbers["idle_ns"] == pytest.approx(200_000_000, rel=0.01)
+    # 200 of the 240 ms until the device is done.
+    assert finding.numbers["idle_share"] == pytest.approx(200 / 240, rel=0.01)
+    assert sum(cause.total_ns for cause in report.idle) == report.window.idle_ns
     assert finding.next_steps == ("Move this code out of the step: images.py(9): normalize.",)
 
 
@@ -519,34 +524,112 @@ def test_idle_time_that_the_recording_explains_is_only_info(tmp_path: Path) -> N
 
     def severity(functions: int) -> Severity:
         path = tmp_path / f"{functions}.pt.trace.json"
-        return found(training(path, lambda made, kernel: slowed(made, kernel, functions)))["gpu_idle"].severity
+        report = trace_report(training(path, lambda made, kernel: slowed(made, kernel, functions)))
+        (finding,) = (each for each in examine_files([report], []) if each.rule == "gpu_idle")
+        return finding.severity
 
-    assert severity(5) is Severity.CRITICAL
+    assert severity(5) is Severity.WARNING
     assert severity(240) is Severity.INFO
 
 
-def test_a_few_kernels_are_too_few_for_advice_other_than_to_record_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("operator", "step"),
+    [
+        ("aten::mul", "Run aten::mul on the GPU: move its tensors there once"),
+        ("aten::randn", 'Make the tensor on the GPU: torch.randn(..., device="cuda")'),
+        ("aten::zeros_like", 'Make the tensor on the GPU: torch.zeros(..., device="cuda")'),
+    ],
+)
+def test_an_operator_that_computes_on_the_host_while_a_few_kernels_wait_is_named(
+    tmp_path: Path, operator: str, step: str
+) -> None:
     made = Recording()
-    with made.inside("ProfilerStep#1"):
+    for number in range(4):
+        with made.inside(f"ProfilerStep#{number}"):
+            with made.inside(operator, "cpu_op"):
+                made.python(5)
+                made.work(9_000, "aten::inner_")
+            with made.inside("aten::mm", "cpu_op"):
+                made.launch(3_000)
+    finding = found(made.write(tmp_path / "host.pt.trace.json"))["gpu_idle"]
+    assert finding.severity > Severity.INFO
+    assert finding.numbers["launch_bound"] is False
+    assert finding.next_steps[0].startswith(step)
+
+
+def test_long_gaps_of_python_between_a_few_kernels_are_not_launch_bound(tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("train.py(3): main", "python_function"):
         for _ in range(4):
-            made.work(20_000, "aten::linear")
-            made.launch(5)
-    finding = found(made.write(tmp_path / "sample.pt.trace.json"))["gpu_idle"]
-    assert finding.severity is Severity.INFO
-    assert finding.next_steps == ("Record later steps: torch.profiler.schedule(wait=10, warmup=2, active=3).",)
+            made.python(26_000)
+            made.work(20, "aten::add")
+            made.launch(4)
+    finding = found(made.write(tmp_path / "python.pt.trace.json"))["gpu_idle"]
+    assert finding.numbers["launch_bound"] is False
+    # The launches are in it: it cannot move.
+    assert not finding.next_steps[0].startswith("Move")
+    assert "train.py(3): main" in finding.next_steps[0]
 
 
-def test_the_call_that_the_host_is_in_while_a_kernel_is_queued_is_named(tmp_path: Path) -> None:
+def test_a_place_that_contains_the_launches_cannot_be_moved(tmp_path: Path) -> None:
+    def forward(made: Recording) -> None:
+        with made.inside("model.py(36): forward", "python_function"):
+            for _ in range(KERNELS):
+                made.python(45)
+                with made.inside("aten::addmm", "cpu_op"):
+                    made.python(6)
+                    made.launch(26)
+
     made = Recording()
-    for kernel in range(100):
+    for number in range(STEPS):
+        with made.inside(f"ProfilerStep#{number}"):
+            forward(made)
+    finding = found(made.write(tmp_path / "forward.pt.trace.json", with_stack=1))["gpu_idle"]
+    assert finding.numbers["launch_bound"] is True
+    assert finding.next_steps[0].startswith("Launch fewer and longer kernels")
+
+
+def test_python_inside_a_compiled_region_is_idle_time_of_one_cause(tmp_path: Path) -> None:
+    made = Recording()
+    with (
+        made.inside("ProfilerStep#3"),
+        made.inside("Torch-Compiled Region: 0/0", "cpu_op"),
+        made.inside("/tmp/torchinductor/x.py(25): call", "python_function"),
+    ):
+        for _ in range(90):
+            made.python(100)
+            with made.inside("aten::mm", "cpu_op"):
+                made.launch(70)
+    finding = found(made.write(tmp_path / "compiled.pt.trace.json"))["gpu_idle"]
+    assert finding.severity is Severity.WARNING
+    assert finding.recovers is not None
+    assert finding.recovers.max / finding.recovers.whole == pytest.approx(finding.numbers["idle_share"], rel=0.1)
+    assert finding.next_steps[0].startswith("Launch each compiled part at once")
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_gap_in_which_launched_work_waits_although_nothing_runs_is_left_out(tmp_path: Path, copies: bool) -> None:
+    made = Recording()
+    for number in range(100):
         made.work(20, "aten::linear")
-        if kernel == 50:
+        if number == 50:
             made.free = made.now + 400_000  # the device does nothing that is recorded
+            if copies:
+                made.now += 5
+                made.copy(2, "Memcpy DtoH (Device -> Pageable)", 4)
+                made.events[-2].update(name="hipMemcpyWithStream", dur=made.free - made.events[-2]["ts"] + 1)
+                made.now = made.free
         made.launch(30)
-        if kernel == 50:
+        if number == 50 and not copies:
             made.call("hipMemcpyWithStream", 400_000)
-    finding = found(made.write(tmp_path / "queued.pt.trace.json"))["gpu_idle"]
-    assert "the next kernel is queued, not started (the host is in hipMemcpyWithStream)" in finding.title
+    path = made.write(tmp_path / "queued.pt.trace.json")
+    report = trace_report(path)
+    assert "gpu_idle" not in found(path)
+    assert report.device_ledger is not None
+    assert report.gpu_window is not None
+    assert report.device_ledger.step_ns == report.gpu_window.window_ns < 5_000_000
+    assert report.gpu_window.busy_ns > 0.9 * report.gpu_window.window_ns
+    assert any("400 ms" in text for text in report.missing)
 
 
 def test_short_kernels_that_are_queued_are_too_many(tmp_path: Path) -> None:
@@ -571,7 +654,8 @@ def test_a_launch_bound_optimizer_is_named(tmp_path: Path) -> None:
                 made.work(20, "aten::add_")
                 made.launch(4)
     finding = found(made.write(tmp_path / "sgd.pt.trace.json"))["gpu_idle"]
-    assert finding.title.endswith("while the host prepares kernels, mostly in the optimizer.")
+    assert finding.numbers["launch_bound"] is True
+    assert finding.title.endswith(", mostly in the optimizer.")
     assert finding.next_steps[0] == "Update all parameters at once: torch.optim.SGD(..., fused=True)."
 
 
@@ -592,9 +676,41 @@ def test_compiling_and_the_recording_of_a_graph_are_a_cold_start(how: str, tmp_p
     finding = found(made.write(tmp_path / "compiled.pt.trace.json"))["gpu_idle"]
     assert finding.severity is Severity.INFO
     assert finding.numbers["cold_start"] is True
-    cause = {"compiler": "a cold start: torch.compile took 189 ms", "capture": "the host records a graph"}
+    cause = {"compiler": "torch.compile compiles", "capture": "the host records a CUDA graph"}
     assert cause[how] in finding.title
-    assert finding.next_steps[0].startswith("Record later steps")
+    steps = {"compiler": "Record later steps", "capture": "Record a replay of the graph"}
+    assert finding.next_steps[0].startswith(steps[how])
+
+
+@pytest.mark.parametrize("vendor", ["cuda", "hip"])
+def test_a_trace_of_the_recording_of_a_graph_is_judged_as_that(tmp_path: Path, vendor: str) -> None:
+    made = Recording()
+    made.launch(3)
+    for _ in range(2):
+        made.call(f"{vendor}StreamBeginCapture", 5)
+        for _ in range(40):
+            with made.inside("aten::mm", "cpu_op"):
+                made.call(f"{vendor}LaunchKernel", 60)
+        made.call(f"{vendor}StreamEndCapture", 40)
+        made.call(f"{vendor}GraphInstantiate", 900)
+        made.launch(3)
+    report = trace_report(made.write(tmp_path / "capture.pt.trace.json"))
+    assert not [finding for finding in examine_files([report], []) if finding.severity > Severity.INFO]
+    finding = nothing_in_files([report], ())
+    assert f"the host records a {vendor.upper()} graph" in finding.title
+    assert finding.next_steps[0].startswith("Record a replay of the graph")
+    assert report.idle[0].cause == "cold_start"
+
+
+def test_graphs_that_are_recorded_in_each_step_are_no_cold_start(tmp_path: Path) -> None:
+    def record(made: Recording) -> None:
+        made.call("cudaStreamBeginCapture", 5)
+        made.python(20_000)
+        made.call("cudaGraphInstantiate", 900)
+
+    finding = found(training(tmp_path / "each.pt.trace.json", before=record))["gpu_idle"]
+    assert finding.numbers["cold_start"] is False
+    assert finding.severity > Severity.INFO
 
 
 def test_compiling_in_every_step_is_no_cold_start(tmp_path: Path) -> None:
@@ -611,9 +727,9 @@ def test_compiling_in_every_step_is_no_cold_start(tmp_path: Path) -> None:
 KEEPS = {
     "other call": ("cudaIpcOpenMemHandle", "the host is in cudaIpcOpenMemHandle", "Call cudaIpcOpenMemHandle once"),
     "graph": ("cudaGraphInstantiate", "the host is in cudaGraphInstantiate", "Record each graph of kernels once"),
-    "pinning": ("cudaHostAlloc", "allocator calls", "Keep pinned memory from step to step"),
-    "operator": ("torchvision::nms", "in operators (mostly torchvision::nms)", "Call torchvision::nms less often"),
-    "guards": ("TorchDynamo Cache Lookup", "in operators (mostly TorchDynamo", "Check fewer guards"),
+    "pinning": ("cudaHostAlloc", "in allocator calls", "Keep pinned memory from step to step"),
+    "operator": ("torchvision::nms", "in torchvision::nms", "Run torchvision::nms on the GPU"),
+    "guards": ("TorchDynamo Cache Lookup", "in TorchDynamo Cache Lookup", "Check fewer guards"),
 }
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -142,19 +143,22 @@ def test_a_recording_that_ends_in_the_last_step_ends_the_step(waits_until, ends_
 
 
 @pytest.mark.parametrize(
-    ("apart", "follows", "calls", "is_sample"),
+    ("numbers", "is_sample"),
     [
-        (160, False, 125, True),
-        (160, False, 50, False),
-        (160, True, 125, False),
-        (4, False, 500, False),
-        (4, True, 500, False),
+        pytest.param(sorted(random.Random(1).sample(range(1, 20_000), 125)), True, id="one in 160"),
+        pytest.param(sorted(random.Random(1).sample(range(1, 20_000), 50)), False, id="too few to tell"),
+        pytest.param([*range(1, 20_000, 160), *range(2, 20_000, 1_600)], False, id="calls that follow each other"),
+        pytest.param([*range(30, 6_000, 30)], False, id="steps of a fixed size"),
+        pytest.param(
+            [sum(random.Random(1).choices((20, 30, 40), k=i)) for i in range(1, 200)],
+            False,
+            id="steps of similar sizes",
+        ),
+        pytest.param([*range(1, 2_000, 4)], False, id="a few apart"),
     ],
 )
-def test_a_file_with_one_call_in_many_is_a_sample(apart, follows, calls, is_sample, tmp_path):
-    numbers = range(1, 1 + apart * calls, apart)
+def test_a_file_with_one_call_in_many_is_a_sample(numbers, is_sample, tmp_path):
     made = [event for at in numbers for event in (call(at, at + 1, at), kernel(at + 1, at + 2, at))]
-    made += [call(at, at + 1, at + 1) for at in numbers[::10] if follows]
     found = report(tmp_path, *made)
     assert found.is_sample is is_sample
     assert any(text.startswith("most events") for text in found.missing) is is_sample
@@ -209,7 +213,7 @@ def test_a_kernel_that_starts_long_after_its_launch_was_queued(tmp_path):
 def test_before_a_thread_of_autograd_begins_the_training_thread_tells(tmp_path):
     found = causes(
         tmp_path,
-        event("user_annotation", "ProfilerStep#0", 0, 100),
+        event("user_annotation", "ProfilerStep#0", 0, 50),
         kernel(0, 10),
         event("cpu_op", "aten::loss", 12, 20),
         event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 30, 40, AUTOGRAD),
