@@ -11,7 +11,7 @@ from fake_runs import make_run
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from figures import differences, figures_of, main, targets
+from page_figures import differences, figures_of, main, targets
 from trainings import RAN
 
 
