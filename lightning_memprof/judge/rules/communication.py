@@ -275,7 +275,7 @@ def _longer(rank: int, ranks: Mapping[int, TraceReport], caused_ns: int) -> tupl
     part = max(own, key=lambda part: own[part] - usual[part], default=None)
     if part is None or not all(spent.values()) or own[part] - usual[part] < POLICY.most * caused_ns:
         return ()
-    words, check = LATE_BY[part] if part in LATE_BY else (Part(part).label, "the work")
+    words, check = LATE_BY.get(part, (part, "the work"))
     times = {"own": format_ns(own[part]), "others": format_ns(usual[part])}
     return (COMPARE_PART.filled(rank=rank, part=words, check=check, **times),)
 
@@ -289,7 +289,7 @@ def _on_device(trace: TraceReport) -> dict[str, float]:
 def _on_host(trace: TraceReport) -> dict[str, float]:
     ledger = trace.host_ledger
     parts = {line.part for line in ledger.lines} if ledger else set()
-    return {part.value: ledger.ns(part) * ledger.steps for part in parts} if ledger else {}
+    return {part.label: ledger.ns(part) * ledger.steps for part in parts} if ledger else {}
 
 
 def memory_imbalance(facts: Facts) -> Finding | None:

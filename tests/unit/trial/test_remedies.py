@@ -81,7 +81,7 @@ def test_most_remedies_are_advised_by_a_finding():
     texts = "".join(path.read_text(encoding="utf-8") for path in FINDINGS.rglob("*.py"))
     words = {"workers": "num_workers={", "prefetch": "prefetch_factor={", "threads": "set_num_threads({"}
     words |= {"precision": "precision", "matmul_precision": "set_float32_matmul_precision", "compile": "torch.compile("}
-    words |= {"rare_callback": "Do the work of {name} every N batches", "log_every": "log_every_n_steps=50"}
+    words |= {"rare_callback": "Do the work of {owner} every N batches", "log_every": "log_every_n_steps=50"}
     plain = {kind.name: kind.advice.replace("\\", "") for kind in REMEDIES}
     missing = {name for name, pattern in plain.items() if words.get(name, pattern) not in texts}
     assert missing == set()

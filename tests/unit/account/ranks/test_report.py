@@ -306,7 +306,7 @@ def test_a_rank_that_computes_longer_on_a_cpu_has_a_line_and_no_temperature(
     facts = Facts.of(load_run(directory))
     assert facts.ranks is not None
     late = Straggler(
-        rank=1, host="a", step_ns=100 * MS, caused_ns=50 * MS, caused_share=1.0, cause="compute", own_ns=60 * MS,
+        rank=1, host="a", step_ns=100 * MS, caused_ns=50 * MS, caused_share=1.0, cause=Part.COMPUTE, own_ns=60 * MS,
         others_ns=10 * MS, callback=None,
     )  # fmt: skip
     found = straggler(replace(facts, ranks=replace(facts.ranks, straggler=late)))
