@@ -166,10 +166,6 @@ class Loading(msgspec.Struct, frozen=True, kw_only=True):
         """Return how many workers finish a batch in each step of ``step_ns``, which is without the wait for data."""
         return max(1, math.ceil(self.fetch_ns / step_ns)) if step_ns > 0 else 1
 
-    def step_on(self, cores: float) -> float:
-        """Return the shortest step that workers on so many cores can feed, with any number of workers."""
-        return self.cpu_ns / max(cores, 1.0)
-
 
 def loading(rank: Rank) -> Loading | None:
     """Return the cost of a batch, from the first sample of each worker to its last; None where none has counted.

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from fake_runs import FakeRun, make_run
+from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from ledger_lines import out_of_bounds
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.ranks import across_ranks, log_waits
-from lightning_memprof.judge import examine_files
+from lightning_memprof.judge import Facts, examine, examine_files
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.read.trace.report import trace_report
@@ -176,6 +176,22 @@ def test_the_straggler_of_bare_traces_recovers_what_the_others_wait_and_says_wha
     assert finding.recovers is not None
     assert (finding.recovers.min, finding.recovers.max) == (75_000_000, 75_000_000)
     assert not out_of_bounds([finding], *(trace.host_ledger for trace in traces))
+
+
+def test_of_a_late_rank_in_a_run_and_in_its_traces_the_finding_with_more_steps_counts(tmp_path: Path) -> None:
+    def waits(rank: int, _: int) -> dict[str, int]:
+        late = {"data_wait": 30_000_000} if rank else {"backward": HEALTHY["backward"] + 30_000_000}
+        return {**HEALTHY, **late}
+
+    files = []
+    for rank in range(2):
+        begins = [20_000 * at + (16_000 if rank else 1_000) for at in range(5)]
+        meets = [event("user_annotation", GLOO, begin, 20_000 * at + 17_000, 5) for at, begin in enumerate(begins)]
+        files.append(report(tmp_path, rank, step(100_000), *meets))
+    traces = across_ranks(files)
+    run = load_run(make_run(tmp_path / "run", FakeRun(world_size=2, phases=waits)))
+    (finding,) = (found for found in examine(Facts.of(run, traces=traces)) if found.rule == "straggler")
+    assert finding.numbers["pulse_steps"] > len(traces[0].steps)
 
 
 def test_communication_is_told_apart_from_waiting(tmp_path: Path) -> None:

@@ -62,8 +62,6 @@ def test_the_number_of_workers_is_a_quotient(step_ms: int, wanted: int) -> None:
     cost = Loading(fetch_ns=40 * MS, cpu_ns=10 * MS)
     assert cost.workers_for(step_ms * MS) == wanted
     assert not cost.is_cpu_bound
-    # Each batch needs 10 ms on a core, whatever the number of workers.
-    assert cost.step_on(2) == 5 * MS
 
 
 def test_a_wait_for_a_core_is_not_a_cost_of_the_batch(tmp_path: Path) -> None:
