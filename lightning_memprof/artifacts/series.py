@@ -120,6 +120,7 @@ class LineRow(SeriesRow):
     inside: str | None = None
     looks: Int64 | None = None
     ns: Int64 | None = None
+    asleep_ns: Int64 | None = None
 
 
 class HostRow(SeriesRow, gc=False, omit_defaults=False):

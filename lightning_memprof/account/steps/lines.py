@@ -28,6 +28,7 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True):
 
     ``depth`` is the number of functions around it, ``share`` its share of the time, 0 to 1. The line, its source, the
     function of a library that it calls and the innermost one inside are None where no line has most of the time.
+    ``waits``: the thread mostly sleeps in the function.
     """
 
     function: str
@@ -37,6 +38,7 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True):
     source: str | None = None
     called: str | None = None
     inside: str | None = None
+    waits: bool = False
 
     @property
     def is_helper(self) -> bool:
@@ -85,7 +87,10 @@ def _spot(key: tuple[int, str], inside: Sequence[LineRow], whole: int) -> Spot:
     for row in inside:
         places[row.place if len(row.functions) == depth + 1 else None] += row.ns or 0
     place, ns = places.most_common(1)[0]
-    found = Spot(function=function, share=_ns(inside) / whole, depth=depth)
+    asleep = sum(row.asleep_ns or 0 for row in inside)
+    found = Spot(
+        function=function, share=_ns(inside) / whole, depth=depth, waits=asleep >= MOSTLY * max(_ns(inside), 1)
+    )
     if place is None or ns < MOSTLY * _ns(inside):
         return found
     line = max((row for row in inside if row.place == place), key=lambda row: row.ns or 0)

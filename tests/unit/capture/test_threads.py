@@ -124,6 +124,24 @@ def test_the_lines_of_the_program_have_the_time_of_the_thread_that_runs_them() -
     assert all((row.place or "").startswith("test_threads.py:") for row in inside)
 
 
+@pytest.mark.skipif(CoreWait().read() is None, reason="the kernel does not count the times of threads")
+def test_a_line_that_sleeps_has_its_sleep_and_one_that_computes_has_none() -> None:
+    def compute() -> None:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            sum(range(1000))
+
+    def work() -> None:
+        for _ in range(20):
+            time.sleep(0.02)
+            compute()
+
+    rows = looked_at(work)
+    asleep = {row.source: (row.asleep_ns or 0) / (row.ns or 1) for row in rows if (row.looks or 0) > 5}
+    assert asleep["time.sleep(0.02)"] > 0.5
+    assert asleep["sum(range(1000))"] < 0.25
+
+
 @pytest.mark.skipif(not Path("/proc/self/timerslack_ns").exists(), reason="waits end late on this system")
 def test_a_module_is_seen_in_a_window_that_listens_to_its_forwards() -> None:
     model = Sorter()
