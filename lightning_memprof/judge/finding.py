@@ -92,7 +92,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     ``title`` has cause, size and place, ``why`` the measured evidence, ``remedies`` what to do, the best first.
     ``numbers`` are in base units: bytes, nanoseconds, shares of 1. ``recovers`` is what the first remedy would
     recover, at most what the ledger's line holds; None where nobody can tell. ``weight`` orders findings of one
-    severity: the share of the step, or of the memory, that is at stake.
+    severity: the share of the step, or of the memory, that is at stake. ``owner`` is the function whose time it is,
+    empty where that is not a single one: a function's time is reported once.
     """
 
     rule: str
@@ -104,6 +105,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 0.0
     evidence: tuple[Evidence, ...] = ()
     recovers: Recovery | None = None
+    owner: str = ""
 
     @property
     def next_steps(self) -> tuple[str, ...]:

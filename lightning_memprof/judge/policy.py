@@ -27,7 +27,8 @@ class Policy:
         calls: an action that runs less often in the whole run starts or ends it.
         repeated: what returns in several steps takes this many times its longest step: Python collects everything, and
             a model is compiled, once in a while.
-        always: calls per step from which on an action runs in each step: it may miss the first step, or the last one.
+        save_ns: a checkpoint of small tensors takes less, on a busy machine, too.
+        save_byte_ns: so does each byte: the slowest disks write 20 MB/s.
         owners: findings of a rule, one for each owner; of many slow callbacks the first ones show what to do.
         most: share from which on one cause explains a time.
         padding: share of padding in a batch; lengths vary in every data set, and batches of whole samples are never
@@ -57,7 +58,8 @@ class Policy:
     action_short_ns: int = 2_000_000
     calls: float = 2.5
     repeated: int = 4
-    always: float = 0.95
+    save_ns: int = 200_000_000
+    save_byte_ns: int = 50
     owners: int = 3
     most: float = 0.50
     padding: float = 0.20

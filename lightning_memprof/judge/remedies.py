@@ -156,9 +156,11 @@ METRIC_OF_SUMS: Final = Remedy(
     id="metric_of_sums",
     text="Choose a metric that keeps sums instead of all predictions, such as thresholds=100 for curves.",
 )
+VALIDATE_PER_EPOCH: Final = Remedy(
+    id="validate_per_epoch", text="Validate once per epoch: Trainer(val_check_interval=1.0)."
+)
 VALIDATE_LESS_OFTEN: Final = Remedy(
-    id="validate_less_often",
-    text="Validate once per epoch, Trainer(val_check_interval=1.0), or less often, with check_val_every_n_epoch=5.",
+    id="validate_less_often", text="Validate after every 5th epoch: Trainer(check_val_every_n_epoch=5)."
 )
 VALIDATE_ON_LESS: Final = Remedy(id="validate_on_less", text="Validate on less data: Trainer(limit_val_batches=50).")
 SAVE_LESS_OFTEN: Final = Remedy(
@@ -208,7 +210,257 @@ BREAK_CYCLES: Final = Remedy(
     text="Break the cycles that hold tensors: store no tensor on an object that refers to itself or its owner.",
 )
 
+NO_BENCHMARK: Final = Remedy(
+    id="no_benchmark",
+    text="Leave cuDNN's benchmark off, Trainer(benchmark=False), or pad batches to a few shapes.",
+)
+COMPARE_BATCHES: Final = Remedy(
+    id="compare_batches",
+    text="Compare the batches of these steps with the others: longer samples, shapes that recompile.",
+)
+RECORD_STEP: Final = Remedy(
+    id="record_step",
+    text="Record such a step: MemProfilerCallback(schedule=Schedule(steps=({step},), active=1)).",
+)
+CATCH_STEP: Final = Remedy(
+    id="catch_step",
+    text=("Let the next slow step open a window: MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()]))."),
+)
+REFRESH_LESS_OFTEN: Final = Remedy(id="refresh_less_often", text="Draw less often: {object}(refresh_rate=20).")
+GRADIENTS_AT_ONCE: Final = Remedy(
+    id="gradients_at_once",
+    text=(
+        "Handle all gradients in one call in {owner}, or every N batches: Trainer(gradient_clip_val=1.0), "
+        "torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), torch._foreach_norm."
+    ),
+)
+BUILD_ONCE: Final = Remedy(
+    id="build_once",
+    text="Build it once: read the data in setup(), and leave Trainer(reload_dataloaders_every_n_epochs=0) as it is.",
+)
+SCHEDULE_ONCE: Final = Remedy(
+    id="schedule_once",
+    text=(
+        "Compute the factors of the learning rate once, into a list, or update it once per epoch: "
+        '{{"interval": "epoch"}}.'
+    ),
+)
+ON_GPU: Final = Remedy(
+    id="on_gpu",
+    text="Do the work of {owner} on the GPU, in on_after_batch_transfer, or in workers: in collate_fn or the data set.",
+)
+RETURN_TENSORS: Final = Remedy(
+    id="return_tensors",
+    text="Return tensors from collate_fn, not lists of numbers: the transfer visits each object of a batch.",
+)
+COPY_PINNED: Final = Remedy(
+    id="pin_memory",
+    text="Copy from pinned memory, which does not block: DataLoader(pin_memory=True).",
+    change="pin_memory",
+)
+WHOLE_BATCH: Final = Remedy(
+    id="whole_batch", text="Handle the whole batch at once in {owner}: it calls {often}, for one sample or part each."
+)
+REUSE_OUTPUTS: Final = Remedy(
+    id="reuse_outputs",
+    text=(
+        "Use the outputs of the step in {owner} instead of the forward of {module} (return them from training_step); "
+        "for other data, run it every N batches."
+    ),
+)
+READ_ONE_VALUE: Final = Remedy(
+    id="read_one_value",
+    text=(
+        "Read one value in {owner}: stack the tensors, reduce them on the GPU, then .item(). Every N batches is enough "
+        "where nothing depends on it."
+    ),
+)
+NO_SYNC: Final = Remedy(
+    id="no_sync",
+    text=(
+        "Log without sync_dist=True in the steps, or average one stacked tensor over ranks: each of these values is a "
+        "collective of its own."
+    ),
+)
+NO_BUFFERS: Final = Remedy(
+    id="no_buffers",
+    text=(
+        "Leave fixed tensors out of checkpoints: self.register_buffer(name, tensor, persistent=False); make them again "
+        "in __init__."
+    ),
+)
+
+LEAVE_OUT: Final = Remedy(
+    id="leave_out",
+    text=(
+        "Leave large objects out of the checkpoint: self.save_hyperparameters(ignore=[...]), and less in "
+        "on_save_checkpoint."
+    ),
+)
+
 # Python, lines of the program, loops, passes
+
+WORK_LESS: Final = Remedy(
+    id="work_less",
+    text="Do the work of {owner} once, less often, or on whole tensors; keep what stays the same (register_buffer).",
+)
+WAIT_OUTSIDE: Final = Remedy(
+    id="wait_outside",
+    text="Take the wait of {owner} out of the step: do it before training, or in a thread (ThreadPoolExecutor.submit).",
+)
+DECOMPOSE_LESS: Final = Remedy(
+    id="decompose_less",
+    text=(
+        "Decompose matrices less often, as in every 10th step, or approximate: a power iteration (spectral_norm) for "
+        "the largest singular value, torch.svd_lowrank for a few; solve(A, b) instead of an inverse."
+    ),
+)
+SORT_LESS: Final = Remedy(
+    id="sort_less",
+    text=(
+        "Sort less: torch.topk or kthvalue for a few values, torch.bincount or histc for counts, and once what stays "
+        "the same."
+    ),
+)
+DRAW_FEWER: Final = Remedy(
+    id="draw_fewer", text="Draw fewer random numbers: dropout in fewer places, noise only for what uses it."
+)
+MOVE_LESS: Final = Remedy(
+    id="move_less",
+    text=(
+        "Copy less: write into one tensor that exists, keep one dtype and layout instead of .to(), .contiguous() and "
+        ".clone() in each step, and stack once instead of a cat for each part."
+    ),
+)
+ACCUMULATE_ONCE: Final = Remedy(
+    id="accumulate_once", text="Compute running sums once for all positions, or only for those that are used."
+)
+FUSED_ATTENTION: Final = Remedy(
+    id="fused_attention",
+    text=(
+        "Use the fused kernel: torch.nn.functional.scaled_dot_product_attention(query, key, value), or "
+        "MultiheadAttention(need_weights=False) where nobody reads the weights."
+    ),
+)
+FUSED_MODULE: Final = Remedy(
+    id="fused_module",
+    text="Use torch.nn.{fused} instead of {owner}: one fused operator, which also saves less for backward.",
+)
+COPY_LESS: Final = Remedy(
+    id="copy_less",
+    text=(
+        "Copy less in {owner}: refer to what does not change, copy tensors in place (torch._foreach_copy_), or copy in "
+        "every Nth batch."
+    ),
+)
+WRITE_LESS: Final = Remedy(id="write_less", text="Write less often in {owner}: every N batches, or in a thread.")
+KEEP_ITERATOR: Final = Remedy(
+    id="keep_iterator",
+    text=(
+        "Keep the iterator: make it once, as iterator = iter(loader) in on_train_start, and call next(iterator) in the "
+        "steps; or let the Trainer load both: CombinedLoader."
+    ),
+)
+LOAD_BOTH: Final = Remedy(
+    id="load_both",
+    text="Let the Trainer load both, with workers: return CombinedLoader([first, second]) from train_dataloader.",
+)
+WHOLE_TENSORS: Final = Remedy(
+    id="whole_tensors",
+    text="Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps.",
+)
+NO_TEXT: Final = Remedy(
+    id="no_text",
+    text='Write tensors as text once in many steps, and in messages that are read: logger.debug("%s", tensor).',
+)
+RECORD_STACKS: Final = Remedy(id="record_stacks", text="See the functions: ExtendedPyTorchProfiler(with_stack=True).")
+CACHE_PARAMETERS: Final = Remedy(
+    id="cache_parameters",
+    text="Compute the parameters of {owner} once: with torch.nn.utils.parametrize.cached(): around the loop.",
+)
+VECTORIZE: Final = Remedy(
+    id="vectorize",
+    text=(
+        "Vectorize the loop in {owner}: one batched operator (bmm, einsum, scaled_dot_product_attention) on all slices."
+    ),
+)
+COMPILE_LOOP: Final = Remedy(
+    id="compile_loop",
+    text="Compile it, so that the loop becomes a few fused kernels: torch.compile(module).",
+    change="compile",
+)
+LARGER_BATCHES: Final = Remedy(
+    id="larger_batch",
+    text="Use larger batches: DataLoader(batch_size={samples}), with a learning rate to match.",
+)
+STEP_LESS_OFTEN: Final = Remedy(
+    id="step_less_often",
+    text="Where memory is short, step less often: Trainer(accumulate_grad_batches=8).",
+)
+JOIN_BATCHES: Final = Remedy(
+    id="join_batches",
+    text=(
+        "Use one batch instead of {joined} small ones: DataLoader(batch_size={samples}), "
+        "Trainer(accumulate_grad_batches={left})."
+    ),
+)
+REDUCE_LAST: Final = Remedy(
+    id="reduce_last",
+    text=(
+        "All-reduce gradients in the last pass only: run forward and manual_backward of the other passes under "
+        "self.trainer.strategy.block_backward_sync() (no_sync() of DistributedDataParallel)."
+    ),
+)
+TRAINER_ACCUMULATES: Final = Remedy(
+    id="trainer_accumulates",
+    text="Or use automatic optimization with Trainer(accumulate_grad_batches={passes}), which does the same.",
+)
+SUM_LOSSES: Final = Remedy(
+    id="sum_losses",
+    text="Run one backward for the sum of the losses: each of several with retain_graph=True runs through the graph.",
+)
+THREAD_LESS: Final = Remedy(id="thread_less", text="Let {owner} do less, or sleep longer between its turns.")
+THREAD_AS_PROCESS: Final = Remedy(
+    id="thread_as_process",
+    text="Run it in a separate process: multiprocessing.get_context('spawn').Process(target=...).",
+)
+REMOVE_AFTER_USE: Final = Remedy(
+    id="remove_after_use",
+    text="Remove the hook {owner} after use (handle.remove()), or register it once: each one runs in all later steps.",
+)
+FIND_IN_DATA: Final = Remedy(
+    id="find_in_data",
+    text="Find what the data set keeps, or reads from its start again for each batch: a list, a file, a cache.",
+)
+FIND_IN_FORWARD: Final = Remedy(
+    id="find_in_forward",
+    text=(
+        "Find what forward goes through and each step adds to: hooks that are not removed, a list, a cache, a metric."
+    ),
+)
+DETACH_STATE: Final = Remedy(
+    id="detach_state",
+    text=(
+        "Detach what one step hands to the next (hidden states, losses): backward runs through earlier steps, too. "
+        "Remove hooks that each step registers: handle.remove()."
+    ),
+)
+FIND_IN_OPTIMIZER: Final = Remedy(
+    id="find_in_optimizer",
+    text="Find what is added to the optimizer in each step: parameter groups (add_param_group), hooks.",
+)
+FIND_KEPT: Final = Remedy(
+    id="find_kept",
+    text="Find what {owner} keeps from step to step and goes through each time: a list of outputs, a file.",
+)
+RECORD_BOTH_ENDS: Final = Remedy(
+    id="record_both_ends",
+    text=(
+        "Record steps at both ends and compare: "
+        "MemProfilerCallback(schedule=Schedule(steps=({first}, {last}), active=1))."
+    ),
+)
+SHUFFLE: Final = Remedy(id="shuffle", text="Where batches get longer from step to step, shuffle them.")
 
 # Operators, modules, optimizers, cores
 

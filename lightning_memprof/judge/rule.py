@@ -15,7 +15,7 @@ from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.trace.model import TraceReport
-from lightning_memprof.units import format_ns
+from lightning_memprof.units import format_count, format_ns
 
 PASSES: Final = (Part.FORWARD, Part.BACKWARD)
 """The parts in which the program alone spends time."""
@@ -78,14 +78,11 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
         why = f"{format_ns(self.ns)} of {self.ledger.length_text}"
         if not self.count:
             return why
-        if self.count * self.ledger.steps < 1.5:
-            return f"{why}: it runs once, for {format_ns(self.ns / self.count)}"
-        if self.count < POLICY.always:
-            often = f"every {1 / self.count:,.0f} steps, for {format_ns(self.ns / self.count)}"
-        else:
-            often = f"{self.count:,.3g} times per step" if self.count >= 1.05 else "in each step"
-        most = f", up to {format_ns(self.longest_ns)} in a step" if self.longest_ns else ""
-        return f"{why}: it runs {often}{most}"
+        longest = f", the longest {format_ns(self.longest_ns)}" if self.longest_ns else ""
+        if self.count >= POLICY.calls:
+            return f"{why}: {self.count:,.0f} calls per step{longest}"
+        calls = format_count(round(self.count * self.ledger.steps), "call")
+        return f"{why}: {calls} in {format_count(self.ledger.steps, 'step')}{longest}"
 
 
 class Fact(Spent, frozen=True, kw_only=True):
@@ -217,6 +214,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             says = f"{self.bound}: {says}" if fact.share >= POLICY.bound else f"{says[0].upper()}{says[1:]}"
         return Finding(
             rule=self.id,
+            owner=fact.owner.partition(" (")[0] if self.each else "",
             severity=min(worth.severity, Severity.INFO) if fact.is_once or detail.is_note else worth.severity,
             title=titled(says, kind=fact.kind, **names),
             why=f"{detail.measured or fact.why}.{f' {detail.why}' if detail.why else ''}",

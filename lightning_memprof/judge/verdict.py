@@ -67,6 +67,7 @@ STEP_RULES: Final[tuple[Judge, ...]] = (
     communication.straggler,
     modules.buffer_broadcast,
     loops.synced_passes,
+    loops.repeated_backward,
     compute.anomaly_detection,
     compute.double_precision,
     loops.python_loop,
@@ -234,7 +235,10 @@ def _merged(alike: list[Finding]) -> Finding:
 
 def _by_severity(found: list[Finding]) -> tuple[Finding, ...]:
     worth = (finding for finding in found if finding.severity > Severity.NONE)
-    return tuple(sorted(worth, key=lambda finding: (finding.severity, finding.weight), reverse=True))
+    ordered = sorted(worth, key=lambda finding: (finding.severity, finding.weight), reverse=True)
+    # A function has its time once: in the finding that is worth most.
+    first = {finding.owner: finding for finding in reversed(ordered) if finding.owner}
+    return tuple(finding for finding in ordered if first.get(finding.owner, finding) is finding)
 
 
 def verdict_of(run: Run) -> Finding:

@@ -18,6 +18,7 @@ from lightning_memprof.account.steps.lines import Spot
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.rules.gpu.busy import BATCH, VIEW, busy, look, of_device
 from lightning_memprof.judge.rules.gpu.holders import of_memory
 from lightning_memprof.judge.rules.gpu.idle import MOVE, NEXT, SAVE
@@ -138,7 +139,7 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
             f"({format_ns(passes_ns)} of {format_ns(ledger.step_ns)})"
         )
         why = f"Forward takes {format_ns(ledger.ns('forward'))}, backward {format_ns(ledger.ns('backward'))} per step."
-        steps: tuple[str, ...] = (*once, _look_further(facts.run))
+        steps: tuple[Remedy | str, ...] = (*once, _look_further(facts.run))
     else:
         achieved = _of_module(facts, rank, heaviest)
         at, passes = _longest_line(rank, ledger) if owner is ledger and rank.facts.is_cpu else (None, "")

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from msgspec.structs import replace
-
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.pauses import pauses
 from lightning_memprof.artifacts.series import GC_PAUSE
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery, Severity
+from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
 from lightning_memprof.judge.measures import core_use, few_steps, one_by_one
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     BREAK_CYCLES,
+    CATCH_STEP,
     CHOOSE_COLLECTIONS,
     CODE_AROUND_BATCHES,
+    COMPARE_BATCHES,
     DYNAMIC_SHAPES,
     FEW_SHAPES,
     FIND_COLLECT,
@@ -32,6 +32,8 @@ from lightning_memprof.judge.remedies import (
     LOG_RECOMPILES,
     METRIC_OF_SUMS,
     METRIC_PER_EPOCH,
+    NO_BENCHMARK,
+    RECORD_STEP,
     REMOVE_HOOK,
     SAVE_ASYNC,
     SAVE_LESS,
@@ -39,30 +41,21 @@ from lightning_memprof.judge.remedies import (
     SKIP_HOOK,
     VALIDATE_LESS_OFTEN,
     VALIDATE_ON_LESS,
+    VALIDATE_PER_EPOCH,
 )
 from lightning_memprof.judge.rule import Detail, Fact, Rule, least_ns
 from lightning_memprof.judge.rules.compute import is_oversubscribed
 from lightning_memprof.judge.rules.modules import operator_family
-from lightning_memprof.judge.rules.program.python import work_of
+from lightning_memprof.judge.rules.program.python import work_of_action, work_of_checkpoint, work_of_transfer
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 
-def detail(facts: Facts, fact: Fact) -> Detail:
-    """Return what the recording shows of an action: loops over an operator, forwards, lines of the program."""
-    does, steps = work_of(facts, fact.rank, replace(fact.lines[0], count=fact.count))
-    words = does.lstrip(":;, ")
-    return Detail(why=f"{words[:1].upper()}{words[1:]}." if words else "", remedies=steps)
-
-
-def transfer_detail(facts: Facts, fact: Fact) -> Detail:
-    """Return the same, and whether batches are moved at all."""
-    moving = "Converting batches" if fact.rank.facts.is_cpu else "Moving batches to the device"
-    return replace(detail(facts, fact), fields={"moving": moving})
-
-
-# Where a step mostly waits, nothing else is worth as much.
-MOST_OF_STEP: Final = 0.5
+def often_validated(_: Facts, fact: Fact) -> Detail:
+    """Return the remedy of a validation that runs more than once per epoch."""
+    epochs = {row["epoch"] for row in fact.rank.pulse if row["epoch"] is not None}
+    is_often = fact.count * fact.ledger.steps > len(epochs) + 0.5
+    return Detail(remedies=(VALIDATE_PER_EPOCH,) if is_often else ())
 
 
 def core_wait(facts: Facts) -> Finding | None:
@@ -81,12 +74,14 @@ def core_wait(facts: Facts) -> Finding | None:
     worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.step_ns)
     waits = f"the training thread waits {percent(ns / ledger.step_ns)} of each step for a core{facts.on_rank(rank)}"
     use = core_use(facts, rank)
-    most = Severity.WARNING if ns >= MOST_OF_STEP * ledger.step_ns else Severity.INFO
+    most = Severity.WARNING if ns >= POLICY.bound * ledger.step_ns else Severity.INFO
     return Finding(
         rule="core_wait",
         severity=min(worth.severity, most) if use.by_others else worth.severity,
-        title=f"{use.owner}: {waits}." if use.owner else f"{waits[0].upper()}{waits[1:]}.",
-        why=(f"It is ready but has no core for {format_ns(ns)} of a {format_ns(ledger.step_ns)} step.{use.text}"),
+        title=titled("{owner}: {waits}.", owner=use.owner, waits=waits)
+        if use.owner
+        else f"{waits[0].upper()}{waits[1:]}.",
+        why=f"It is ready but has no core for {format_ns(ns)} of {ledger.length_text}.{use.text}",
         remedies=use.remedies,
         evidence=(facts.pulse(rank), *facts.recorded(rank, "system")),
         numbers={
@@ -105,17 +100,12 @@ def core_wait(facts: Facts) -> Finding | None:
 
 # A busy machine delays a step by less.
 MIN_STALL_NS: Final = 50_000_000
-NOTABLE_STALLS: Final = 0.10
 # Batches of different lengths make a spread without a gap: the fastest slow step must take this many times the 90th
 # percentile of the others.
 APART: Final = 1.5
 USUAL_PART: Final = 0.9
 # Three delayed steps are equidistant by chance in one run of twenty, four hardly ever.
 MIN_RHYTHM: Final = 4
-CATCH: Final = "MemProfilerCallback(triggers=Triggers(anomalies=[SlowStep()]))"
-
-
-BENCHMARK: Final = "Leave cuDNN's benchmark off, Trainer(benchmark=False), or pad batches to a few shapes."
 
 
 def _may_convolve(ledger: TimeLedger) -> bool:
@@ -138,34 +128,36 @@ def slow_steps(facts: Facts) -> Finding | None:
     durations = [(step, spent) for step, spent, _ in typical.steps] if typical else []
     few = few_steps(rank, [(step, spent if step in slow else 0) for step, spent in durations], stands_out=0)
     usual = sorted(spent for step, spent in durations if step not in slow)
-    if ns <= NOTABLE_STALLS * ledger.step_ns or longest.excess_ns < MIN_STALL_NS or few is None or not usual:
+    if ns <= POLICY.verdict * ledger.step_ns or longest.excess_ns < MIN_STALL_NS or few is None or not usual:
         return None
     if min(stall.duration_ns for stall in ledger.stalls) < APART * usual[round(USUAL_PART * (len(usual) - 1))]:
         return None
     worth = Recovery(unit="ns", min=0, max=ns, whole=ledger.step_ns)
     is_regular = few.repeats and len(few.steps) >= MIN_RHYTHM
-    mostly = f", mostly in {longest.owner}" if longest.owner else ""
-    factor = few.mean_ns / max(ledger.median_ns, 1)
-    record = f"MemProfilerCallback(schedule=Schedule(steps=({few.steps[0]},), active=1))"
     in_passes = longest.owner in {"forward", "backward"} and not rank.facts.is_cpu and _may_convolve(ledger)
     tries = in_passes and rank.training is not None and bool(rank.training.cudnn_benchmark)
+    cause = "" if is_regular else "Without a period, a busy machine may be the cause."
+    cause = "cuDNN tries its algorithms for each new shape of the batches (benchmark=True)." if tries else cause
     return Finding(
         rule="slow_steps",
         severity=worth.severity if is_regular else Severity.INFO,
-        title=(
-            f"{few.subject} {few.verb} {factor:.1f} times as long as the median{facts.on_rank(rank)}{mostly}"
-            + (", with cuDNN's benchmark on." if tries else ".")
+        title=titled(
+            "{few} {factor} times as long as the median{rank}, mostly in {owner}."
+            if longest.owner
+            else "{few} {factor} times as long as the median{rank}.",
+            few=f"{few.subject} {few.verb}",
+            factor=f"{few.mean_ns / max(ledger.median_ns, 1):.1f}",
+            rank=facts.on_rank(rank),
+            owner=longest.owner,
         ),
         why=(
             f"{len(few.steps)} of {few.seen} steps take {format_ns(few.mean_ns)}, the median step "
-            f"{format_ns(ledger.median_ns)}: their excess is {ledger.share_text(ns)}."
-            + (" cuDNN tries its algorithms for each new shape of the batches (benchmark=True)." if tries else "")
-            + ("" if is_regular else " Without a period, a busy machine may be the cause.")
-        ),
+            f"{format_ns(ledger.median_ns)}: their excess is {ledger.share_text(ns)}. {cause}"
+        ).rstrip(),
         remedies=(
-            *((BENCHMARK,) if tries else ()),
-            "Compare the batches of these steps with the others: longer samples, shapes that recompile.",
-            f"Record such a step: {record}." if is_regular else f"Let the next slow step open a window: {CATCH}.",
+            *((NO_BENCHMARK,) if tries else ()),
+            COMPARE_BATCHES,
+            RECORD_STEP.filled(step=few.steps[0]) if is_regular else CATCH_STEP,
         ),
         evidence=(facts.pulse(rank, few.steps), *facts.recorded(rank, "hooks", few.steps)),
         numbers={
@@ -234,7 +226,7 @@ ROWS: Final = (
         remedies=(LESS_OFTEN,),
         saves=(0.5, 1.0),
         each=True,
-        detail=detail,
+        detail=work_of_action,
     ),
     Rule(
         id="hook_bound",
@@ -249,7 +241,7 @@ ROWS: Final = (
         remedies=(LESS_OFTEN,),
         saves=(0.5, 1.0),
         each=True,
-        detail=detail,
+        detail=work_of_action,
     ),
     Rule(
         id="transfer_bound",
@@ -265,7 +257,7 @@ ROWS: Final = (
         remedies=(IN_WORKERS,),
         saves=(0.3, 1.0),
         each=True,
-        detail=transfer_detail,
+        detail=work_of_transfer,
     ),
     Rule(
         id="recompilation",
@@ -293,7 +285,7 @@ ROWS: Final = (
         remedies=(REMOVE_HOOK, SKIP_HOOK),
         saves=(0.8, 1.0),
         each=True,
-        detail=detail,
+        detail=work_of_action,
     ),
     Rule(
         id="metric_bound",
@@ -307,7 +299,7 @@ ROWS: Final = (
         unnamed="Metrics take {share}{rank}.",
         remedies=(METRIC_PER_EPOCH, METRIC_OF_SUMS),
         saves=(0.5, 1.0),
-        detail=detail,
+        detail=work_of_action,
     ),
     Rule(
         id="validation_bound",
@@ -319,7 +311,7 @@ ROWS: Final = (
         saves=(0.5, 0.9),
         # Every training validates.
         note=POLICY.verdict,
-        detail=detail,
+        detail=often_validated,
     ),
     Rule(
         id="checkpoint_bound",
@@ -329,7 +321,7 @@ ROWS: Final = (
         says="Saving checkpoints takes {share}{rank}.",
         remedies=(SAVE_LESS_OFTEN, SAVE_LESS, SAVE_ASYNC),
         saves=(0.5, 1.0),
-        detail=detail,
+        detail=work_of_checkpoint,
     ),
     Rule(
         id="logging_bound",
@@ -344,7 +336,7 @@ ROWS: Final = (
         unnamed="Logging takes {share}{rank}.",
         remedies=(LOG_LESS_OFTEN, LOG_AT_ONCE, LOG_CHEAPLY),
         saves=(0.5, 1.0),
-        detail=detail,
+        detail=work_of_action,
     ),
     Rule(
         id="between_steps",

@@ -8,8 +8,8 @@ from typing import Final
 from lightning_memprof.account.ledger.model import grouped
 from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
 from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import FUSED_ATTENTION
 from lightning_memprof.judge.rules.compute import FOREACH
-from lightning_memprof.judge.rules.program.lines import FUSED_ATTENTION
 from lightning_memprof.judge.traces import (
     ALL_AT_ONCE,
     computing,
@@ -382,7 +382,7 @@ def unfused_attention(trace: TraceReport) -> Finding | None:
             f"{', '.join(f'{name} takes {format_ns(found[name])}' for name in most[:SHOWN])}; the softmax runs "
             f"{times(round(often * ledger.steps))}, with {round(products * ledger.steps):,} batched products."
         ),
-        remedies=remedies(trace, FUSED_ATTENTION, *FUSE[:1]),
+        remedies=remedies(trace, FUSED_ATTENTION.text, *FUSE[:1]),
         evidence=seen_in(trace),
         numbers={"share": share, "ns": spent, "operators": most, "count": often, "steps": ledger.steps},
         **worth.parts,

@@ -10,9 +10,9 @@ from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import MOVE_LESS
 from lightning_memprof.judge.rules.gpu.waits import COPY
 from lightning_memprof.judge.rules.modules import LAYOUT, POINTWISE, operator_family
-from lightning_memprof.judge.rules.program.lines import MOVE
 from lightning_memprof.judge.traces import (
     LATER,
     Remedy,
@@ -141,7 +141,7 @@ ELEMENTWISE: Final = "pointwise and copy operators"
 OF_COPIES: Final = {
     "HtoD": ("copies to the GPU", COPY),
     "DtoH": ("copies from the GPU", COPY),
-    "DtoD": ("copies within the GPU", MOVE),
+    "DtoD": ("copies within the GPU", MOVE_LESS.text),
     "PtoP": (
         "copies between GPUs",
         "Copy less between GPUs: keep a layer and its inputs on one, and copy each tensor once per step.",

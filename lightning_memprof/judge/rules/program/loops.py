@@ -12,13 +12,26 @@ import msgspec
 from lightning_memprof.account.ledger.memory import ByteLedger
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, grouped, total
 from lightning_memprof.account.steps.events import Event, rank_events
-from lightning_memprof.artifacts.series import ThroughputRow
+from lightning_memprof.artifacts.series import SavedTensorsRow, ThroughputRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery
+from lightning_memprof.judge.finding import Finding, Recovery, titled
 from lightning_memprof.judge.measures import LOOP, VIEWS
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import (
+    CACHE_PARAMETERS,
+    COMPILE_LOOP,
+    JOIN_BATCHES,
+    LARGER_BATCHES,
+    REDUCE_LAST,
+    STEP_LESS_OFTEN,
+    SUM_LOSSES,
+    TRAINER_ACCUMULATES,
+    VECTORIZE,
+    Remedy,
+)
 from lightning_memprof.judge.rules.compute import PARALLEL_NS
 from lightning_memprof.judge.rules.modules import MOSTLY, ROOT, in_compiled, is_wrapped
-from lightning_memprof.judge.rules.program.lines import has, of_loop, of_spot
+from lightning_memprof.judge.rules.program.lines import has, of_forward, of_spot
 from lightning_memprof.judge.rules.program.passes import ALL_GRADIENTS
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.trace.model import TraceReport
@@ -27,11 +40,9 @@ from lightning_memprof.units import format_bytes, format_count, format_ns, perce
 # Batching the calls of a loop saves their dispatch, and lets an operator use all cores: of calls of PARALLEL_NS and
 # longer this part, of shorter ones, which are mostly dispatch, up to all.
 IN_BATCHES: Final = (0.2, 0.7)
-NOTABLE_LOOP: Final = 0.10
 # A longer call has work for all cores, and computes for much longer than its dispatch takes.
 SHORT_CALL_NS: Final = 300_000
 PARAMETRIZATIONS: Final = ".parametrizations."
-CACHED: Final = "Compute the parameters of {module} once: with torch.nn.utils.parametrize.cached(): around the loop."
 
 
 class _Loop(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,36 +73,38 @@ def python_loop(facts: Facts) -> Finding | None:
     loops = _loops(ledger, recorded)
     eager = [loop for loop in loops if not in_compiled(loop.module, rank)]
     loop = max(eager, key=lambda loop: (loop.ns, loop.repeated_ns), default=None)
-    if loop is None or loop.ns < NOTABLE_LOOP * ledger.step_ns:
+    if loop is None or loop.ns < POLICY.verdict * ledger.step_ns:
         return None
     calls = _calls(recorded.of("forward"))
     anew = {path for path, count in calls.items() if PARAMETRIZATIONS in path and count >= calls[loop.repeated]}
     inside = [line for line in ledger.of("forward", "backward") if f"{line.module}.".startswith(f"{loop.repeated}.")]
     made = total(line for line in inside if line.module in anew)
-    at = of_loop(rank, loop.repeated) if loop.module == ROOT and rank.facts.is_cpu else None
+    at = of_forward(rank) if loop.module == ROOT and rank.facts.is_cpu else None
     where = at.function if at and at.is_helper else f"the forward of {loop.module}"
     least, of_work = IN_BATCHES
     most = loop.ns - (1 - of_work) * loop.work_ns
     worth = Recovery(unit="ns", min=loop.ns * least, max=most, whole=ledger.step_ns)
     return Finding(
         rule="python_loop",
-        title=(
-            f"Python loop: {loop.module} runs {loop.repeated} {loop.times:,.0f} times in each forward and takes "
-            f"{ledger.share_text(loop.ns)}{has(at, 'the forward') if at else ''}{facts.on_rank(rank)}."
+        owner=at.function if at and at.is_helper else "",
+        title=titled(
+            "Python loop: {module} runs {repeated} {times} times in each forward and takes {share}{rank}.",
+            module=loop.module,
+            repeated=loop.repeated,
+            times=f"{loop.times:,.0f}",
+            share=ledger.share_text(loop.ns),
+            rank=facts.on_rank(rank),
         ),
         why=(
             f"Forward and backward of the loop take {format_ns(loop.ns)} of {ledger.length_text}"
-            f"{f', {format_ns(made)} of it to compute parameters' if made else ''}; each small call is dispatched "
-            "from Python and uses few cores."
+            f"{f', {format_ns(made)} of it to compute parameters' if made else ''}"
+            f"{has(at, 'the forward') if at else ''}. Each small call is dispatched from Python and uses few cores."
         ),
         remedies=(
-            *((CACHED.format(module=loop.repeated),) if made >= MOSTLY * loop.ns else ()),
+            *((CACHE_PARAMETERS.filled(owner=loop.repeated),) if made >= MOSTLY * loop.ns else ()),
             *(of_spot(at) if at else ()),
-            (
-                f"Vectorize the loop in {where}: one batched operator (bmm, einsum, scaled_dot_product_attention) "
-                "on all slices."
-            ),
-            "Compile it, so that the loop becomes a few fused kernels: torch.compile(module).",
+            VECTORIZE.filled(owner=where),
+            COMPILE_LOOP,
         ),
         evidence=facts.pulse_and_trace(rank),
         numbers={
@@ -182,8 +195,6 @@ FEW_SAMPLES: Final = 8
 CALL_NS: Final = 10_000
 # More calls of an operator in a module are a loop.
 CALLS: Final = 8
-# Below this share a larger batch changes little.
-MIN_FIXED: Final = 0.25
 # A batch of twice the size pays the fixed part half as often, one of eight times the size an eighth as often.
 LARGER_BATCH: Final = (1 / 2, 7 / 8)
 TIMES_LARGER: Final = 8
@@ -212,23 +223,25 @@ def small_batch(facts: Facts) -> Finding | None:
     # Accumulated batches share the optimizer's step.
     optimizer, around = ledger.ns("optimizer") * (joined == 1), ledger.ns("untracked", "callback")
     fixed = optimizer + around + calling
-    if not called or fixed < MIN_FIXED * ledger.step_ns:
+    if not called or fixed < POLICY.severe * ledger.step_ns:
         return None
     least, most = LARGER_BATCH if joined == 1 else (1 / 2, 1 - 1 / joined)
     worth = Recovery(unit="ns", min=fixed * least, max=fixed * most, whole=ledger.step_ns)
     return Finding(
         rule="small_batch",
-        title=(
-            f"Small batch ({format_count(samples, 'sample')}): {ledger.share_text(fixed)} is overhead that does not "
-            f"depend on the batch size{facts.on_rank(rank)}."
+        title=titled(
+            "Small batch ({samples}): {share} does not depend on the batch size{rank}.",
+            samples=format_count(samples, "sample"),
+            share=ledger.share_text(fixed),
+            rank=facts.on_rank(rank),
         ),
         why=(
-            f"Of a {format_ns(ledger.step_ns)} step, "
+            f"Of {ledger.length_text}, "
             f"{f'the optimizer takes {format_ns(optimizer)}, the Trainer' if joined == 1 else 'the Trainer takes'} "
-            f"{format_ns(around)}, and calling {called:,.0f} operators {format_ns(calling)}, whatever the batch "
-            f"size.{_accumulation(memory, accumulated) if joined > 1 else ''}"
+            f"{format_ns(around)}, and calling {called:,.0f} operators {format_ns(calling)}."
+            f"{_accumulation(memory, accumulated) if joined > 1 else ''}"
         ),
-        remedies=_next_steps(samples, joined, accumulated // joined),
+        remedies=_larger(samples, joined, accumulated // joined),
         evidence=(facts.pulse(rank), *facts.recorded(rank, "throughput")),
         numbers={"rank": rank.rank, "samples": samples, "joined": joined, "fixed_ns": fixed, "called": called},
         **worth.parts,
@@ -242,20 +255,16 @@ def _joined(memory: ByteLedger | None, accumulated: int) -> int:
 
 
 def _accumulation(memory: ByteLedger | None, accumulated: int) -> str:
-    text = f" Gradients of {accumulated} batches accumulate."
+    text = f" Gradients of {accumulated} batches accumulate"
     if memory is None or memory.filled is None:
-        return text
-    return f"{text} The peak of {format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of the memory."
+        return f"{text}."
+    return f"{text}; the peak of {format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of the memory."
 
 
-def _next_steps(samples: int, joined: int, left: int) -> tuple[str, ...]:
-    larger = f"DataLoader(batch_size={samples * (joined if joined > 1 else TIMES_LARGER)})"
+def _larger(samples: int, joined: int, left: int) -> tuple[Remedy, ...]:
     if joined > 1:
-        return (f"Use one batch instead of {joined} small ones: {larger}, Trainer(accumulate_grad_batches={left}).",)
-    return (
-        f"Use larger batches: {larger}, with a learning rate to match.",
-        "Where memory is short, step less often: Trainer(accumulate_grad_batches=8).",
-    )
+        return (JOIN_BATCHES.filled(joined=joined, samples=samples * joined, left=left),)
+    return LARGER_BATCHES.filled(samples=samples * TIMES_LARGER), STEP_LESS_OFTEN
 
 
 def _calling(line: TimeLine) -> float:
@@ -278,13 +287,6 @@ ADD: Final = "aten::add_"
 MIN_PASSES: Final = 1.75
 # The last all-reduce may wait for the ranks, and fewer of them overlap a pass.
 OF_THE_OTHERS: Final = (0.5, 1.0)
-LAST_ONLY: Final = (
-    "All-reduce gradients in the last pass only: run forward and manual_backward of the other passes under "
-    "self.trainer.strategy.block_backward_sync() (no_sync() of DistributedDataParallel)."
-)
-TRAINER_ACCUMULATES: Final = (
-    "Or use automatic optimization with Trainer(accumulate_grad_batches={passes}), which does the same."
-)
 
 
 def synced_passes(facts: Facts) -> Finding | None:
@@ -305,15 +307,17 @@ def synced_passes(facts: Facts) -> Finding | None:
     worth = Recovery(unit="ns", min=least, max=most, whole=ledger.step_ns)
     return Finding(
         rule="synced_passes",
-        title=(
-            f"DDP all-reduces the gradients in each of {passes:.0f} backward passes per optimizer step: "
-            f"{ledger.share_text(spent)}{facts.on_rank(rank)}."
+        title=titled(
+            "DDP all-reduces gradients in each of {passes} backward passes per optimizer step: {share}{rank}.",
+            passes=f"{passes:.0f}",
+            share=ledger.share_text(spent),
+            rank=facts.on_rank(rank),
         ),
         why=(
             f"All-reduces take {format_ns(spent)} of {ledger.length_text}; the passes accumulate gradients, and the "
             "optimizer needs their average only once."
         ),
-        remedies=(LAST_ONLY, TRAINER_ACCUMULATES.format(passes=round(passes))),
+        remedies=(REDUCE_LAST, TRAINER_ACCUMULATES.filled(passes=round(passes))),
         evidence=facts.pulse_and_trace(rank),
         numbers={"rank": rank.rank, "passes": passes, "all_reduce_ns": round(spent), "duration_ns": ledger.step_ns},
         **worth.parts,
@@ -359,3 +363,49 @@ def _is(event: Event, owner: str, method: str) -> bool:
 
 def _within(span: tuple[int, int], moments: Iterable[int]) -> int:
     return sum(span[0] <= moment < span[1] for moment in moments)
+
+
+# The passes after the first one may have a part of the graph of their own.
+SHARED: Final = (0.4, 1.0)
+
+
+def repeated_backward(facts: Facts) -> Finding | None:
+    """Find several backward passes through one graph, for the gradients of one optimizer: one pass of the sum does.
+
+    Of ``n`` passes, recovers 40% to 100% of ``n - 1`` of ``n`` parts of backward.
+    """
+    if (worst := facts.heaviest(lambda ledger: ledger.ns("backward"))) is None:
+        return None
+    rank, ledger = worst
+    rows = [row for window in rank.windows for row in window.read(SavedTensorsRow).recorded if row.modules]
+    # Since the pass before, no module has run.
+    again = [row for row in rows if row.activation_bytes and not any(cells[2] for cells in row.modules.values())]
+    optimizers = rank.training.optimizers if rank.training else []
+    if not again or len(optimizers) != 1:
+        return None
+    others = len(again) / len(rows)
+    spent = ledger.ns("backward") * others
+    worth = Recovery(unit="ns", min=spent * SHARED[0], max=spent * SHARED[1], whole=ledger.step_ns)
+    passes = round(1 / (1 - others)) if others < 1 else len(rows)
+    return Finding(
+        rule="repeated_backward",
+        title=titled(
+            "Repeated backward: {passes} passes per step run through the same graph: {share}{rank}.",
+            passes=passes,
+            share=ledger.share_text(ledger.ns("backward")),
+            rank=facts.on_rank(rank),
+        ),
+        why=(
+            f"Backward takes {format_ns(ledger.ns('backward'))} of {ledger.length_text}; {len(again)} of {len(rows)} "
+            "recorded passes follow another one without a forward (retain_graph=True)."
+        ),
+        remedies=(SUM_LOSSES,),
+        evidence=(facts.pulse(rank), *facts.recorded(rank, "saved_tensors")),
+        numbers={
+            "rank": rank.rank,
+            "passes": passes,
+            "backward_ns": ledger.ns("backward"),
+            "duration_ns": ledger.step_ns,
+        },
+        **worth.parts,
+    )

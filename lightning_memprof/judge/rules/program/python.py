@@ -7,21 +7,45 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, grouped, total
 from lightning_memprof.account.steps.events import FORWARD
 from lightning_memprof.account.steps.lines import Spot, lines, spots
 from lightning_memprof.artifacts.series import MODULE_CALL, ProcessRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery
+from lightning_memprof.judge.finding import Finding, Recovery, titled
 from lightning_memprof.judge.measures import MOST, OF_VALUES, READS, VIEWS
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.rules.program.lines import COPY_LESS, has, of_action, of_spot
+from lightning_memprof.judge.remedies import (
+    BUILD_ONCE,
+    COPY_LESS,
+    COPY_PINNED,
+    GRADIENTS_AT_ONCE,
+    LEAVE_OUT,
+    LOG_AT_ONCE,
+    NO_BUFFERS,
+    NO_SYNC,
+    NO_TEXT,
+    ON_GPU,
+    READ_ONE_VALUE,
+    RECORD_STACKS,
+    REFRESH_LESS_OFTEN,
+    RETURN_TENSORS,
+    REUSE_OUTPUTS,
+    SCHEDULE_ONCE,
+    THREAD_AS_PROCESS,
+    THREAD_LESS,
+    WHOLE_BATCH,
+    WHOLE_TENSORS,
+    WORK_LESS,
+    Remedy,
+)
+from lightning_memprof.judge.rule import Detail, Fact
+from lightning_memprof.judge.rules.program.lines import has, of_action, of_spot
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_ns, percent
 
-# Calls of operators and modules take some Python everywhere.
-NOTABLE_PYTHON: Final = 0.10
 # In a forward of fewer operators, a recording explains the remaining time only by a line of the program.
 MIN_CALLED: Final = 10
 SAVED_PYTHON: Final = (0.5, 0.9)
@@ -32,12 +56,6 @@ MIN_READS: Final = 256
 COLLECTED_AFTER: Final = 700
 # What torch calls to write a tensor as text, beside the reads of its values.
 FORMATS: Final = frozenset({"aten::masked_select", "aten::resolve_conj"})
-NO_TEXT: Final = 'Write tensors as text once in many steps, and in messages that are read: logger.debug("%s", tensor).'
-AT_ONCE: Final = (
-    "Do the work of {name} for all values at once, on tensors or NumPy arrays, not in Python loops; or in the "
-    "DataLoader's workers; or outside the step."
-)
-NO_LOOPS: Final = "Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps."
 
 
 class _Python(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +72,15 @@ class _Python(msgspec.Struct, frozen=True, kw_only=True):
     formats: bool = False
     is_most: bool = False
 
+    @property
+    def says(self) -> str:
+        """The title, with the fields ``module``, ``reads``, ``share`` and ``rank``."""
+        if self.formats:
+            return "Tensors as text: {module} formats {reads} tensor values: {share}{rank}."
+        if self.reads:
+            return "Scalar loop: {module} reads {reads} tensor values one by one: {share}{rank}."
+        return "Python code in {module} takes {share}{rank}."
+
 
 def python_time(facts: Facts) -> Finding | None:
     """Find a forward, or the training step around it, that computes in Python and not in operators.
@@ -67,43 +94,40 @@ def python_time(facts: Facts) -> Finding | None:
     python = _python(ledger)
     called = sum(line.called for line in ledger.of("forward"))
     at = _line(rank, python) if python.is_most else None
-    if python.ns < (POLICY.note if python.reads else NOTABLE_PYTHON) * ledger.step_ns:
+    if python.ns < (POLICY.note if python.reads else POLICY.verdict) * ledger.step_ns:
         return None
     if not called or (called < MIN_CALLED and (at is None or at.place is None)):
         return None
-    ns, share = python.ns, ledger.share_text(python.ns)
-    where = f"the forward of {python.module}" if python.module else "training_step, outside of its submodules,"
-    outside = f"Python code in {where} takes {share}"
-    if python.reads:
-        where, count = where.partition(",")[0], f"{python.reads:,.0f}"
-        outside = f"Scalar loop: {where} reads {count} tensor values one by one (.item()): {share}"
-        if python.formats:
-            outside = f"Tensors as text: {where} formats tensors (print, f-string, repr), {count} values: {share}"
     saved = SAVED_READS if python.reads else SAVED_PYTHON
-    worth = Recovery(unit="ns", min=ns * saved[0], max=ns * saved[1], whole=ledger.step_ns)
+    worth = Recovery(unit="ns", min=python.ns * saved[0], max=python.ns * saved[1], whole=ledger.step_ns)
     return Finding(
         rule="python_time",
-        title=f"{outside}{facts.on_rank(rank)}{has(at, 'this time') if at else ''}.",
+        owner=at.function if at else "",
+        title=titled(
+            python.says,
+            module=f"the forward of {python.module}" if python.module else "training_step",
+            reads=f"{python.reads:,.0f}",
+            share=ledger.share_text(python.ns),
+            rank=facts.on_rank(rank),
+        ),
         why=(
-            f"{format_ns(ns)} of {ledger.length_text}: each .item(), float() or bool() of a tensor "
-            "is an operator and an object, which the GC collects."
-            if python.reads
-            else f"{format_ns(ns)} of {ledger.length_text} are outside operators: self.log, metrics, "
-            "NumPy, or loops over values."
+            f"{format_ns(python.ns)} of {ledger.length_text} are "
+            f"{'such reads, each an operator and an object' if python.reads else 'Python outside operators'}"
+            f"{has(at, 'this time') if at else ''}."
         ),
         remedies=(
             *((NO_TEXT,) if python.formats else ()),
-            *((NO_LOOPS,) if python.reads else ()),
-            *((of_spot(at) or (AT_ONCE.format(name=at.function),)) if at else ()),
-            "Log less per step: one self.log_dict(values, on_step=False, on_epoch=True), not many self.log calls.",
-            *(() if python.reads else (NO_LOOPS,)),
-            "See the functions: ExtendedPyTorchProfiler(with_stack=True).",
+            *((WHOLE_TENSORS,) if python.reads else ()),
+            *((of_spot(at) or (WORK_LESS.filled(owner=at.function),)) if at else ()),
+            LOG_AT_ONCE,
+            *(() if python.reads else (WHOLE_TENSORS,)),
+            RECORD_STACKS,
         ),
         evidence=facts.pulse_and_trace(rank),
         numbers={
             "rank": rank.rank,
             "module": python.module or None,
-            "python_ns": ns,
+            "python_ns": python.ns,
             "reads": python.reads,
             "duration_ns": ledger.step_ns,
         },
@@ -144,49 +168,17 @@ def _in_python(ledger: TimeLedger, module: str, of_module: Sequence[TimeLine]) -
     return _Python(module=module, ns=ns, reads=reads, formats=called >= FORMATS)
 
 
-ADVICE: Final = {
-    "RichProgressBar": "Draw less often: RichProgressBar(refresh_rate=20).",
-    "TQDMProgressBar": "Draw less often: TQDMProgressBar(refresh_rate=20).",
-}
-# Hooks that look at gradients, which are as many tensors as the model has parameters.
-GRADIENTS: Final = (
-    "Handle all gradients in one call in {name}, or every N batches: Trainer(gradient_clip_val=1.0), "
-    "torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0), torch._foreach_norm."
-)
-BUILD_ONCE: Final = (
-    "Build it once: read the data in setup(), and leave Trainer(reload_dataloaders_every_n_epochs=0) as it is."
-)
-# Of these hooks the remedy leaves the first call.
-ONCE: Final = frozenset({"train_dataloader", "val_dataloader"})
-SCHEDULE: Final = (
-    'Compute the factors of the learning rate once, into a list, or update it once per epoch: {{"interval": "epoch"}}.'
-)
-OF_HOOKS: Final = {
-    **dict.fromkeys(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"), GRADIENTS),
-    **dict.fromkeys(ONCE, BUILD_ONCE),
-    "lr_scheduler_step": SCHEDULE,
-}
 TRANSFER: Final = ".batch_to_device"
-BEFORE_TRANSFER: Final = "on_before_batch_transfer"
-ON_GPU: Final = (
-    "Do the work of {name} on the GPU, in on_after_batch_transfer, or in workers: in collate_fn or the data set."
-)
-TENSORS: Final = "Return tensors from collate_fn, not lists of numbers: the transfer visits each object of a batch."
-PIN: Final = "Copy from pinned memory, which does not block: DataLoader(pin_memory=True)."
-# What a hook does, as its recorded operators show.
-WHOLE: Final = "Handle the whole batch at once in {name}: it calls {often}, for one sample or part each."
-REUSE: Final = (
-    "Use the outputs of the step in {name} instead of the forward of {module} (return them from training_step); for "
-    "other data, run it every N batches."
-)
-ONE_READ: Final = (
-    "Read one value in {name}: stack the tensors, reduce them on the GPU, then .item(). Every N batches is enough "
-    "where nothing depends on it."
-)
-SYNCED: Final = (
-    "Log without sync_dist=True in the steps, or average one stacked tensor over ranks: each of these values is a "
-    "collective of its own."
-)
+BEFORE_TRANSFER: Final = ".on_before_batch_transfer"
+# By the hook, and by the class of a callback.
+HOOKS: Final = {
+    **dict.fromkeys(
+        ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"), GRADIENTS_AT_ONCE
+    ),
+    **dict.fromkeys(("train_dataloader", "val_dataloader"), BUILD_ONCE),
+    "lr_scheduler_step": SCHEDULE_ONCE,
+}
+PROGRESS_BARS: Final = ("RichProgressBar", "TQDMProgressBar")
 # Parts whose modules and operators are those of an action.
 LOOKS_INSIDE: Final = frozenset({"callback", "module_hook", "transfer"})
 # copy.deepcopy calls set_ for each tensor.
@@ -199,68 +191,88 @@ LEAST_COPIED: Final = 8
 MANY_SYNCED: Final = 4
 
 
-NO_BUFFERS: Final = (
-    "Leave fixed tensors out of checkpoints: self.register_buffer(name, tensor, persistent=False); make them again in "
-    "__init__."
-)
-
-
-def work_of(facts: Facts, rank: Rank, action: TimeLine) -> tuple[str, tuple[str, ...]]:
-    """Return what an action does, to end a sentence, and the next steps that fit this.
+def work_of_action(facts: Facts, fact: Fact) -> Detail:
+    """Return what an action does, and the remedies that fit this.
 
     Recorded operators show a loop over an operator, the forward of a module, and collectives of ``self.log``.
     """
-    if action.part == "checkpoint":
-        return _of_checkpoint(facts, rank)
-    owner, _, hook = action.name.rpartition(".")
-    special = OF_HOOKS.get(hook) or ADVICE.get(owner)
-    steps = (special.format(name=action.name),) if special else ()
-    if hook == BEFORE_TRANSFER and not rank.facts.is_cpu:
-        steps = (ON_GPU.format(name=action.name), *steps)
-    if action.name.endswith(TRANSFER):
-        # Without a device there is nothing to copy.
-        return (": it visits each object of a batch", (TENSORS,)) if rank.facts.is_cpu else ("", (PIN, TENSORS))
-    recorded, calls = facts.host_ledger(rank), max(action.count, 1.0)
-    lines = [line for line in recorded.lines if line.name == action.name] if recorded and action.name else []
+    rank, owner = fact.rank, fact.owner
+    place, _, hook = owner.rpartition(".")
+    recorded, calls, part = facts.host_ledger(rank), max(fact.count, 1.0), fact.lines[0].part
+    lines = [line for line in recorded.lines if line.name == owner] if recorded and owner else []
     synced = sum(line.count for line in lines if line.part == "rank_wait")
-    if action.part == "self_log" and synced >= MANY_SYNCED:
-        return f", {synced:,.0f} collectives per step", (SYNCED,)
-    lines = [line for line in lines if line.part == action.part in LOOKS_INSIDE]
+    if part == "self_log" and synced >= MANY_SYNCED:
+        return Detail(why=f"It has {synced:,.0f} collectives per step.", remedies=(NO_SYNC,))
+    known = HOOKS.get(hook) or (REFRESH_LESS_OFTEN if place in PROGRESS_BARS else None)
+    special = (known.filled(owner=owner, object=place),) if known is not None else ()
+    lines = [line for line in lines if line.part == part in LOOKS_INSIDE]
     reads = max((line.called for line in lines if line.operator in READS), default=0.0) / calls
     if reads >= OFTEN and not rank.facts.is_cpu:
-        return f": it reads {reads:,.0f} values from the GPU, one by one", (ONE_READ.format(name=action.name), *steps)
-    is_transfer = action.part == "transfer"
+        remedies = (READ_ONE_VALUE.filled(owner=owner), *special)
+        return Detail(why=f"It reads {reads:,.0f} values from the GPU, one by one.", remedies=remedies)
     modules = Counter[str]()
     for line in lines:
         modules[(line.module or "").partition(".")[0]] += round(line.ns)
     module, ns = modules.most_common(1)[0] if modules else ("", 0)
-    if module and ns >= MOST * max(total(lines), action.ns) and not is_transfer:
-        return f": it runs {module}", (REUSE.format(name=action.name, module=module), *steps)
+    if module and ns >= MOST * max(total(lines), fact.ns) and part != "transfer":
+        remedies = (REUSE_OUTPUTS.filled(owner=owner, module=module), *special)
+        return Detail(why=f"It runs {module}.", remedies=remedies)
+    spot = of_action(rank, owner)
+    fit = of_spot(spot) if spot is not None and known is not BUILD_ONCE else ()
+    does, remedies = _loop_of(rank, lines, calls, owner, in_transfer=part == "transfer")
+    mostly = has(spot, "it", owner).lstrip("; ") if spot is not None and spot.place else ""
+    words = "; ".join(filter(None, (does, mostly)))
+    return Detail(why=f"{words[:1].upper()}{words[1:]}." if words else "", remedies=_once(*remedies, *fit, *special))
+
+
+def _loop_of(
+    rank: Rank, lines: Sequence[TimeLine], calls: float, owner: str, *, in_transfer: bool
+) -> tuple[str, tuple[Remedy, ...]]:
+    """Return the operator that an action calls most, or what it copies, and the remedies."""
     loops = [line for line in lines if line.operator and line.operator not in VIEWS and line.called >= OFTEN * calls]
-    at = of_action(rank, action.name)
-    fit = of_spot(at) if at is not None and hook not in ONCE else ()
-    steps = (*fit, *steps)
     loop = max(loops, key=lambda line: line.ns, default=None)
-    often = f"calls {loop.operator} {loop.called / calls:,.0f} times" if loop else ""
+    often = f"{loop.operator} {loop.called / calls:,.0f} times" if loop else ""
+    if in_transfer:
+        # Other hooks need not run for each batch.
+        return f"it calls {often}" if loop else "", (WHOLE_BATCH.filled(owner=owner, often=often),) if loop else ()
     makes_copies = loop is not None and loop.operator in COPIES
     copied = _copied(rank, lines, calls) or ("tensors" if makes_copies else "")
-    if copied and not is_transfer:
-        steps = tuple(dict.fromkeys((COPY_LESS.format(name=action.name), *steps)))
-        often = f"{often}, copies of {copied}" if makes_copies else f"{often}{' and ' if often else ''}copies {copied}"
-    does = has(at, "it", action.name) if at is not None and at.place else ""
-    # Other hooks need not run for each batch.
-    whole = (WHOLE.format(name=action.name, often=often.removeprefix("calls ")),) if loop and is_transfer else ()
-    return f"{f': it {often}' if often else ''}{does}", (*whole, *steps)
+    does = " and ".join(filter(None, (f"calls {often}" if loop else "", f"copies {copied}" if copied else "")))
+    return f"it {does}" if does else "", (COPY_LESS.filled(owner=owner),) if copied else ()
 
 
-def _of_checkpoint(facts: Facts, rank: Rank) -> tuple[str, tuple[str, ...]]:
-    ledger = facts.byte_ledgers.get(rank.rank)
-    held = ledger.bytes("buffer") if ledger is not None else 0
-    trained = ledger.bytes("parameter") + ledger.bytes("optimizer_state") if ledger is not None else 0
-    if held <= trained:
-        return "", ()
-    sizes = f"{format_bytes(held)} of buffers, {format_bytes(trained)} of parameters and optimizer state"
-    return f": the model has {sizes}", (NO_BUFFERS,)
+def _once(*remedies: Remedy) -> tuple[Remedy, ...]:
+    return tuple(dict.fromkeys(remedies))
+
+
+def work_of_transfer(facts: Facts, fact: Fact) -> Detail:
+    """Return what the transfer of a batch does: the strategy's own visits each object, a hook is an action."""
+    is_cpu = fact.rank.facts.is_cpu
+    fields = {"moving": "Converting batches" if is_cpu else "Moving batches to the device"}
+    if fact.owner.endswith(TRANSFER):
+        remedies = (RETURN_TENSORS,) if is_cpu else (COPY_PINNED, RETURN_TENSORS)
+        return Detail(fields=fields, why="It visits each object of a batch.", remedies=remedies)
+    work = work_of_action(facts, fact)
+    moved = (ON_GPU.filled(owner=fact.owner),) if fact.owner.endswith(BEFORE_TRANSFER) and not is_cpu else ()
+    return replace(work, fields=fields, remedies=(*work.remedies, *moved))
+
+
+def work_of_checkpoint(facts: Facts, fact: Fact) -> Detail:
+    """Return what a checkpoint holds: more buffers than trained tensors, or more than the tensors of the model."""
+    ledger = facts.byte_ledgers.get(fact.rank.rank)
+    if ledger is None:
+        return Detail()
+    held, trained = ledger.bytes("buffer"), ledger.bytes("parameter") + ledger.bytes("optimizer_state")
+    if held > trained:
+        sizes = f"{format_bytes(held)} of buffers, {format_bytes(trained)} of parameters and optimizer state"
+        return Detail(why=f"The model has {sizes}.", remedies=(NO_BUFFERS,))
+    each_ns = fact.ns / fact.count if fact.count else 0.0
+    if each_ns <= POLICY.save_ns + (held + trained) * POLICY.save_byte_ns:
+        return Detail()
+    return Detail(
+        why=f"The tensors of the model, {format_bytes(held + trained)}, do not take as long to write.",
+        remedies=(LEAVE_OUT,),
+    )
 
 
 def _copied(rank: Rank, lines: Sequence[TimeLine], calls: float) -> str:
@@ -273,8 +285,7 @@ def _copied(rank: Rank, lines: Sequence[TimeLine], calls: float) -> str:
     return "the model" if max(copies["aten::clone"], copies["aten::set_"]) >= least else ""
 
 
-# A thread that takes less of a core delays the training by little; in a shorter time it may work for once.
-MIN_BUSY: Final = 0.1
+# In a shorter time a thread may work for once.
 MIN_ELAPSED_NS: Final = 300_000_000
 # The training thread may sleep for another reason: a disk, a lock of a library.
 OF_SLEEP: Final = (0.25, 1.0)
@@ -310,22 +321,23 @@ def _busiest(facts: Facts, rank: Rank) -> Finding | None:
     asleep -= ledger.share("rank_wait", "data_wait") if workers else ledger.share("rank_wait")
     ns = max(min(min(busy, asleep) * ledger.step_ns, ledger.ns(*AWAKE)), 0.0)
     worth = Recovery(unit="ns", min=ns * OF_SLEEP[0], max=ns * OF_SLEEP[1], whole=ledger.step_ns)
-    if busy < MIN_BUSY or worth.share < POLICY.note:
+    if busy < POLICY.verdict:
         return None
     return Finding(
         rule="busy_thread",
-        title=(
-            f"Busy thread: {row.thread} uses {percent(busy)} of a core; the training thread sleeps "
-            f"{percent(asleep)} of each step{facts.on_rank(rank)}."
+        owner=row.thread or "",
+        title=titled(
+            "Busy thread: {owner} uses {busy} of a core; the training thread waits {asleep} of each step{rank}.",
+            owner=row.thread,
+            busy=percent(busy),
+            asleep=percent(asleep),
+            rank=facts.on_rank(rank),
         ),
         why=(
             f"It ran for {format_ns(row.cpu_ns or 0)} of {format_ns(elapsed)}. One of Python's "
-            "threads runs at a time (GIL): the training thread sleeps, apart from its waits for workers and ranks."
+            "threads runs at a time (GIL); waits for workers and ranks are not counted."
         ),
-        remedies=(
-            f"Let {row.thread} do less, or sleep longer between its turns.",
-            "Run it in a separate process: multiprocessing.get_context('spawn').Process(target=...).",
-        ),
+        remedies=(THREAD_LESS.filled(owner=row.thread), THREAD_AS_PROCESS),
         evidence=(facts.pulse(rank),),
         numbers={
             "rank": rank.rank,

@@ -9,99 +9,91 @@ from lightning_memprof.account.ledger.growth import Slowing, steady_slowing
 from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery
+from lightning_memprof.judge.finding import Finding, Recovery, titled
+from lightning_memprof.judge.remedies import (
+    DETACH_STATE,
+    FIND_IN_DATA,
+    FIND_IN_FORWARD,
+    FIND_IN_OPTIMIZER,
+    FIND_KEPT,
+    RECORD_BOTH_ENDS,
+    REMOVE_AFTER_USE,
+    SHUFFLE,
+    Remedy,
+)
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_ns, percent
 
-# Batches of other lengths, and other programs on the machine, make as much of a difference.
-MIN_RISE: Final = 0.2
-# The phase has as much of the rise, and a name as much of the phase.
+# A name with more than half of a phase stands for it.
 EXPLAINS: Final = 0.5
+# Without what each step adds, the steps are as long as the first ones; some of it may have to stay.
+SAVED: Final = (0.5, 1.0)
 
 
 class _Phase(NamedTuple):
-    """A phase of the pulse: its parts of the ledger, and what may grow in it."""
+    """A phase of the pulse: its parts of the ledger, and where to find what grows in it."""
 
     parts: tuple[Part, ...]
-    next_step: str
+    remedy: Remedy
 
 
 PHASES: Final[Mapping[Part, _Phase]] = {
-    Part.DATA_WAIT: _Phase(
-        (Part.DATA_WAIT,),
-        "Find what the data set keeps, or reads from its start again for each batch: a list, a file, a cache.",
-    ),
-    Part.FORWARD: _Phase(
-        (Part.FORWARD, Part.FORWARD_HOOK, Part.SELF_LOG, Part.METRIC),
-        "Find what forward goes through and each step adds to: hooks that are not removed, a list, a cache, a metric.",
-    ),
-    Part.BACKWARD: _Phase(
-        (Part.BACKWARD, Part.BACKWARD_HOOK),
-        "Detach what one step hands to the next (hidden states, losses): backward runs through earlier steps, too.",
-    ),
-    Part.OPTIMIZER: _Phase(
-        (Part.OPTIMIZER,),
-        "Find what is added to the optimizer in each step: parameter groups (add_param_group), hooks.",
-    ),
-    Part.CALLBACK: _Phase(
-        (Part.CALLBACK, Part.LOGGING, Part.CHECKPOINT, Part.VALIDATION),
-        "Find what {name} keeps from step to step and goes through each time: a list of outputs, a file.",
-    ),
-    Part.UNTRACKED: _Phase(
-        (Part.UNTRACKED, Part.MODULE_HOOK, Part.LOGGING, Part.METRIC),
-        "Find what the training loop keeps from step to step and goes through each time.",
-    ),
+    Part.DATA_WAIT: _Phase((Part.DATA_WAIT,), FIND_IN_DATA),
+    Part.FORWARD: _Phase((Part.FORWARD, Part.FORWARD_HOOK, Part.SELF_LOG, Part.METRIC), FIND_IN_FORWARD),
+    Part.BACKWARD: _Phase((Part.BACKWARD, Part.BACKWARD_HOOK), DETACH_STATE),
+    Part.OPTIMIZER: _Phase((Part.OPTIMIZER,), FIND_IN_OPTIMIZER),
+    Part.CALLBACK: _Phase((Part.CALLBACK, Part.LOGGING, Part.CHECKPOINT, Part.VALIDATION), FIND_KEPT),
+    Part.UNTRACKED: _Phase((Part.UNTRACKED, Part.MODULE_HOOK, Part.LOGGING, Part.METRIC), FIND_KEPT),
 }
-HOOK: Final = (
-    "Remove the forward hook {name} after use (handle.remove()), or register it once: each one runs in all later steps."
-)
-RECORD: Final = (
-    "Record steps at both ends and compare: MemProfilerCallback(schedule=Schedule(steps=({first}, {last}), active=1))."
-)
+HOOKS: Final = (Part.FORWARD_HOOK, Part.BACKWARD_HOOK)
 
 
 def slower_steps(facts: Facts) -> Finding | None:
-    """Find steps that take longer and longer, and the phase in which they do.
+    """Find steps that take longer and longer, and the phase that adds most.
 
-    Recovers at most the time above that of the first steps: of a steady slope half of its rise, and no more than the
-    phase's lines. It recovers nothing where the batches themselves get larger. A finding that names the code in the
-    same lines comes before it.
+    Recovers half to all of the time above that of the first steps: of a steady slope half of its rise. It recovers
+    nothing where the batches themselves get larger.
     """
     found = [worst for rank in facts.run.ranks if rank.rank in facts.ledgers and (worst := _of_rank(rank)) is not None]
     if not found:
         return None
-    rank, part, steps, slowing = max(found, key=lambda each: each[3].added_ns)
-    ledger, phase = facts.ledgers[rank.rank], PHASES[part]
-    excess = min(steps.added_ns / 2, ledger.ns(*phase.parts))
-    worth = Recovery(unit="ns", min=0, max=excess, whole=ledger.step_ns)
-    hook = _main(ledger, Part.FORWARD_HOOK) if part == Part.FORWARD else ""
-    name = _main(ledger, *phase.parts)
-    named = f", which calls the forward hook {hook}" if hook else f" (largest part: {name})" if name else ""
+    rank, grown, steps, added_ns = max(found, key=lambda each: each[2].added_ns)
+    ledger, phase = facts.ledgers[rank.rank], PHASES[grown]
+    excess = min(steps.added_ns / 2, ledger.step_ns - ledger.ns(Part.CORE_WAIT))
+    worth = Recovery(unit="ns", min=excess * SAVED[0], max=excess * SAVED[1], whole=ledger.step_ns)
+    hooks = tuple(part for part in HOOKS if part in phase.parts)
+    hook, name = _main(ledger, *hooks), _main(ledger, *phase.parts)
     return Finding(
         rule="slower_steps",
-        title=(
-            f"Steps get slower: each takes {format_ns(steps.per_step_ns)} longer than the one before"
-            f"{facts.on_rank(rank)}, mostly in {part.label}{named}."
+        title=titled(
+            "Steps get slower, {start} to {end}{rank}, most in {phase}: {owner}."
+            if hook or name
+            else "Steps get slower, {start} to {end}{rank}, most in {phase}.",
+            start=format_ns(steps.start_ns),
+            end=format_ns(steps.start_ns + steps.added_ns),
+            rank=facts.on_rank(rank),
+            phase=grown.label,
+            owner=f"hook {hook}" if hook else name,
         ),
         why=(
-            f"Over {steps.steps} steps they rise steadily from {format_ns(steps.start_ns)} to "
-            f"{format_ns(steps.start_ns + steps.added_ns)} ({percent(steps.added_ns / steps.start_ns)} more), "
-            f"{part.label} by {format_ns(slowing.added_ns)}."
+            f"Over {steps.steps} steps each takes {format_ns(steps.per_step_ns)} longer than the one before. "
+            f"Of the {format_ns(steps.added_ns)} that they add, {percent(min(added_ns / steps.added_ns, 1.0))} is in "
+            f"{grown.label}."
         ),
         remedies=(
-            *((HOOK.format(name=hook),) if hook else ()),
-            phase.next_step.format(name=name or "a callback"),
-            RECORD.format(first=slowing.first, last=slowing.first + slowing.steps),
-            "Where batches get longer from step to step, shuffle them.",
+            *((REMOVE_AFTER_USE.filled(owner=hook),) if hook else ()),
+            phase.remedy.filled(owner=name or "the training loop"),
+            RECORD_BOTH_ENDS.filled(first=steps.first, last=steps.first + steps.steps),
+            SHUFFLE,
         ),
         evidence=(facts.pulse(rank),),
         numbers={
             "rank": rank.rank,
-            "phase": part.phase,
+            "phase": grown.phase,
             "per_step_ns": round(steps.per_step_ns),
             "start_ns": steps.start_ns,
             "added_ns": steps.added_ns,
-            "phase_added_ns": slowing.added_ns,
+            "phase_added_ns": added_ns,
             "steps": steps.steps,
         },
         **worth.parts,
@@ -116,13 +108,12 @@ def _main(ledger: TimeLedger, *parts: Part) -> str:
     return next((name for name, ns in spent.items() if ns > EXPLAINS * ledger.ns(*parts)), "")
 
 
-def _of_rank(rank: Rank) -> tuple[Rank, Part, Slowing, Slowing] | None:
-    """Return the phase with most of a rank's rise, and the rise of the steps and of the phase; None without one."""
+def _of_rank(rank: Rank) -> tuple[Rank, Part, Slowing, int] | None:
+    """Return the phase with most of a rank's rise, the rise of the steps, and of the phase; None without one."""
     steps = steady_slowing(rank.pulse, "duration_ns", without="core_wait_ns")
-    if steps is None or steps.added_ns < MIN_RISE * steps.start_ns:
+    if steps is None:
         return None
-    phases = {part: found for part in PHASES if (found := steady_slowing(rank.pulse, f"{part.phase}_ns")) is not None}
-    part = max(phases, key=lambda each: phases[each].added_ns, default=None)
-    if part is None or phases[part].added_ns < EXPLAINS * steps.added_ns:
-        return None
-    return rank, part, steps, phases[part]
+    found = ((part, steady_slowing(rank.pulse, f"{part.phase}_ns")) for part in PHASES)
+    phases = {part: slowing.added_ns for part, slowing in found if slowing is not None}
+    grown = max(phases, key=lambda each: phases[each], default=None)
+    return (rank, grown, steps, phases[grown]) if grown is not None else None

@@ -13,6 +13,7 @@ from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Facts, Finding, Severity, examine, verdict_of
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.verdict import RULES
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.locate import shown_path
@@ -117,7 +118,7 @@ def test_what_runs_every_tenth_step_counts_with_its_share_of_all_steps(
     finding = found(tmp_path, FakeRun(phases=phases(**{phase: 10_500_000})), row)[rule]
     assert finding.severity is Severity.WARNING
     assert finding.numbers["share"] == pytest.approx(10 / 28, rel=0.05)
-    assert "it runs every 10 steps, for 96.7 ms" in finding.why
+    assert ": 3 calls in 26 steps" in finding.why
     assert fix in finding.next_steps[0]
 
 
@@ -137,11 +138,44 @@ def test_validation_that_runs_once_and_takes_most_of_the_run_is_not_called_untra
     assert findings["validation_bound"].severity is Severity.INFO
 
 
+@pytest.mark.parametrize(("epochs", "remedy"), [(3, "validate_less_often"), (1, "validate_per_epoch")])
+def test_validation_once_per_epoch_is_not_to_run_once_per_epoch(tmp_path: Path, epochs: int, remedy: str) -> None:
+    directory = make_run(tmp_path, FakeRun(phases=phases(other=21_000_000)))
+    set_epochs(directory, -(-STEPS // epochs))
+    row = action("run_validation", 20_000_000, count=3)
+    (directory / "actions.rank00000.jsonl").write_text(json.dumps(row) + "\n")
+    findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
+    assert next(each.id for each in findings["validation_bound"].remedies if isinstance(each, Remedy)) == remedy
+
+
+@pytest.mark.parametrize(("each_ms", "is_named"), [(900, True), (150, False)])
+def test_a_checkpoint_that_takes_longer_than_its_tensors_may_hold_other_objects(
+    tmp_path: Path, each_ms: int, is_named: bool
+) -> None:
+    directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=each_ms * 1_000_000 * 3 // STEPS)))
+    row = action("save_checkpoint", each_ms * 1_000_000 * 3 // STEPS, "callbacks", count=3)
+    (directory / "actions.rank00000.jsonl").write_text(json.dumps(row) + "\n")
+    facts = Facts.of(load_run(directory))
+    lines = (ByteLine(category="parameter", bytes=2 * MIB),)
+    vars(facts)["byte_ledgers"] = {0: ByteLedger(peak_bytes=2 * MIB, basis="", place="host", lines=lines)}
+    (finding,) = [finding for finding in examine(facts) if finding.rule == "checkpoint_bound"]
+    assert ("save_hyperparameters(ignore=" in finding.next_steps[0]) == is_named
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_batches_are_moved_to_a_device_only_where_there_is_one(tmp_path: Path, is_cpu: bool) -> None:
+    row = action("[LightningModule]Net.on_before_batch_transfer", 20_000_000)
+    fake = FakeRun(phases=phases(other=21_000_000), device_bytes=None if is_cpu else lambda _: MIB)
+    finding = found(tmp_path, fake, row)["transfer_bound"]
+    assert ("to the device" in finding.title) is not is_cpu
+    assert "Net.on_before_batch_transfer" in finding.title
+
+
 @pytest.mark.parametrize(("times", "is_said"), [(361, True), (2, False)])
 def test_the_number_of_calls_is_said_where_it_explains_the_time(tmp_path: Path, times: int, is_said: bool) -> None:
     row = action("[LightningModule]Net.log", 9_000_000, count=times * STEPS)
     why = found(tmp_path, FakeRun(phases=phases(other=9_500_000)), row)["logging_bound"].why
-    assert ("361 times per step" in why) == is_said
+    assert ("361 calls per step" in why) == is_said
 
 
 def test_a_single_checkpoint_of_a_run_is_information(tmp_path: Path) -> None:
@@ -280,6 +314,20 @@ def test_a_rule_that_fails_is_a_finding_and_hides_no_other(tmp_path: Path, monke
     findings = found(tmp_path, FakeRun(phases=phases(callbacks=65_000_000)), row)
     assert findings["rule_failed"].title == "The rule broken failed (KeyError: 'lost')."
     assert "callback_bound" in findings
+
+
+def test_a_function_is_reported_once_by_the_finding_that_is_worth_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claims(rule: str, owner: str, weight: float) -> Callable[[Facts], Finding]:
+        finding = Finding(
+            rule=rule, owner=owner, severity=Severity.WARNING, title=rule, why="", remedies=("Do less.",), weight=weight
+        )
+        return lambda _: finding
+
+    rules = (claims("small", "Net.work", 0.2), claims("large", "Net.work", 0.5), claims("other", "Net.other", 0.1))
+    monkeypatch.setattr("lightning_memprof.judge.verdict.RULES", (*rules, claims("no owner", "", 0.1)))
+    assert [*found(tmp_path, FakeRun())] == ["large", "other", "no owner"]
 
 
 def test_a_hook_inside_the_optimizer_step_is_not_the_optimizer(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_a_compiled_module_is_named_as_compiled_and_not_to_be_compiled(
 
 def test_python_outside_operators_is_found_with_its_module(tmp_path: Path) -> None:
     finding = found(tmp_path, *calls("tokenizer", "aten::add", 12, each=1))
-    assert "training_step, outside of its submodules," in finding["python_time"].title
+    assert "Python code in training_step" in finding["python_time"].title
     assert finding["python_time"].recovers is not None
     slow = [event("[pl][module]Net: tokenizer", 0, 1990), *calls("tokenizer", "aten::add", 12, each=1)[1:]]
     assert "the forward of tokenizer" in found(tmp_path / "module", *slow)["python_time"].title
@@ -224,7 +224,7 @@ def test_a_forward_hook_is_named_with_its_line_and_its_modules_are_not_accused(t
     findings = found(tmp_path, event("[pl][module]Net: net", 0, 2000), *hooked)
     hook = findings["registered_hook_bound"]
     assert hook.title.startswith("The forward hook look (train.py:7) takes ")
-    assert "it runs 18 times per step" in hook.why
+    assert "18 calls per step" in hook.why
     assert "Remove the hook look (train.py:7)" in hook.next_steps[0]
     assert "python_time" not in findings
 
@@ -232,7 +232,7 @@ def test_a_forward_hook_is_named_with_its_line_and_its_modules_are_not_accused(t
 def test_self_log_in_the_training_step_is_logging_and_not_python_of_the_model(tmp_path: Path) -> None:
     logs = [event("[pl][profile][LightningModule]Net.log", 100 * at, 100 * at + 80) for at in range(1, 19)]
     findings = found(tmp_path, event("[pl][module]Net: net", 0, 2000), *logs)
-    assert "18 times per step" in findings["logging_bound"].why
+    assert "18 calls per step" in findings["logging_bound"].why
     assert "python_time" not in findings
 
 

@@ -107,7 +107,7 @@ def test_a_hook_that_copies_many_tensors_is_to_copy_less(tmp_path: Path) -> None
         line(name, "aten::mul", 1e6, part=Part.CALLBACK),
     )
     finding = found(directory, action(f"[Callback]{name}", 9 * MS, "callbacks"), host=host)["callback_bound"]
-    assert "aten::copy_ 64 times, copies of tensors" in finding.why
+    assert "aten::copy_ 64 times and copies tensors" in finding.why
     assert finding.next_steps[0].startswith(f"Copy less in {name}")
 
 

@@ -102,7 +102,7 @@ def test_accumulated_batches_of_few_samples_are_one_as_far_as_memory_allows(
         return
     finding = found["small_batch"]
     assert next_step in finding.next_steps[0]
-    assert "Gradients of 16 batches accumulate." in finding.why
+    assert "Gradients of 16 batches accumulate;" in finding.why
     assert finding.recovers is not None
     joined = finding.numbers["joined"]
     assert finding.recovers.max == pytest.approx(finding.numbers["fixed_ns"] * (1 - 1 / joined))

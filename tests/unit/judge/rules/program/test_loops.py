@@ -72,5 +72,6 @@ def test_a_loop_outside_of_submodules_has_the_line_with_most_of_the_forward(tmp_
     _, *looped = calls("net", "aten::pow", 18)
     module = event("[pl][module]Net: net", 1900, 1990)
     finding = found(tmp_path, module, *looped, lines=[{**line, "ns": 1_000_000}])["python_loop"]
-    assert "; Net.penalty (net.py:9) has 100% of the forward: `p.pow(2)`." in finding.title
+    assert "Net.penalty (net.py:9)" in finding.why
+    assert finding.owner == "Net.penalty"
     assert "Vectorize the loop in Net.penalty:" in finding.next_steps[0]

@@ -103,3 +103,33 @@ def test_so_are_those_of_several_batches(tmp_path: Path) -> None:
 )
 def test_passes_that_do_not_need_fewer_all_reduces_are_not_named(tmp_path: Path, of: dict[str, Any]) -> None:
     assert "synced_passes" not in trained(tmp_path, **of)
+
+
+def saved(step: int, *forwards: int) -> list[dict[str, Any]]:
+    """A row per backward pass of a step: how often the model ran since the pass before."""
+    row = {"step": step, "global_step": step, "point": "before_backward", "recorded": True, "time_ns": START_NS}
+    return [{**row, "activation_bytes": 100, "modules": {"trunk": [100, 100, count, 1, 1]}} for count in forwards]
+
+
+@pytest.mark.parametrize(
+    ("forwards", "optimizers", "others"),
+    [
+        pytest.param((1, 0), OPTIMIZERS, 1 / 2, id="two losses of one graph"),
+        pytest.param((1, 0, 0), OPTIMIZERS, 2 / 3, id="three losses of one graph"),
+        pytest.param((1, 1), OPTIMIZERS, None, id="a forward before each"),
+        pytest.param((1,), OPTIMIZERS, None, id="one loss"),
+        pytest.param((1, 0), OPTIMIZERS * 2, None, id="an optimizer for each"),
+    ],
+)
+def test_passes_through_one_graph_are_found_by_the_forwards_between_them(
+    tmp_path: Path, forwards: tuple[int, ...], optimizers: list[dict[str, Any]], others: float | None
+) -> None:
+    directory = make_run(tmp_path, FakeRun(trace=False, training={"optimizers": optimizers}))
+    (directory / "window000/rank00000.saved_tensors.jsonl").write_text("")
+    add_series(directory, "saved_tensors", [row for step in (2, 3) for row in saved(step, *forwards)])
+    found = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}.get("repeated_backward")
+    assert (found is not None) == (others is not None)
+    if found is not None:
+        assert found.recovers is not None
+        assert found.numbers["passes"] == len(forwards)
+        assert found.recovers.max == pytest.approx(others * found.numbers["backward_ns"])

@@ -9,6 +9,7 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from kineto import write_trace
 from lightning_memprof.judge import Facts, Finding, examine
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.read.trace.report import trace_report
@@ -22,21 +23,27 @@ def findings_of(directory: Path, *traces: TraceReport) -> dict[str, Finding]:
     return {finding.rule: finding for finding in examine(Facts.of(load_run(directory), traces))}
 
 
+def ids(finding: Finding) -> list[str]:
+    return [each.id for each in finding.remedies if isinstance(each, Remedy)]
+
+
 def line(functions: list[str], place: str, source: str, **of: Any) -> dict[str, Any]:
     return {"functions": functions, "place": place, "source": source, "looks": 40, "ns": 60 * MS, **of}
 
 
 @pytest.mark.parametrize(
-    ("source", "does", "step"),
+    ("called", "asleep", "remedy"),
     [
-        ("best = copy.deepcopy(module)", "ostly keep.py:7: `best = copy.deepcopy(module)`.", "Copy less in Keeper."),
-        ('print(f"{name}: {loss}")', 'ostly keep.py:7: `print(f"{name}: {loss}")`.', "Write less often in Keeper."),
-        ("total = sum(values)", "ostly keep.py:7: `total = sum(values)`.", "Do the work of Keeper."),
+        ("deepcopy", 0, "copy_less"),
+        ("dump", 0, "write_less"),
+        (None, 0, "less_often"),
+        ("urlopen", 50 * MS, "wait_outside"),
     ],
 )
-def test_a_callback_is_named_with_its_line_and_a_step_that_fits_it(
-    tmp_path: Path, source: str, does: str, step: str
+def test_a_callback_is_named_with_its_line_and_a_remedy_that_fits_what_it_calls(
+    tmp_path: Path, called: str | None, asleep: int, remedy: str
 ) -> None:
+    source = "result = work(module)"
     directory = make_run(tmp_path, FakeRun(phases=lambda *_: {**HEALTHY, "callbacks": 9 * MS}))
     name = "[Callback]Keeper.on_train_batch_end"
     row = {
@@ -46,10 +53,11 @@ def test_a_callback_is_named_with_its_line_and_a_step_that_fits_it(
     (directory / "actions.rank00000.jsonl").write_text(json.dumps(row) + "\n")
     # Another callback has the same hook.
     other = line(["Other.on_train_batch_end"], "other.py:1", "print(loss)")
-    add_series(directory, "lines", [line(["Keeper.on_train_batch_end"], "keep.py:7", source), other])
+    mine = line(["Keeper.on_train_batch_end"], "keep.py:7", source, called=called, asleep_ns=asleep)
+    add_series(directory, "lines", [mine, other])
     found = findings_of(directory)["callback_bound"]
-    assert found.why.endswith(does)
-    assert found.next_steps[0].startswith(step)
+    assert found.why.endswith(f"ostly keep.py:7: `{source}`.")
+    assert ids(found)[0] == remedy
 
 
 @pytest.mark.parametrize(
@@ -95,5 +103,6 @@ def test_python_of_the_training_step_is_named_with_its_line_where_it_has_most_of
     found = findings_of(directory, trace).get("python_time")
     assert (found is not None) == is_named
     if found is not None:
-        assert "; Net.parse (net.py:5) has 100% of this time: `words = [w.lower() for w in text]`." in found.title
-        assert found.next_steps[0].startswith("Do the work of Net.parse for all values at once")
+        assert "Net.parse (net.py:5)" in found.why
+        assert found.owner == "Net.parse"
+        assert ids(found)[0] == "work_less"
