@@ -214,8 +214,8 @@ NO_BENCHMARK: Final = Remedy(
     id="no_benchmark",
     text="Leave cuDNN's benchmark off, Trainer(benchmark=False), or pad batches to a few shapes.",
 )
-COMPARE_BATCHES: Final = Remedy(
-    id="compare_batches",
+COMPARE_STEPS: Final = Remedy(
+    id="compare_steps",
     text="Compare the batches of these steps with the others: longer samples, shapes that recompile.",
 )
 RECORD_STEP: Final = Remedy(

@@ -280,7 +280,7 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     heaviest = heaviest_module(ledger.of("forward", "backward")) if ledger is not None else None
     span = "each step" if trace.steps else "the recorded time"
     why = f"In {format_ns(span_ns)} the trace has {format_count(trace.host_events, 'event')} on the host."
-    next_steps: tuple[str, ...] = (look(trace),)
+    next_steps: tuple[Remedy | str, ...] = (look(trace),)
     whole_ns = ledger.step_ns if ledger is not None and trace.steps else span_ns
     if trace.device_use:
         sentence = f"Device activity was not recorded: the host {trace.device_use}."

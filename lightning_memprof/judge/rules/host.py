@@ -18,7 +18,7 @@ from lightning_memprof.judge.remedies import (
     CATCH_STEP,
     CHOOSE_COLLECTIONS,
     CODE_AROUND_BATCHES,
-    COMPARE_BATCHES,
+    COMPARE_STEPS,
     DYNAMIC_SHAPES,
     FEW_SHAPES,
     FIND_COLLECT,
@@ -156,7 +156,7 @@ def slow_steps(facts: Facts) -> Finding | None:
         ).rstrip(),
         remedies=(
             *((NO_BENCHMARK,) if tries else ()),
-            COMPARE_BATCHES,
+            COMPARE_STEPS,
             RECORD_STEP.filled(step=few.steps[0]) if is_regular else CATCH_STEP,
         ),
         evidence=(facts.pulse(rank, few.steps), *facts.recorded(rank, "hooks", few.steps)),
