@@ -253,11 +253,6 @@ RETURN_TENSORS: Final = Remedy(
     id="return_tensors",
     text="Return tensors from collate_fn, not lists of numbers: the transfer visits each object of a batch.",
 )
-COPY_PINNED: Final = Remedy(
-    id="pin_memory",
-    text="Copy from pinned memory, which does not block: DataLoader(pin_memory=True).",
-    change="pin_memory",
-)
 WHOLE_BATCH: Final = Remedy(
     id="whole_batch", text="Handle the whole batch at once in {owner}: it calls {often}, for one sample or part each."
 )

@@ -20,7 +20,6 @@ from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     BUILD_ONCE,
     COPY_LESS,
-    COPY_PINNED,
     GRADIENTS_AT_ONCE,
     LEAVE_OUT,
     LOG_AT_ONCE,
@@ -28,6 +27,7 @@ from lightning_memprof.judge.remedies import (
     NO_SYNC,
     NO_TEXT,
     ON_GPU,
+    PIN_MEMORY,
     READ_ONE_VALUE,
     RECORD_STACKS,
     REFRESH_LESS_OFTEN,
@@ -250,7 +250,7 @@ def work_of_transfer(facts: Facts, fact: Fact) -> Detail:
     is_cpu = fact.rank.facts.is_cpu
     fields = {"moving": "Converting batches" if is_cpu else "Moving batches to the device"}
     if fact.owner.endswith(TRANSFER):
-        remedies = (RETURN_TENSORS,) if is_cpu else (COPY_PINNED, RETURN_TENSORS)
+        remedies = (RETURN_TENSORS,) if is_cpu else (PIN_MEMORY, RETURN_TENSORS)
         return Detail(fields=fields, why="It visits each object of a batch.", remedies=remedies)
     work = work_of_action(facts, fact)
     moved = (ON_GPU.filled(owner=fact.owner),) if fact.owner.endswith(BEFORE_TRANSFER) and not is_cpu else ()
