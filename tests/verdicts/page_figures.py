@@ -1,7 +1,7 @@
 """Compare the figures of recorded runs, traces and snapshots before and after a change.
 
-    python tests/verdicts/page_figures.py write OUT PATH ...       the figures of everything below the paths, a file each
-    python tests/verdicts/page_figures.py compare BEFORE AFTER     the fields that differ; the exit code is 1 if any does
+    python tests/verdicts/page_figures.py write OUT PATH ...      the figures of everything below the paths, a file each
+    python tests/verdicts/page_figures.py compare BEFORE AFTER    the fields that differ; the exit code is 1 if any does
 
 A path is a folder of recordings (``make verdicts ARGS="--recordings DIR"``), a run, a trace, a snapshot, or a folder of
 these. Figures are what ``lightning-memprof show --format json`` prints, without sentences and findings. Differences are
