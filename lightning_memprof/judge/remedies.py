@@ -557,3 +557,42 @@ CHEAPER_FETCH: Final = Remedy(
 # Snapshots
 
 # Recording
+
+# Hangs
+
+TIMEOUT: Final = Remedy(
+    id="loader_timeout", text="Let a stuck worker raise: DataLoader(timeout=60); num_workers=0 shows its line."
+)
+SAME_CALLS: Final = Remedy(
+    id="same_collectives",
+    text="Call the same collectives on every rank, in the same order and with the same shapes.",
+)
+SAME_BATCHES: Final = Remedy(
+    id="same_batches",
+    text="Give every rank the same number of batches: DistributedSampler(drop_last=True), or limit_train_batches=N.",
+)
+LOOK_AT_NETWORK: Final = Remedy(
+    id="look_at_network",
+    text="All ranks wait in one collective: look at the network of the nodes; for NCCL set NCCL_DEBUG=INFO.",
+)
+LOOK_AT_LINE: Final = Remedy(id="look_at_line", text="Look at {place}: {what}.")
+READ_STACKS: Final = Remedy(id="read_stacks", text="Read the stacks of all threads in {file}.")
+READ_OUTPUT: Final = Remedy(id="read_output", text="Read the end of the output of rank {rank}{kernel}.")
+CONTINUE_PROCESS: Final = Remedy(id="continue_process", text="Continue it: `kill -CONT {pid}` on {host}.")
+DUMP_STACKS: Final = Remedy(id="dump_stacks", text="Look where it is: `py-spy dump --pid {pid}` on {host}.")
+WITHOUT_WORKERS: Final = Remedy(
+    id="without_workers",
+    text="Run with DataLoader(num_workers=0): the main process then shows the error with its line.",
+    change="workers=0",
+)
+FEWER_WORKERS_OF_MEMORY: Final = Remedy(
+    id="fewer_workers",
+    text=(
+        "The kernel kills processes when memory runs out: use fewer workers; `dmesg | grep -i oom` on the node "
+        "confirms it."
+    ),
+)
+SHARED_MEMORY: Final = Remedy(
+    id="shared_memory",
+    text="Shared memory is full: enlarge /dev/shm (docker run --shm-size=8g), or use fewer workers.",
+)

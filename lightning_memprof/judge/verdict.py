@@ -18,6 +18,7 @@ from lightning_memprof.judge.rules import (
     compute,
     data,
     growth,
+    hangs,
     host,
     kernels,
     memory,
@@ -46,8 +47,8 @@ __all__ = [
 
 # About memory and the end of a run: valid after any number of steps.
 RULES: Final[tuple[Judge, ...]] = (
-    profiler.hang,
-    profiler.worker_died,
+    hangs.hang,
+    hangs.worker_died,
     memory.out_of_memory,
     profiler.other_profiler,
     growth.memory_growth,

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Final
 
 from lightning_memprof.account.ledger.run import typical_in_windows
-from lightning_memprof.account.ranks.hangs import Difference, Place, call, difference, last_calls, places, usual_call
 from lightning_memprof.account.steps.statistics import PulseStatistics
-from lightning_memprof.account.steps.workers import Worker, workers
 from lightning_memprof.artifacts.manifest import OverheadFacts
-from lightning_memprof.artifacts.naming import hang_stacks_name, hangs_name, processes_name
 from lightning_memprof.artifacts.series import (
     PROFILERS,
     PYTHON_PROFILER,
     TORCH_PROFILER,
-    CollectiveRow,
-    HangRow,
     PulseRow,
 )
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity
+from lightning_memprof.judge.finding import Finding, Recovery, Severity
 from lightning_memprof.judge.measures import own_ns
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.traces import (
@@ -40,7 +34,7 @@ from lightning_memprof.judge.traces import (
 )
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.trace.model import TraceReport
-from lightning_memprof.units import format_bytes, format_count, format_list, format_ns, percent
+from lightning_memprof.units import format_count, format_ns, percent
 
 # Why the operator trace is not available: the words of capture and integration.
 OTHER_PROFILER: Final = re.compile(r"its own torch profiler|owns torch\.profiler")
@@ -71,59 +65,6 @@ REMOVE: Final = {
         'Trainer(profiler="advanced").'
     ),
 }
-
-MAX_OTHERS: Final = 4
-# Of ranks without a report the first of these is the one that the others wait for.
-ABSENT: Final = ("gone", "stopped", "finished", "running", "ended")
-TIMEOUT: Final = "Let a stuck worker raise: DataLoader(timeout=60); num_workers=0 shows its line."
-SAME_CALLS: Final = "Call the same collectives on every rank, in the same order and with the same shapes."
-SAME_BATCHES: Final = (
-    "Give every rank the same number of batches: DistributedSampler(drop_last=True), or limit_train_batches=N."
-)
-NETWORK: Final = "All ranks wait in one collective: look at the network of the nodes; for NCCL set NCCL_DEBUG=INFO."
-
-# A sentence, what it rests on, and the next step.
-Told = tuple[str, str, str]
-
-WITHOUT_WORKERS: Final = "Run with DataLoader(num_workers=0): the main process then shows the error with its line."
-# By exit code; a signal's number with a minus sign.
-DEATHS: Final = {
-    -9: (
-        "The kernel kills processes when memory runs out: use fewer workers; `dmesg | grep -i oom` on the node "
-        "confirms it."
-    ),
-    -7: "Shared memory is full: enlarge /dev/shm (docker run --shm-size=8g), or use fewer workers.",
-}
-
-
-def worker_died(facts: Facts) -> list[Finding]:
-    """Find a DataLoader worker that a signal killed, or that ended with an exit code of its own."""
-    dead = [(rank, worker) for rank in facts.run.ranks if rank.in_full for worker in workers(rank) if worker.exit_code]
-    if not dead:
-        return []
-    rank, worker = dead[0]
-    name = f" of {worker.dataset}" if worker.dataset else ""
-    more = f" {format_count(len(dead) - 1, 'more worker')} died." if len(dead) > 1 else ""
-    ended = f"The training ended: {rank.exception.rstrip('.')}." if rank.exception else "The training continued."
-    held = f"It had {format_bytes(worker.private_bytes)} of private memory. " if worker.private_bytes else ""
-    return [
-        Finding(
-            rule="worker_died",
-            severity=Severity.WARNING if rank.exception is None else Severity.CRITICAL,
-            title=f"A DataLoader worker{name} died{facts.on_rank(rank)}: {_end(worker)}.",
-            why=f"{held}{ended}{more}",
-            remedies=(DEATHS.get(worker.exit_code or 0, WITHOUT_WORKERS),),
-            numbers={"rank": rank.rank, "pid": worker.pid, "exit_code": worker.exit_code, "workers": len(dead)},
-            evidence=(Evidence(artifact=f"{facts.run.directory.name}/{processes_name(rank.rank)}", rank=rank.rank),),
-            weight=1.0,
-        )
-    ]
-
-
-def _end(worker: Worker) -> str:
-    code = worker.exit_code or 0
-    names = {number.value: number.name for number in signal.Signals}
-    return f"exit code {code}" if code > 0 else f"signal {-code} ({names.get(-code, 'unknown')})"
 
 
 def other_profiler(facts: Facts) -> Finding | None:
@@ -333,164 +274,3 @@ def recording_overhead(trace: TraceReport) -> Finding | None:
             "recorded_with": list(trace.recorded_with),
         },
     )
-
-
-def hang(facts: Facts) -> list[Finding]:
-    """Find a step that does not end, or one rank that fails, by the rank that the others wait for."""
-    found = places(facts.run.ranks)
-    if not found:
-        return []
-    calls = last_calls(facts.run.ranks)
-    differs = difference(facts.run.ranks)
-    behind = _behind(found, calls, differs)
-    if differs is not None and behind.state == "hang":
-        sentence, why, step = _of_call(found, behind, differs)
-    else:
-        sentence, why, step = _of_rank(facts, found, behind, calls)
-    others = [_words(place, calls) for place in found if place.rank != behind.rank and place.row is not None]
-    waiting = f" Other ranks: {format_list(others, MAX_OTHERS)}." if others and differs is None else ""
-    reports = next((place for place in (behind, *found) if place.row is not None), behind)
-    row = reports.row
-    stacks = hang_stacks_name(reports.rank) if row is not None and row.kind != "exception" else hangs_name(reports.rank)
-    return [
-        Finding(
-            rule="hang",
-            severity=Severity.CRITICAL,
-            title=sentence,
-            why=f"{why}{waiting}".strip(),
-            remedies=(step, f"Read the stacks of all threads in {stacks}.") if stacks.endswith(".txt") else (step,),
-            evidence=(Evidence(artifact=f"{facts.run.directory.name}/{stacks}", rank=reports.rank),),
-            numbers={
-                "rank": behind.rank,
-                "step": row.step if row else None,
-                "waited_ns": row.waited_ns if row else None,
-                "limit_ns": row.limit_ns if row else None,
-                "collective": differs.number if differs else None,
-            },
-            # Nothing is worth more than a training run that ends; an out-of-memory report says more than its exception.
-            weight=0.9 if behind.state == "raised" else 1.0,
-        )
-    ]
-
-
-def _behind(found: list[Place], calls: dict[int, CollectiveRow], differs: Difference | None) -> Place:
-    """Return the rank that the others wait for."""
-    by_rank = {place.rank: place for place in found}
-
-    def time(place: Place) -> int:
-        return (place.row and place.row.time_ns) or 0
-
-    if alone := [place for place in found if place.state == "raised" and not place.waits]:
-        return min(alone, key=time)
-    if differs is not None and differs.odd is not None:
-        return by_rank[differs.odd]
-    absent = [place for place in found if place.row is None]
-    reported = [place for place in found if place.row is not None]
-    if absent and all(place.waits for place in reported):
-        return min(absent, key=lambda place: (ABSENT.index(place.state), place.rank))
-
-    def order(place: Place) -> tuple[int, bool, int, int]:
-        number = calls[place.rank].number or 0 if place.rank in calls else 0
-        return (place.row and place.row.step) or 0, len(found) > 1 and place.waits, number, place.rank
-
-    return min(reported, key=order)
-
-
-def _of_call(found: list[Place], behind: Place, differs: Difference) -> Told:
-    """Describe a collective that the ranks call differently."""
-    own = differs.calls[behind.rank]
-    other = next(rank for rank, row in sorted(differs.calls.items()) if call(row) != call(own))
-    step = behind.row.step if behind.row else None
-    theirs = differs.calls[other]
-    if call(own)[0] == call(theirs)[0]:
-        sentence = f"Rank {behind.rank} calls {_name(own)} in step {step}, rank {other} with {theirs.tensors}."
-    else:
-        sentence = f"Rank {behind.rank} calls {_name(own)} in step {step} where rank {other} calls {_name(theirs)}."
-    by_rank = {place.rank: place for place in found}
-    sides = "; ".join(_words(by_rank[rank], {rank: differs.calls[rank]}) for rank in (behind.rank, other))
-    row = behind.row
-    ended = row is not None and row.place is None and row.phase in ("between_steps", "other", "callbacks")
-    return sentence, f"Collective {differs.number} differs: {sides}.", SAME_BATCHES if ended else SAME_CALLS
-
-
-def _of_rank(facts: Facts, found: list[Place], behind: Place, calls: dict[int, CollectiveRow]) -> Told:
-    """Describe a rank that others wait for, or the only one."""
-    row, number = behind.row, behind.rank
-    if row is None:
-        return _of_absent(facts, found, behind, calls)
-    place = row.place or row.function or "?"
-    source = f" `{row.source}`" if row.source else ""
-    if behind.state == "raised":
-        error = (row.error or "").partition(":")[0]
-        sentence = f"Rank {number} raised {error} {_where(row)} at {place}."
-        return sentence, f"{(row.error or '').rstrip('.')}.", f"Look at {place}:{source or ' it raised'}."
-    worker = f", worker {row.worker}" if row.worker is not None else ""
-    sentence = f"Step {row.step} does not end{facts.on_rank(number)}: stuck in {_phase(row.phase)}{worker} at {place}."
-    limit = f" (limit {format_ns(row.limit_ns)})" if row.limit_ns else ""
-    called = f", {_name(calls[number])}" if behind.waits and number in calls else ""
-    why = f"After {format_ns(row.waited_ns or 0)}{limit} it is in {row.function}{source}{called}."
-    if row.phase == "data_wait" and row.place is None:
-        return sentence, why, TIMEOUT
-    if behind.waits and len(found) > 1:
-        same = len({call(calls[place.rank]) for place in found if place.rank in calls}) == 1
-        return sentence, why, NETWORK if same and len(calls) == len(found) else SAME_CALLS
-    return sentence, why, f"Look at {place}: it does not return."
-
-
-def _of_absent(facts: Facts, found: list[Place], behind: Place, calls: dict[int, CollectiveRow]) -> Told:
-    """Describe a rank that reports nothing."""
-    waiting = next((place for place in found if place.row is not None), behind)
-    row, number, beat = waiting.row, behind.rank, behind.beat
-    own = next((rank for rank in facts.run.ranks if rank.rank == number), facts.run.lead)
-    pid, host = (beat.pid if beat else None) or own.facts.pid, own.facts.host
-    step, where = row.step if row else None, _name(calls[waiting.rank]) if waiting.rank in calls else "a collective"
-    sentences = {
-        "stopped": f"Rank {number} is stopped by a signal: rank {waiting.rank} waits for it in step {step}.",
-        "gone": f"Rank {number} died in step {step}: rank {waiting.rank} waited for it in {where}.",
-        "lost": f"Rank {number} closed its connection in step {step}: rank {waiting.rank} waited for it in {where}.",
-        "finished": f"Rank {number} has finished, but rank {waiting.rank} waits for it in step {step}.",
-        "ended": f"Rank {number} ended: rank {waiting.rank} waits for it in step {step}.",
-    }
-    steps = {
-        "stopped": f"Continue it: `kill -CONT {pid}` on {host}.",
-        "gone": f"Read the end of the output of rank {number}; for SIGKILL, `dmesg | grep -i oom` on {host}.",
-        "finished": SAME_BATCHES,
-        "ended": f"Read the end of the output of rank {number}.",
-        "lost": f"Read the end of the output of rank {number}.",
-    }
-    silent = f"Rank {number} does not respond: rank {waiting.rank} waits for it in step {step}."
-    look = f"Look where it is: `py-spy dump --pid {pid}` on {host}."
-    why = []
-    if beat is not None:
-        ago = format_ns(beat.waited_ns or 0)
-        why.append(f"Its last heartbeat was {ago} earlier, {_where(beat)}.")
-    made = next((list(rank.read(CollectiveRow).rows) for rank in facts.run.ranks if rank.rank == waiting.rank), [])
-    if made and (before := usual_call(made)) is not None:
-        why.append(f"In earlier steps rank {waiting.rank} called {_name(before)} there.")
-    state = "lost" if behind.state == "running" and waiting.state == "raised" else behind.state
-    return sentences.get(state, silent), " ".join(why), steps.get(state, look)
-
-
-def _words(place: Place, calls: dict[int, CollectiveRow]) -> str:
-    """Describe a rank that has reported."""
-    row = place.row
-    if row is None:
-        return f"rank {place.rank} in {_name(calls[place.rank])}"
-    called = f" ({_name(calls[place.rank])})" if place.rank in calls and place.waits else ""
-    raised = f"raised {(row.error or '').partition(':')[0]} " if place.state == "raised" else ""
-    return f"rank {place.rank} {raised}{_where(row)} at {row.place or row.function}{called}"
-
-
-def _name(row: CollectiveRow) -> str:
-    return f"{call(row)[0]} {row.tensors or ''}".rstrip()
-
-
-def _where(row: HangRow) -> str:
-    if row.step is None:
-        return "outside a step"
-    between = row.phase == "between_steps"
-    return f"before step {row.step}" if between else f"in {_phase(row.phase)} of step {row.step}"
-
-
-def _phase(phase: str | None) -> str:
-    return (phase or "?").replace("_", " ")

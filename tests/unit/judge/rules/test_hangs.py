@@ -11,7 +11,7 @@ import pytest
 from fake_runs import FakeRun, make_run
 from lightning_memprof import load_run
 from lightning_memprof.judge import Facts, Finding, Severity
-from lightning_memprof.judge.rules.profiler import hang, worker_died
+from lightning_memprof.judge.rules.hangs import hang, worker_died
 
 KILLED: dict[int, str | None] = {0: None, 1: None}
 ALL_REDUCE: dict[str, Any] = {
