@@ -6,7 +6,6 @@ import gc
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable
-from itertools import islice
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Final
 
@@ -59,6 +58,8 @@ _ENOUGH: Final = 3
 _ENTRIES: Final = 9
 _PARTS: Final = 400
 _NESTED: Final = 64
+# Of a tensor without its data: the objects of Python and C++.
+_TENSOR_BYTES: Final = 440
 # Types of everything, those that own no data, and those that are compared one by one.
 _UNCOUNTED: Final = frozenset(
     {"cell", "deque", "dict", "frame", "function", "list", "method", "module", "set", "traceback", "tuple", "type"}
@@ -74,33 +75,38 @@ class _Content:
     def __init__(self, before: Census, storages: Iterable[int]) -> None:
         self._before = before.lengths
         self._graph = SavedGraph() if can_read() else None
-        self._storages = set(storages)
+        self.storages = set(storages)
         self._nodes: set[Any] = set()
         self._seen: set[int] = set()
         self.label = ""
         self._largest = -1
 
     def add(self, entry: Any) -> int:
-        """Return the bytes that an entry adds; what an earlier one has too is not added."""
-        total = 0
-        pending: list[tuple[Any, int]] = [(entry, 0)]
+        """Return the bytes that an entry adds; what an earlier one has too is not added.
+
+        Of a container with many parts, the first ones stand for all.
+        """
+        total = 0.0
+        pending: list[tuple[Any, int, float]] = [(entry, 0, 1.0)]
         for _ in range(_PARTS):
             if not pending:
                 break
-            value, depth = pending.pop()
+            value, depth, times = pending.pop()
             kind = type(value)
             old = id(value) in self._before and is_container(value)
             if old or id(value) in self._seen or issubclass(kind, _CLOSED) or is_known(kind):
                 continue
             self._seen.add(id(value))
             size, words = self._own(value)
-            total += size
+            total += size * times
             if size > self._largest and words:
                 self._largest = size
                 self.label = words if depth == 0 else f"{type_name(entry)} with {words}"
             if depth < _DEPTH and not issubclass(kind, (torch.Tensor, np.ndarray)):
-                pending += [(part, depth + 1) for part in islice(_parts(value), _NESTED)]
-        return total
+                parts = _parts(value)
+                times *= max(len(parts) / _NESTED, 1.0)
+                pending += [(part, depth + 1, times) for part in parts[:_NESTED]]
+        return round(total)
 
     def _own(self, value: Any) -> tuple[int, str]:
         kind = type(value)
@@ -120,15 +126,15 @@ class _Content:
         return kind.__basicsize__, kind.__name__
 
     def _tensor(self, tensor: torch.Tensor) -> tuple[int, str]:
-        size = 0
+        size = _TENSOR_BYTES
         for address, storage_bytes in storage_sizes([tensor]).items():
-            size += 0 if address in self._storages else storage_bytes
-            self._storages.add(address)
+            size += 0 if address in self.storages else storage_bytes
+            self.storages.add(address)
         saved = 0
         with DisableTorchFunction():
             shape = ",".join(map(str, tensor.shape))
             if self._graph is not None and not tensor.is_leaf:
-                saved = self._graph.read(tensor, self._storages, self._nodes, MOST_NODES).held_bytes
+                saved = self._graph.read(tensor, self.storages, self._nodes, MOST_NODES).held_bytes
         words = f"{type_name(tensor)}[{shape}]"
         return size + saved, f"{words} with its graph" if saved else words
 
@@ -140,7 +146,7 @@ def described(value: Any) -> str:
     return type_name(value)
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _parts(value: Any) -> list[Any]:
     """Return what a value refers to, without the frames that called a frame."""
     if type(value) is FrameType:
         return [part for part in gc.get_referents(value) if type(part) not in (FrameType, dict)]
@@ -261,10 +267,13 @@ class _Comparison:
         self._search.ignore(grown, *grown)
         sized: list[tuple[float, str, Any]] = []
         self._search.ignore(sized)
+        # A tensor in many lists is one.
+        counted = self._storages | skip
         while grown and not self._search.is_over:
             container, more = grown.pop()
-            content = _Content(self._before, self._storages | skip)
+            content = _Content(self._before, counted)
             size = more * _mean_bytes(container, more, content, self._search)
+            counted = content.storages
             if size >= self.least:
                 entry = size, content.label, container
                 self._search.ignore(entry)

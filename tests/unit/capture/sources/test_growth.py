@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from random import random
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ class Keeping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lists: list[list[int]] = [[] for _ in range(5)]
+        self.by_name: dict[int, list[Any]] = {}
         self.tensors: list[torch.Tensor] = []
         self.total = torch.zeros(())
         self.weight = nn.Parameter(torch.ones(3, 4))
@@ -121,3 +124,37 @@ def test_tensors_of_all_shapes_at_one_place_count() -> None:
     (row,) = (row for row in rows if row.place == "Keeping.tensors[...]")
     assert (row.added, row.added_bytes) == (3, 20 * MIB)
     assert (row.content or "").endswith(" and others")
+
+
+def listed(model: Keeping, size: int, add: Callable[[], None]) -> HolderRow:
+    """Return the row of a module's lists, of which each gained entries."""
+    before = take_census(1, 0)
+    add()
+    rows = growth.grown_holders(before, take_census(2, size), model, 60, ())
+    return next(row for row in rows if (row.place or "").startswith("Keeping.lists"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "most"),
+    [
+        pytest.param(lambda: [random() for _ in range(10_000)], 20 * 10_000 * 34, id="many numbers"),
+        pytest.param(lambda: [torch.ones(4) for _ in range(500)], 20 * 500 * 600, id="small tensors"),
+    ],
+)
+def test_many_small_parts_of_an_entry_count(entry: Callable[[], list[Any]], most: int) -> None:
+    model = Keeping()
+    row = listed(model, most, lambda: model.lists.extend(entry() for _ in range(20)))
+    assert 0.7 * most <= (row.added_bytes or 0) <= most
+
+
+def test_a_tensor_in_many_lists_counts_once() -> None:
+    model = Keeping()
+    model.by_name = {number: [] for number in range(60)}
+    before = take_census(1, 0)
+    shared = torch.ones(2 * MIB)
+    for found in model.by_name.values():
+        found += [*range(10), shared]
+    del found, shared
+    rows = growth.grown_holders(before, take_census(2, 64 * MIB), model, 60, ())
+    (size,) = (row.added_bytes or 0 for row in rows if (row.place or "").startswith("Keeping.by_name"))
+    assert 8 * MIB <= size < 2 * 8 * MIB

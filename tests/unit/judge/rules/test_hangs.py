@@ -191,7 +191,7 @@ def test_a_call_that_differs_from_earlier_steps_is_compared_with_them(
     (run / "hangs.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (finding,) = hang(Facts.of(load_run(run)))
     assert finding.title == "Rank 1 died in step 29: rank 0 waited for it in all_reduce Float[5000]."
-    assert "In earlier steps rank 0 called all_reduce Float[3] there." in finding.why
+    assert "n earlier steps rank 0 called all_reduce Float[3] there." in finding.why
 
 
 def test_of_many_ranks_the_one_that_differs_is_named(tmp_path: Path) -> None:
