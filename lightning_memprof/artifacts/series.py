@@ -190,8 +190,9 @@ class ProcessRow(SeriesRow, gc=False):
     """Memory outside the training steps of this process, over the whole run, and times of other processes and threads.
 
     ``kind`` is ``workers``, the DataLoader workers (``workers`` of them): their proportional set size and the bytes
-    that only they have; ``worker``, one of them; or ``validation``, one inside fit: ``rss_bytes`` at its batches, at
-    most 32 of ``batches``, and the bytes that the C allocator has handed out, empty where these are unknown.
+    that only they have; ``worker``, one of them; ``validation``, one inside fit: ``rss_bytes`` at its batches, at most
+    32 of ``batches``, and the bytes that the C allocator has handed out, empty where these are unknown; or ``peak``, an
+    ``action`` outside the training steps in which the peak RSS rose: before it and after it.
 
     A worker has its number in its loader and the loader's data set, the bytes that it shares with other processes, and
     since its start: processor time, time ready to run without a core, time waiting for block devices and bytes read;
@@ -204,6 +205,7 @@ class ProcessRow(SeriesRow, gc=False):
     series = "processes"
 
     kind: str | None = None
+    action: str | None = None
     workers: Int64 | None = None
     pss_bytes: Int64 | None = None
     private_bytes: Int64 | None = None

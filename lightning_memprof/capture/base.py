@@ -97,6 +97,8 @@ class Progress:
         window: index of the open window.
         clock: of the run's steps; None before there is a session.
         validation_batch: called before each batch of a validation inside fit; None if nobody listens.
+        rare_action: called with the name of an action that is not part of every step where it starts, and with None
+            where it ends; None if nobody listens.
         is_usual: whether the current step has no validation, checkpoint or end of an epoch so far.
         holders_asked: whether the request of the next window asks for holders of growing memory.
         apart_ns: nanoseconds of collectors outside windows that do not belong to the pulse, by name.
@@ -109,6 +111,7 @@ class Progress:
         self.window: int | None = None
         self.clock: StepClock | None = None
         self.validation_batch: Callable[[], None] | None = None
+        self.rare_action: Callable[[str | None], None] | None = None
         self.is_usual = True
         self.holders_asked = False
         self.apart_ns: dict[str, int] = {}

@@ -153,6 +153,11 @@ class Session:
         if self._progress.validation_batch is not None:
             self._progress.validation_batch()
 
+    def rare_action(self, action: str | None) -> None:
+        """Note that an action that is not part of every step starts, or with None that it ends."""
+        if self._progress.rare_action is not None:
+            self._progress.rare_action(action)
+
     def mark(self, point: Point, *, at_ns: int | None = None) -> None:
         """Pass the mark of ``point`` in the current step to the collectors of the open window.
 

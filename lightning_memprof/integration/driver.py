@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, Final
 
@@ -41,6 +42,11 @@ _MODULE_HOOKS: Final = (
     "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end",
     "on_validation_end", "on_save_checkpoint",
 )  # fmt: skip
+# Not in every step: a validation, a checkpoint, the start and the end of an epoch.
+_RARE_ACTIONS: Final = frozenset({"run_validation", "save_checkpoint"})
+_RARE_HOOKS: Final = frozenset({"on_save_checkpoint"}) | {
+    f"on_{part}_{end}" for part in ("train_epoch", "validation", "validation_epoch") for end in ("start", "end")
+}
 _LOADERS: Final = ("train_dataloader", "val_dataloader")
 _TRANSFERS: Final = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _PREFIX: Final = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -200,6 +206,10 @@ class StepDriver:
         before, after = self._points()
         for name in actions.unusual:
             before.setdefault(name, self._session.unusual)
+        rare = [name for name in {*starts, *_RARE_ACTIONS} if name.rpartition(".")[2] in _RARE_ACTIONS | _RARE_HOOKS]
+        session = self._session
+        starts = joined(clock.log, {name: partial(session.rare_action, name) for name in rare}, starts)
+        stops = joined(clock.log, stops, dict.fromkeys(rare, partial(session.rare_action, None)))
         return joined(clock.log, before, starts), joined(clock.log, stops, after)
 
     def _points(self) -> tuple[Handlers, Handlers]:

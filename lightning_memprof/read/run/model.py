@@ -18,7 +18,15 @@ from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.manifest import OverheadFacts, RunFacts, TrainingFacts
 from lightning_memprof.artifacts.naming import heartbeat_name
 from lightning_memprof.artifacts.rows import decode_rows
-from lightning_memprof.artifacts.series import ActionTotalRow, HangRow, HostRow, PulseRow, SeriesRow, StallRow
+from lightning_memprof.artifacts.series import (
+    ActionTotalRow,
+    HangRow,
+    HostRow,
+    ProcessRow,
+    PulseRow,
+    SeriesRow,
+    StallRow,
+)
 from lightning_memprof.read.run.problems import CUT, CollectorError, Note, Problem, Unavailable
 from lightning_memprof.units import format_count
 
@@ -163,6 +171,7 @@ class Rank(_Reader, frozen=True, dict=True):
         """The peak RSS: the maximum of the high-water mark and all samples; None if there are none."""
         windows = (row for window in self.windows for row in window.read(HostRow).rows)
         sampled = [*(row["rss_bytes"] for row in self.pulse), *(row.peak_rss_bytes or row.rss_bytes for row in windows)]
+        sampled += [size for row in self.read(ProcessRow).rows for size in row.rss_bytes]
         return max((size for size in (self.high_water_bytes, *sampled) if size is not None), default=None)
 
     @cached_property

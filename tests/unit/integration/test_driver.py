@@ -228,6 +228,18 @@ def test_a_validation_and_a_checkpoint_make_a_step_unusual(made: Session, fake: 
     assert [record.usual for record in fake.steps] == [True, False, False, True]
 
 
+def test_actions_outside_the_steps_are_followed_and_those_of_each_step_are_not(
+    made: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str | None] = []
+    monkeypatch.setattr(made, "rare_action", found.append)
+    hooks = ("[Callback]Slow.on_validation_end", "[Callback]Slow.on_train_batch_end")
+    trainer = Trainer(made, replace(FIT, callbacks=hooks, within=("[LightningModule]Net.on_train_epoch_end",)))
+    trainer.batch(*hooks, "run_validation", "save_checkpoint", "[LightningModule]Net.on_train_epoch_end")
+    assert found[1::2] == [None] * 4
+    assert found[::2] == [hooks[0], "run_validation", "save_checkpoint", "[LightningModule]Net.on_train_epoch_end"]
+
+
 def test_the_hooks_that_a_model_or_a_callback_overrides_are_actions_of_the_program(
     tmp_path: Path, package: Package
 ) -> None:

@@ -110,6 +110,20 @@ def test_a_validation_is_a_row_with_the_resident_memory_at_its_batches(tmp_path:
     assert min(last["rss_bytes"]) > MIB
 
 
+def test_a_rise_of_the_peak_is_that_of_the_innermost_action_outside_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = iter([100, 400, 410, 700, 705, 900, 900])
+    monkeypatch.setattr("lightning_memprof.capture.collectors.host.peak_rss_bytes", lambda _: next(peaks) * MIB)
+    log = ProcessLog(tmp_path / "processes.jsonl", 0)
+    # What steps add before an action is not its own, nor is what an inner one adds.
+    for action in ("outer", "inner", None, None, "later", None):
+        log.rare_action(action)
+    assert log.close()
+    found = [(row["kind"], row["action"], row["rss_bytes"]) for row in read_series(tmp_path / "processes.jsonl")]
+    assert found == [("peak", "inner", [410 * MIB, 700 * MIB])]
+
+
 @pytest.mark.skipif(CoreWait().read() is None, reason="the kernel does not count the times of threads")
 def test_a_thread_that_computes_in_a_short_window_is_watched_for_longer(tmp_path: Path) -> None:
     ended = threading.Event()
