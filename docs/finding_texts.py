@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
+from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.rule import Rule
-from lightning_memprof.judge.verdict import ROWS
+from lightning_memprof.judge.verdict import BYTE_ROWS, ROWS
 from lightning_memprof.units import percent
 
 PAGES = Path(__file__).parent / "reference" / "findings"
@@ -33,21 +35,33 @@ def plain(markdown: str) -> list[str]:
     return [re.sub(r"\s+", " ", re.sub(r"[`*]", "", paragraph)).strip() for paragraph in paragraphs]
 
 
-def section(row: Rule) -> str:
-    """Return the section of a row."""
+def when_of(row: Rule | ByteRule) -> str:
+    """Return when a row fires."""
+    if isinstance(row, ByteRule):
+        return (
+            f"From {percent(row.note)} of the peak in `{row.of}`, the line of the byte ledger. The severity follows "
+            "from what the first remedy recovers where the memory is nearly full (70% of what the device, the control "
+            "group or the machine can hold); elsewhere it is at most `info`, or `warning` for a fault."
+        )
     of = " and ".join(f"`{part}`" for part in row.of)
     when = f"From {percent(row.note)} of each step in {of}, {percent(2 * row.note)} if it runs only once or twice"
     when += f", and {POLICY.action_ns / 1e6:g} ms per step"
     when += ", if it returns in several steps." if row.repeats else "."
     when += " Each owner is a finding of its own." if row.each else ""
-    when += f" {row.when}" if row.when else ""
+    return when + (f" {row.when}" if row.when else "")
+
+
+def section(row: Rule | ByteRule) -> str:
+    """Return the section of a row."""
+    when = when_of(row)
     least, most = (percent(share).removesuffix("%") for share in row.saves)
+    what = "these bytes" if isinstance(row, ByteRule) else "this time"
     loses = f"{row.trade_off[:1].lower()}{row.trade_off[1:]}"
     steps = "\n".join(f"- {shown(remedy)} (`{remedy.id}`)" for remedy in (*row.remedies, *row.offers))
     parts = [
         f"## `{row.id}`\n\n{row.about}",
         f"### When it fires\n\n{when}",
-        f"### What it recovers\n\n{least}–{most}% of this time. Trade-off: {loses}",
+        f"### What it recovers\n\n{least}–{most}% of {what}. Trade-off: {loses}",
         f"### What to do\n\n{steps}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -58,7 +72,7 @@ def shown(remedy: Remedy) -> str:
     return re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), remedy.text).rstrip(".")
 
 
-def page_with_rows(text: str, rows: dict[str, Rule]) -> str:
+def page_with_rows(text: str, rows: Mapping[str, Rule | ByteRule]) -> str:
     """Return a page whose sections of rows are made anew; rows without a section are appended."""
     head, *found = RULE.split(text)
     sections = dict(zip(found[::2], found[1::2], strict=True))
@@ -72,7 +86,8 @@ def page_with_rows(text: str, rows: dict[str, Rule]) -> str:
 def pages() -> dict[Path, str]:
     """Return the pages of the domains; a row is on the page of the module that has it."""
     found = {page: page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))}
-    for domain, rows in ROWS.items():
+    described: list[tuple[str, tuple[Rule | ByteRule, ...]]] = [*ROWS.items(), *BYTE_ROWS.items()]
+    for domain, rows in described:
         page = PAGES / f"{domain}.md"
         found[page] = page_with_rows(found[page], {row.id: row for row in rows if row.about})
     return found

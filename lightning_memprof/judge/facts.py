@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from lightning_memprof.account.ledger.memory import ByteLedger, run_bytes
+from lightning_memprof.account.ledger.memory import ByteLedger, resident_bytes, run_bytes
 from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.ledger.ranks import log_waits, with_waits
 from lightning_memprof.account.ledger.run import run_ledger, typical_in_windows
@@ -123,6 +123,13 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
             for rank, ledger in found.items()
             if ledger is not None
         }
+
+    @cached_property
+    def resident_ledgers(self) -> Mapping[int, ByteLedger]:
+        """The ledgers of the resident memory of ranks with an accelerator, by rank."""
+        hosts = Counter(rank.facts.host for rank in self.run.ranks)
+        found = {rank.rank: resident_bytes(rank, hosts[rank.facts.host]) for rank in self.run.ranks if rank.in_full}
+        return {rank: ledger for rank, ledger in found.items() if ledger is not None}
 
     def heaviest(self, cost: Callable[[TimeLedger], float]) -> tuple[Rank, TimeLedger] | None:
         """Return the rank with the highest cost in its ledger; None if no rank has a cost."""

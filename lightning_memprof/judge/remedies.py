@@ -552,11 +552,150 @@ CHEAPER_FETCH: Final = Remedy(
 
 # Memory
 
+CHECKPOINT_BLOCKS: Final = Remedy(
+    id="checkpointing",
+    text="Checkpoint each of {blocks}: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).",
+    change="checkpointing",
+)
+CHECKPOINT_WITH_FSDP: Final = Remedy(
+    id="checkpoint_with_fsdp", text="Or in the strategy: FSDPStrategy(activation_checkpointing_policy={{Block}})."
+)
+SMALLER_BATCH: Final = Remedy(
+    id="smaller_batch",
+    text="Save fewer activations: a smaller batch with Trainer(accumulate_grad_batches=2).",
+    change="accumulate=2",
+)
+HALF_PRECISION: Final = Remedy(
+    id="half_precision",
+    text="Halve the activations: Trainer(precision='bf16-mixed').",
+    change="precision=bf16-mixed",
+)
+SHARD_STATE: Final = Remedy(
+    id="shard_state",
+    text=(
+        "Shard it over the ranks: FSDPStrategy(), ModelParallelStrategy() with fully_shard, or ZeroRedundancyOptimizer."
+    ),
+)
+LESS_STATE: Final = Remedy(
+    id="less_optimizer_state",
+    text="Use an optimizer with less state: torch.optim.Adafactor, SGD without momentum, or 8-bit state.",
+)
+SMALLER_DTYPE: Final = Remedy(
+    id="smaller_dtype",
+    text="Keep the samples as they are stored ({small}) and convert each one in {method}: they are {dtype} in {name}.",
+)
+MAP_FILE: Final = Remedy(
+    id="map_file",
+    text="Map a file instead of reading it: numpy.load(path, mmap_mode='r'), torch.load(path, mmap=True).",
+)
+IN_PARTS: Final = Remedy(
+    id="in_parts",
+    text="Compute in parts, or add up in each batch, what {owner} needs: it takes {size} beyond the training steps.",
+)
+VALIDATE_IN_SMALLER_BATCHES: Final = Remedy(
+    id="validate_in_smaller_batches",
+    text="Validate in smaller batches: batch_size of the DataLoader that val_dataloader returns.",
+)
+NO_GRAD: Final = Remedy(
+    id="no_grad",
+    text="Call models in {name} under torch.no_grad() if nothing trains on their outputs, or in smaller batches.",
+)
+RECORD_STEP: Final = Remedy(
+    id="record_step",
+    text="Record that step: MemProfilerCallback(schedule=Schedule(steps=({step},), active=1)).",
+)
+RECORD_FROM_START: Final = Remedy(
+    id="record_from_start",
+    text="Record the memory from the start: lightning_memprof.start_memory_history() before the Trainer.",
+)
+SAMPLES_IN_ARRAYS: Final = Remedy(
+    id="samples_in_arrays",
+    text=(
+        "Store the samples in arrays or tensors instead of lists, dicts and strings: numpy.array(...), "
+        "torch.tensor(...)."
+    ),
+)
+BOUND_WORKER_CACHE: Final = Remedy(
+    id="bound_worker_cache",
+    text=(
+        "Find what {sample} or a function it calls keeps (attribute, global, lru_cache(maxsize=None)), and bound it."
+    ),
+)
+SHARE_CACHE: Final = Remedy(id="share_cache", text="Each worker has its own copy: cache on disk or in a shared tensor.")
+AGGREGATE_VALIDATION: Final = Remedy(
+    id="aggregate_validation",
+    text="Aggregate in validation_step, in a metric or a sum, instead of keeping each batch's outputs.",
+)
+FOLLOW_AUTOPSY: Final = Remedy(id="out_of_memory", text="{step}")
+BOUND_HOLDER: Final = Remedy(id="bound_holder", text="Clear or bound {place}{assigned}{detached}.")
+BOUND_SAMPLES: Final = Remedy(
+    id="bound_samples",
+    text="Do not keep samples in {sample}, or bound its cache: functools.lru_cache(maxsize=...).",
+)
+STORE_LESS: Final = Remedy(
+    id="store_less",
+    text="Look for data that {owner} stores in each batch: store a number instead, or clear its list or dict.",
+)
+RELEASE_TENSORS: Final = Remedy(
+    id="release_tensors",
+    text="Find what keeps {made} after its step: detach it, and clear its list or dict.{record}",
+)
+RELEASE_NATIVE: Final = Remedy(
+    id="release_native", text="Find the extension or scripted module that keeps {made} after its step."
+)
+DROP_GRAPH: Final = Remedy(
+    id="drop_graph",
+    text="Remove retain_graph=True, and keep loss.detach(), not the loss: a graph holds its activations.",
+)
+TRACE_NATIVE: Final = Remedy(
+    id="trace_native",
+    text="Look for a library that keeps buffers: python -m memray run --native, then memray flamegraph --leaks.",
+)
+EVEN_LENGTHS: Final = Remedy(
+    id="even_lengths",
+    text="Pad batches to a few lengths, or set MALLOC_ARENA_MAX=2 before the training.",
+)
+DETACH: Final = Remedy(
+    id="detach",
+    text="Store loss.item() or loss.detach(), not the loss, and clear lists of outputs in on_train_epoch_end.",
+)
+FIND_APPENDS: Final = Remedy(id="find_appends", text="Find callbacks and metrics that append to a list in each batch.")
+RECORD_STACKS: Final = Remedy(
+    id="record_stacks", text="Record the stacks: MemProfilerCallback(collectors=[AllocatorHistory()])."
+)
+
 # Traces and devices
 
 # Snapshots
 
 # Recording
+
+FEWER_WINDOWS: Final = Remedy(
+    id="fewer_windows",
+    text="Train some steps outside windows: MemProfilerCallback(schedule=Schedule(wait=10, active=2)).",
+)
+SHORTER_WINDOWS: Final = Remedy(
+    id="shorter_windows",
+    text="Open fewer or shorter windows: MemProfilerCallback(schedule=Schedule(repeat=1, active=2)).",
+)
+RECORD_LESS: Final = Remedy(
+    id="record_less", text="Record less per step: MemProfilerCallback(collectors=[...]){dearest}."
+)
+WITHOUT_PULSE: Final = Remedy(
+    id="without_pulse",
+    text="Leave the pulse out of MemProfilerCallback(collectors=[...]), or use larger batches.",
+)
+REMOVE_TORCH_PROFILER: Final = Remedy(
+    id="remove_profiler",
+    text='Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',
+)
+REMOVE_PYTHON_PROFILER: Final = Remedy(
+    id="remove_profiler",
+    text=(
+        "Remove the other profiler, or use it for a few steps: cProfile, sys.setprofile(...) or "
+        'Trainer(profiler="advanced").'
+    ),
+)
 
 # Hangs
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.facts import Facts, Judge
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity
 from lightning_memprof.judge.policy import POLICY
@@ -52,16 +53,11 @@ RULES: Final[tuple[Judge, ...]] = (
     memory.out_of_memory,
     profiler.other_profiler,
     growth.memory_growth,
-    growth.device_memory_growth,
     memory.worker_memory,
-    memory.validation_memory,
     modules.retained_graph,
     snapshot.allocator_retries,
     communication.memory_imbalance,
     memory.peak_elsewhere,
-    memory.activation_peak,
-    memory.optimizer_state,
-    memory.data_memory,
 )
 # About step time.
 STEP_RULES: Final[tuple[Judge, ...]] = (
@@ -89,7 +85,8 @@ STEP_RULES: Final[tuple[Judge, ...]] = (
     slowing.slower_steps,
     profiler.profiler_overhead,
 )
-# The same as rows, by the page that describes them.
+# The same as rows, by the page that describes them; those about memory are valid after any number of steps.
+BYTE_ROWS: Final[Mapping[str, tuple[ByteRule, ...]]] = {"memory": memory.ROWS}
 ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {"data": data.ROWS, "host": host.ROWS}
 TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (
     allocator.allocator_thrash,
@@ -120,7 +117,7 @@ SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | N
 # Rules of a trace or a snapshot that are the same fault as one of a run, under another id.
 SAME_FAULT: Final[Mapping[str, str]] = {
     "failed_request": "out_of_memory",
-    "steady_growth": "device_memory_growth",
+    "steady_growth": "memory_growth",
     "optimizer_loop": "optimizer_bound",
 }
 RULE_FAILED: Final = "rule_failed"
@@ -137,6 +134,11 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     """
     judged = _with_enough_steps(facts)
     of_run = [finding for rule in RULES for finding in _guarded(rule, facts)]
+    of_run += [
+        finding
+        for row in itertools.chain.from_iterable(BYTE_ROWS.values())
+        for finding in _guarded(row.findings, facts, name=row.id)
+    ]
     of_run += [finding for rule in (STEP_RULES if judged else ()) for finding in _guarded(rule, judged)]
     of_run += [
         finding

@@ -43,7 +43,7 @@ from seeded_leaks import LEAKS, Leak, arguments
 
 PLACE: Final = Path(seeded_leaks.__file__)
 SOURCE: Final = PLACE.read_text(encoding="utf-8").splitlines()
-GROWTH: Final = frozenset({"memory_growth", "device_memory_growth", "worker_memory", "validation_memory"})
+GROWTH: Final = frozenset({"memory_growth", "worker_memory", "validation_memory"})
 CPP: Final = "C++ holder"
 OBJGRAPH: Final = "objgraph"
 # Of a holder's words, those that are no name in the program.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_memprof.account.ledger.model import TimeLedger
-from lightning_memprof.judge.verdict import ROWS
+from lightning_memprof.judge.verdict import BYTE_ROWS, ROWS
 
 if TYPE_CHECKING:
     from lightning_memprof.account.ledger.memory import ByteLedger
@@ -26,7 +26,8 @@ IDLE: Final = (
 # Parts of a time ledger, or categories of a byte ledger.
 LINES: Final[Mapping[str, tuple[str, ...]]] = {
     **{row.id: row.of for rows in ROWS.values() for row in rows},
-    "activation_peak": ("activation",),
+    **{row.id: (row.of,) for rows in BYTE_ROWS.values() for row in rows},
+    "peak_elsewhere": ("outside_steps", "unattributed"),
     "allocator_thrash": ("idle_allocator", "collective"),
     "anomaly_detection": PASSES,
     "blocking_transfers": ("copy",),
@@ -37,7 +38,6 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "core_wait": ("core_wait",),
     "costly_line": ("forward", "forward_hook", "self_log", "backward"),
     "dense_embedding": ("optimizer",),
-    "device_memory_growth": ("growth",),
     "double_backward": PASSES,
     "double_precision": WORK,
     "exposed_copies": ("copy",),
@@ -49,9 +49,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "memory_growth": ("growth",),
     "optimizer_bound": ("optimizer", "stall"),  # one that steps in few of the steps makes them stall
     "optimizer_loop": ("compute",),
-    "optimizer_state": ("optimizer_state",),
     "other_profiler": (*WORK, "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall"),
-    "peak_elsewhere": ("unattributed",),
     "peak_holder": ("requested",),
     "pending_frees": ("requested", "rounding"),
     "private_pools": ("free_segments", "fragmentation"),
@@ -63,7 +61,6 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "slow_steps": ("stall", *WORK, "untracked"),
     "slower_steps": (*AWAKE, "validation", "checkpoint", "stall", "gc_pauses", "compile", "rank_wait"),
     "small_batch": (*WORK, "callback", "module_hook", "logging", "transfer", "untracked", "self_log", "data_wait"),
-    "data_memory": ("data_set",),
     "steady_growth": ("requested",),
     "straggler": ("rank_wait",),
     "synchronization": IDLE,
@@ -72,7 +69,6 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "thread_oversubscription": (*WORK, "core_wait"),
     "unfused_attention": ("compute",),
     "unused_gradients": ("backward",),
-    "validation_memory": ("validation",),
     "worker_memory": ("workers",),
 }
 

@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 import statistics
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
@@ -71,6 +72,8 @@ STEADY: Final = 0.8
 # A buffer that needs more when it is full is a fault of its own.
 BUFFER_BYTES: Final = 4 * GIB
 BUFFER_FACTOR: Final = 16
+# Of an action with a peak: before and after it.
+PEAK_SAMPLES: Final = 2
 # The C allocator's jumps are smaller.
 MIN_LEFT_BYTES: Final = 8 * MIB
 
@@ -86,6 +89,11 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
     start_bytes: int
     steps: int
     has_ended: bool = False
+
+    @property
+    def share(self) -> float:
+        """Share of the memory at the end that the slope added, 0 to 1."""
+        return self.added_bytes / (self.start_bytes + self.added_bytes)
 
     @property
     def is_short(self) -> bool:
@@ -177,6 +185,8 @@ def _rises(values: Sequence[float]) -> bool:
 def who_holds(rows: Sequence[HolderRow]) -> list[HolderRow]:
     """Return the result of the last search for holders, the largest first; empty where none found anything.
 
+    What a holder added is at most the growth of the memory: its entries may share tensors.
+
     A later search has the growth of a longer time, and misses what the program has released since: where the C
     allocator keeps that, as after ``on_train_epoch_end`` has cleared a list, the search before counts. So it does where
     it found freed memory, and the later one nothing.
@@ -187,7 +197,11 @@ def who_holds(rows: Sequence[HolderRow]) -> list[HolderRow]:
         is_released = last == {FREE} and any(row.place for row in searches[-2])
         if is_released or (last == {NOTHING} and before == {FREE}):
             searches.pop()
-    return [row for row in searches[-1] if row.kind != NOTHING] if searches else []
+    found = (row for row in (searches[-1] if searches else ()) if row.kind != NOTHING)
+    return [
+        replace(row, added_bytes=row.grown_bytes) if (row.added_bytes or 0) > (row.grown_bytes or sys.maxsize) else row
+        for row in found
+    ]
 
 
 class Holders(msgspec.Struct, frozen=True):
@@ -367,6 +381,27 @@ def validation_growth(rows: Sequence[ProcessRow]) -> Growth | None:
                 Growth(bytes_per_step=added / apart, added_bytes=added, start_bytes=resident[0], steps=row.batches)
             )
     return max(found, key=lambda growth: growth.added_bytes, default=None)
+
+
+class OutsidePeak(msgspec.Struct, frozen=True, kw_only=True):
+    """An action outside the training steps, and the bytes by which the peak RSS is higher for it."""
+
+    action: str
+    step: int | None
+    bytes: int
+
+
+def outside_peak(rows: Sequence[ProcessRow], pulse: Sequence[PulseRow]) -> OutsidePeak | None:
+    """Return the action outside the training steps that reaches the most beyond them, None without one."""
+    in_steps = max((row["rss_bytes"] or 0 for row in pulse), default=0)
+    found = [
+        OutsidePeak(action=row.action, step=row.step, bytes=after - max(before, in_steps))
+        for row in rows
+        if row.kind == "peak" and row.action is not None and len(row.rss_bytes) == PEAK_SAMPLES
+        for before, after in [row.rss_bytes]
+        if after - max(before, in_steps) >= MIN_BYTES
+    ]
+    return max(found, key=lambda peak: peak.bytes, default=None)
 
 
 def left_by_windows(rows: Sequence[PulseRow], column: str) -> int | None:

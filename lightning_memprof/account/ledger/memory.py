@@ -13,9 +13,10 @@ import msgspec
 from msgspec.structs import replace
 
 from lightning_memprof.account.estimate import default_workspace
-from lightning_memprof.account.ledger.growth import steady_growth, validation_growth
+from lightning_memprof.account.ledger.growth import outside_peak, steady_growth, validation_growth
 from lightning_memprof.account.memory.activations import Activations, patterns
 from lightning_memprof.account.memory.report import CategoryPeak, RankMemory
+from lightning_memprof.account.steps.events import action_name
 from lightning_memprof.artifacts.series import AllocatorRow, ProcessRow
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.snapshot.replay import free_ranges
@@ -28,7 +29,9 @@ PRESSURE: Final = 0.7
 ROOM: Final = 0.5
 # Saved and temporary tensors together, of saved ones.
 TEMPORARY: Final = 2
-_NO_TENSORS: Final = frozenset({UNATTRIBUTED, "cached", "data_set", "before_run", "workers", "growth", "validation"})
+_NO_TENSORS: Final = frozenset(
+    {UNATTRIBUTED, "cached", "data_set", "before_run", "workers", "growth", "validation", "outside_steps"}
+)
 _HOLDERS: Final = ("parameter", "gradient")
 
 
@@ -38,7 +41,8 @@ class ByteLine(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         category: category of tensors; on the host ``before_run`` (resident when the recording began, without the
             parameters and the data set), ``data_set`` (its tensors and arrays), ``workers``, ``growth`` (added steadily
-            over the steps) and ``validation`` (added over its batches); on a device ``cached`` (reserved and not
+            over the steps), ``validation`` (added over its batches) and ``outside_steps`` (added by the action
+            ``name``, a validation's end for instance); on a device ``cached`` (reserved and not
             allocated, at the peaks of both); in a snapshot ``requested``, ``rounding``, ``free_segments`` and
             ``fragmentation``.
         bytes: its bytes at the peak.
@@ -147,6 +151,11 @@ def run_bytes(rank: Rank, memory: RankMemory | None, sharing: int = 1) -> ByteLe
     return _on_device(rank, tensors, peak.step if peak is not None else None)
 
 
+def resident_bytes(rank: Rank, sharing: int = 1) -> ByteLedger | None:
+    """Return the ledger of the resident memory of a rank with an accelerator; None for one without, or if unknown."""
+    return None if rank.facts.is_cpu else _on_host(rank, [], None, sharing)
+
+
 def _on_host(rank: Rank, tensors: list[ByteLine], step: int | None, sharing: int) -> ByteLedger | None:
     measured = rank.peak_rss_bytes
     process = measured or sum(line.bytes for line in tensors)
@@ -182,7 +191,14 @@ def _before_run(rank: Rank, data: int, most: int) -> ByteLine:
 
 
 def _growing(rank: Rank, most: int) -> Iterator[ByteLine]:
-    """Yield what grows steadily over steps and validations; at most ``most`` bytes: they may be tensors as well."""
+    """Yield what steps and validations add steadily, and what an action outside the steps adds to their peak.
+
+    At most ``most`` bytes: they may be tensors as well.
+    """
+    outside = outside_peak(rank.read(ProcessRow).rows, rank.pulse)
+    if outside is not None and (size := min(outside.bytes, most)) > 0:
+        yield ByteLine(category="outside_steps", bytes=size, name=action_name(outside.action))
+        most -= size
     rises = {
         "growth": steady_growth(rank.pulse, "rss_bytes"),
         "validation": validation_growth(rank.read(ProcessRow).rows),

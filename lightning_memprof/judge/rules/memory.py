@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
-from msgspec.structs import replace
-
-from lightning_memprof.account.ledger.growth import copied_on_write, validation_growth, worker_growth
-from lightning_memprof.account.ledger.memory import ByteLedger
-from lightning_memprof.account.memory.activations import Activations, CheckpointedGroup
-from lightning_memprof.account.memory.report import CategoryPeak, RankMemory
+from lightning_memprof.account.ledger.growth import copied_on_write, validation_growth, who_holds, worker_growth
+from lightning_memprof.account.memory.activations import CheckpointedGroup
+from lightning_memprof.account.memory.report import RankMemory
 from lightning_memprof.account.oom.autopsy import autopsies
 from lightning_memprof.account.oom.causes import CAUSES
 from lightning_memprof.account.steps.events import VALIDATION, action_name
-from lightning_memprof.artifacts.naming import processes_name
-from lightning_memprof.artifacts.series import UNTRACKED, ProcessRow
+from lightning_memprof.artifacts.naming import holders_name, processes_name
+from lightning_memprof.artifacts.series import UNTRACKED, HolderRow, ProcessRow
+from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule
+from lightning_memprof.judge.causes import dataset_name, holder_cause
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, recovered
+from lightning_memprof.judge.finding import Evidence, Finding, Severity, recovered, severity_of, titled
 from lightning_memprof.judge.measures import sample_method
-from lightning_memprof.judge.rules.growth import dataset_name
+from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import (
+    AGGREGATE_VALIDATION,
+    BOUND_HOLDER,
+    BOUND_WORKER_CACHE,
+    CHECKPOINT_BLOCKS,
+    CHECKPOINT_WITH_FSDP,
+    FOLLOW_AUTOPSY,
+    HALF_PRECISION,
+    IN_PARTS,
+    LESS_STATE,
+    MAP_FILE,
+    NO_GRAD,
+    RECORD_FROM_START,
+    RECORD_STEP,
+    SAMPLES_IN_ARRAYS,
+    SAVE_LESS,
+    SHARD_STATE,
+    SHARE_CACHE,
+    SMALLER_BATCH,
+    SMALLER_DTYPE,
+    VALIDATE_IN_SMALLER_BATCHES,
+    Remedy,
+)
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import GIB, MIB, format_bytes, format_count, format_ns, percent
-
-# A smaller category fits everywhere.
-MIN_BYTES: Final = 64 * MIB
-
-# From this share of the memory at the start on, growth ends the run soon.
-SEVERE_GROWTH: Final = 0.5
+from lightning_memprof.units import GIB, format_bytes, format_count, format_ns, percent
 
 NO_SNAPSHOT: Final = 0  # the page itself shows what the allocator's snapshot says
 
@@ -39,19 +54,22 @@ def out_of_memory(facts: Facts) -> Finding | None:
         return None
     fatal = [autopsy for autopsy in found if autopsy.ended_run]
     autopsy = fatal[0] if fatal else found[-1]
-    rank = f" of rank {autopsy.rank}" if len(facts.run.ranks) > 1 else ""
-    where = "before the first step" if autopsy.place["step"] is None else f"in step {autopsy.place['step']}"
     phase = f", in {str(autopsy.place['phase']).replace('_', ' ')}" if autopsy.place["phase"] else ""
-    often = "" if fatal else f" {format_count(len(found), 'time')}, last"
+    where = "before the first step" if autopsy.place["step"] is None else f"in step {autopsy.place['step']}"
     return Finding(
         rule="out_of_memory",
         severity=Severity.CRITICAL if fatal else Severity.WARNING,
-        title=(
-            f"{'The host' if autopsy.is_host else autopsy.device}{rank} ran out of memory{often} {where}{phase}: "
-            f"{CAUSES[autopsy.cause]}."
+        title=titled(
+            "{device}{rank} ran out of memory{often} {where}{phase}: {cause}.",
+            device="The host" if autopsy.is_host else autopsy.device,
+            rank=f" of rank {autopsy.rank}" if len(facts.run.ranks) > 1 else "",
+            often="" if fatal else f" {format_count(len(found), 'time')}, last",
+            where=where,
+            phase=phase,
+            cause=CAUSES[autopsy.cause],
         ),
         why=autopsy.why,
-        remedies=autopsy.next_steps,
+        remedies=tuple(FOLLOW_AUTOPSY.filled(step=step) for step in autopsy.next_steps),
         numbers={
             "asked_bytes": autopsy.asked_bytes,
             "cause": autopsy.cause,
@@ -60,13 +78,6 @@ def out_of_memory(facts: Facts) -> Finding | None:
         },
         weight=1.0,
     )
-
-
-# From this share on, new private memory is called copies.
-MOSTLY: Final = 0.5
-COPIES: Final = (
-    "Store the samples in arrays or tensors instead of lists, dicts and strings: numpy.array(...), torch.tensor(...)."
-)
 
 
 def worker_memory(facts: Facts) -> Finding | None:
@@ -82,32 +93,34 @@ def worker_memory(facts: Facts) -> Finding | None:
     growth, rank, rows = max(found, key=lambda entry: entry[0].added_bytes)
     ledger = facts.byte_ledgers.get(rank.rank)
     start = growth.start_bytes + (ledger.peak_bytes - ledger.bytes("workers") if ledger is not None else 0)
-    share = growth.added_bytes / start if start else 1.0
-    workers = max(row.workers or 0 for row in rows)
-    name = dataset_name(rank)
-    held = max(row.private_bytes or 0 for row in rows)
-    copied = copied_on_write(rows)
-    is_copy = copied >= MOSTLY
+    workers, name = max(row.workers or 0 for row in rows), dataset_name(rank)
+    held, copied = max(row.private_bytes or 0 for row in rows), copied_on_write(rows)
+    # Mostly: then the cache of a worker is no fault of its own.
+    is_copy = copied >= POLICY.bound
+    is_harmless = is_copy and (ledger is None or not ledger.is_under_pressure)
     recovers = recovered(ledger, growth.added_bytes, "workers")
-    severity = Severity.CRITICAL if share >= SEVERE_GROWTH else Severity.WARNING
+    share = growth.added_bytes / (start + growth.added_bytes)
     return Finding(
         rule="worker_memory",
-        severity=_severity(ledger, recovers) if is_copy else severity,
-        title=(
-            f"DataLoader workers{f' of {name}' if name else ''} grow by {format_bytes(growth.bytes_per_step)} per "
-            f"step{facts.on_rank(rank)}{': they copy objects of the main process' if is_copy else ''}."
+        severity=Severity.INFO if is_harmless else max(severity_of(share), Severity.WARNING),
+        title=titled(
+            "DataLoader workers{of}{name} grow by {size} per step{rank}{copies}.",
+            of=" of " if name else "",
+            name=name or "",
+            size=format_bytes(growth.bytes_per_step),
+            rank=facts.on_rank(rank),
+            copies=": they copy objects of the main process" if is_copy else "",
         ),
         why=(
             f"The memory of {format_count(workers, 'worker')} rose steadily by {format_bytes(growth.added_bytes)} in "
-            f"{growth.steps} steps; {format_bytes(held)} are private. It rises by 1 GiB every "
-            f"{GIB / growth.bytes_per_step:,.0f} steps. "
+            f"{growth.steps} steps: 1 GiB every {GIB / growth.bytes_per_step:,.0f} steps. "
             + (
                 f"{percent(copied)} of it was shared before: pages are copied when a reference count changes."
                 if is_copy
-                else "The RSS of the main process does not contain it."
+                else f"{format_bytes(held)} are private, and not part of the RSS of the main process."
             )
         ),
-        remedies=(COPIES,) if is_copy else _caches(rank, name),
+        remedies=(SAMPLES_IN_ARRAYS,) if is_copy else _caches(rank, name),
         numbers={
             "rank": rank.rank,
             "workers": workers,
@@ -118,144 +131,23 @@ def worker_memory(facts: Facts) -> Finding | None:
             "private_bytes": held,
             "copied_share": copied,
         },
-        weight=min(share, 1.0),
+        weight=share,
         evidence=(_processes(facts, rank),),
         recovers=recovers,
     )
 
 
-def _caches(rank: Rank, name: str | None) -> tuple[str, str]:
+def _caches(rank: Rank, name: str | None) -> tuple[Remedy, ...]:
     method = sample_method(rank.training.dataloaders if rank.training else ())
-    sample = f"{name}.{method}" if name else "the data set"
-    return (
-        f"Find what {sample} or a function it calls keeps (attribute, global, lru_cache(maxsize=None)), and bound it.",
-        "Each worker has its own copy: cache on disk or in a shared tensor.",
-    )
-
-
-def validation_memory(facts: Facts) -> Finding | None:
-    """Find a validation that keeps memory of each batch until its end.
-
-    Recovers the line ``validation`` of the byte ledger: what its batches add to the peak.
-    """
-    series = [(rank, rank.read(ProcessRow).rows) for rank in facts.run.ranks if rank.in_full]
-    found = [(growth, rank) for rank, rows in series if (growth := validation_growth(rows)) is not None]
-    if not found:
-        return None
-    growth, rank = max(found, key=lambda entry: entry[0].added_bytes)
-    model = (rank.training.model if rank.training is not None else None) or "LightningModule"
-    return Finding(
-        rule="validation_memory",
-        severity=Severity.WARNING,
-        title=(
-            f"Validation keeps {format_bytes(growth.bytes_per_step)} of memory per batch{facts.on_rank(rank)}: "
-            f"{format_bytes(growth.added_bytes)} at its end."
-        ),
-        why=(
-            f"Memory rises steadily from an RSS of {format_bytes(growth.start_bytes)} over {growth.steps} batches of "
-            "a validation: something of each batch is kept. It grows with the validation set."
-        ),
-        remedies=(
-            f"Aggregate in {model}.validation_step, in a metric or a sum, instead of keeping each batch's outputs.",
-            "Keep less of each batch: detached, and reduced to what the metric needs.",
-        ),
-        numbers={
-            "rank": rank.rank,
-            "bytes_per_batch": round(growth.bytes_per_step),
-            "added_bytes": growth.added_bytes,
-            "start_bytes": growth.start_bytes,
-            "batches": growth.steps,
-        },
-        weight=growth.added_bytes / (growth.start_bytes + growth.added_bytes),
-        evidence=(_processes(facts, rank),),
-        recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "validation"),
-    )
+    return BOUND_WORKER_CACHE.filled(sample=f"{name}.{method}" if name else "the data set"), SHARE_CACHE
 
 
 def _processes(facts: Facts, rank: Rank) -> Evidence:
     return Evidence(artifact=f"{facts.run.directory.name}/{processes_name(rank.rank)}", rank=rank.rank)
 
 
-def _severity(ledger: ByteLedger | None, recovers: Recovery | None) -> Severity:
-    """Return the severity of a line of the peak: memory that fits needs no remedy."""
-    if ledger is None or recovers is None or not ledger.is_under_pressure:
-        return Severity.INFO
-    return recovers.severity
-
-
-def _pressure(ledger: ByteLedger | None) -> str:
-    """Return the sentence that the memory is nearly full, or how full a device is."""
-    if ledger is None or not ledger.limit_bytes:
-        return ""
-    full, place = percent(ledger.filled or 0), "the machine" if ledger.place == "host" else ledger.place
-    if not ledger.is_under_pressure:
-        fits = ": a larger batch fits" if ledger.has_room else ""
-        return "" if ledger.place == "host" else f" {place} is {full} full at its peak{fits}."
-    ranks = f" in each of {ledger.sharing} processes" if ledger.sharing > 1 else ""
-    others = f" and {format_bytes(ledger.outside_bytes)} outside the allocator" if ledger.outside_bytes else ""
-    peak, limit = format_bytes(ledger.peak_bytes), format_bytes(ledger.limit_bytes)
-    return f" The peak of {peak}{ranks}{others} is {full} of the {limit} that {place} can hold."
-
-
-# Below half of the peak, parameters, gradients and optimizer state come first.
-NOTABLE_ACTIVATIONS: Final = 0.5
-# Checkpointing that saves less of the peak is not worth its time.
-MIN_SAVED_SHARE: Final = 0.1
-SHOWN: Final = 3
-SMALLER: Final = "Save fewer activations: a smaller batch with Trainer(accumulate_grad_batches=2)"
-HALF: Final = ", or Trainer(precision='bf16-mixed')"
-
-
-def activation_peak(facts: Facts) -> Finding | None:
-    """Find a peak that is mostly saved activations, their largest modules, and the effect of checkpointing.
-
-    Recovers what checkpointing the blocks saves beyond the recomputation of one; without repeated blocks half of the
-    activations, for half of the batch. At most the line ``activation`` of the byte ledger.
-    """
-    memory = facts.memory.lead if facts.memory is not None else None
-    if memory is None or memory.peak is None or memory.activations is None or not facts.is_fit:
-        return None
-    total, saved = memory.peak.total_bytes, memory.peak.categories.get("activation") or 0
-    if saved < MIN_BYTES or saved < NOTABLE_ACTIVATIONS * total:
-        return None
-    group = _best(memory, total)
-    rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
-    steps = (memory.peak.step,)
-    ledger = facts.byte_ledgers.get(rank.rank)
-    fewer = group.saved_bytes - group.recompute_peak_bytes if group else saved / 2
-    recovers = recovered(ledger, fewer, "activation")
-    return Finding(
-        rule="activation_peak",
-        severity=_severity(ledger, recovers),
-        title=(
-            f"Saved activations are {percent(saved / total)} of the tensor peak{facts.on_rank(rank)}: "
-            f"{format_bytes(saved)} of {format_bytes(total)}."
-        ),
-        why=_why_activations(memory.activations, group) + _pressure(ledger),
-        remedies=tuple(_next_for_activations(group, rank)),
-        evidence=facts.recorded(rank, memory.peak.source, steps) or facts.recorded(rank, "saved_tensors"),
-        numbers={
-            "rank": memory.rank,
-            "activation_bytes": saved,
-            "peak_bytes": total,
-            "activation_share": saved / total,
-            "step": memory.peak.step,
-            "checkpointed": group.name if group else None,
-            "saved_bytes": group.saved_bytes - group.recompute_peak_bytes if group else None,
-            "recompute_ns": group.recompute_ns if group else None,
-        },
-        weight=saved / total,
-        recovers=recovers,
-    )
-
-
 # A step that needs a quarter more than the recorded ones does something that these do not.
 MORE: Final = 1.25
-VALIDATE_LESS: Final = "Validate in smaller batches: batch_size of the DataLoader that val_dataloader returns."
-NO_GRAD: Final = (
-    "Call models in {name} under torch.no_grad() if nothing trains on their outputs, or in smaller batches."
-)
-FROM_START: Final = "Record the memory from the start: lightning_memprof.start_memory_history() before the Trainer."
 
 
 def peak_elsewhere(facts: Facts) -> list[Finding]:
@@ -273,25 +165,36 @@ def _beyond(facts: Facts, rank: Rank, memory: RankMemory) -> Finding | None:
     recorded = max((device.start_bytes + device.peak_bytes for device in devices if device.start_bytes), default=0)
     rows = [(row["step"] or 0, row["device_peak_bytes"] or 0) for row in rank.pulse]
     most = max((peak for _, peak in rows), default=0)
-    if not recorded or most < max(MORE * recorded, recorded + 4 * MIN_BYTES):
+    if not recorded or most < MORE * recorded:
         return None
     step = next(step for step, peak in rows if peak == most)
     action = action_name(next((row.action for row in rank.stalls if row.step == step), None) or UNTRACKED)
-    doing, remedies = f", in which {action} took longer than usual", [NO_GRAD.format(name=action)]
+    doing = f" in {action}"
+    remedies: tuple[Remedy, ...] = (NO_GRAD.filled(name=action),)
     if action in {UNTRACKED, VALIDATION}:
-        doing, remedies = (", in a validation", [VALIDATE_LESS]) if action == VALIDATION else ("", [])
+        doing, remedies = (" in a validation", (VALIDATE_IN_SMALLER_BATCHES,)) if action == VALIDATION else ("", ())
     ledger = facts.byte_ledgers.get(rank.rank)
     recovers = recovered(ledger, most - recorded, "unattributed")
-    record = f"Record that step: MemProfilerCallback(schedule=Schedule(steps=({step},), active=1))."
+    is_pressing = ledger is not None and ledger.is_under_pressure and recovers is not None
     return Finding(
         rule="peak_elsewhere",
-        severity=_severity(ledger, recovers),
-        title=(
-            f"The device peak of {format_bytes(most)}{facts.on_rank(rank)} is not that of the recorded steps, which "
-            f"need {format_bytes(recorded)}: step {step} reached it{doing}."
+        severity=recovers.severity if is_pressing and recovers is not None else Severity.INFO,
+        title=titled(
+            "The device peak of {size}{rank} is in step {step}{doing}, not in the recorded steps.",
+            size=format_bytes(most),
+            rank=facts.on_rank(rank),
+            step=step,
+            doing=doing,
         ),
-        why="A hook, a callback or a validation may need it: recorded steps do not have it.",
-        remedies=(FROM_START,) if step == rows[0][0] else (*remedies, record, FROM_START),
+        why=(
+            f"The recorded steps need {format_bytes(recorded)}. "
+            + (f"{action} took longer than usual in step {step}." if doing else "A hook or a validation may need more.")
+        ),
+        remedies=(
+            (RECORD_FROM_START,)
+            if step == rows[0][0]
+            else (*remedies, RECORD_STEP.filled(step=step), RECORD_FROM_START)
+        ),
         evidence=(facts.pulse(rank, [step]),),
         numbers={"rank": rank.rank, "peak_bytes": most, "recorded_bytes": recorded, "step": step},
         weight=(most - recorded) / most,
@@ -299,162 +202,225 @@ def _beyond(facts: Facts, rank: Rank, memory: RankMemory) -> Finding | None:
     )
 
 
-def _best(memory: RankMemory, total: int) -> CheckpointedGroup | None:
-    """Return the blocks whose checkpointing saves the most, None if that is little."""
-    groups = [
-        group
-        for group in memory.checkpointing
-        if group.saved_bytes - group.recompute_peak_bytes >= MIN_SAVED_SHARE * total
-    ]
-    return max(groups, key=lambda group: group.saved_bytes - group.recompute_peak_bytes, default=None)
+def _memory_of(facts: Facts, rank: Rank) -> RankMemory | None:
+    ranks = facts.memory.ranks if facts.memory is not None else ()
+    return next((memory for memory in ranks if memory.rank == rank.rank), None)
 
 
-def _why_activations(activations: Activations, group: CheckpointedGroup | None) -> str:
-    largest = sorted(activations.modules, key=lambda module: -module.own_activation_bytes)[:SHOWN]
+# Modules that a sentence names.
+SHOWN: Final = 3
+
+
+def activation_detail(facts: Facts, fact: ByteFact) -> ByteDetail:
+    """Return the largest modules, and what checkpointing the repeated blocks saves beyond the recomputation of one."""
+    memory = _memory_of(facts, fact.rank)
+    precision = fact.rank.training.precision if fact.rank.training is not None else None
+    is_full = not fact.rank.facts.is_cpu and (precision or "32").startswith(("32", "64"))
+    halves = (HALF_PRECISION,) if is_full else ()
+    if memory is None or memory.activations is None or memory.peak is None:
+        return ByteDetail(remedies=halves)
+    found = memory.activations
+    group = max(memory.checkpointing, key=_saved_by, default=None)
+    if group is not None and _saved_by(group) < POLICY.verdict * fact.ledger.peak_bytes:
+        group = None
+    largest = sorted(found.modules, key=lambda module: -module.own_activation_bytes)[:SHOWN]
     named = ", ".join(
         f"{module.name or 'the model itself'} ({format_bytes(module.own_activation_bytes)})" for module in largest
     )
-    total = format_bytes(activations.total_bytes)
-    parts = [f"At the start of backward in step {activations.step}, saved activations were {total}"]
+    parts = [f"At the start of backward in step {found.step} they were {format_bytes(found.total_bytes)}"]
     parts += [f"the largest: {named}"] if named else []
+    checkpoint: tuple[Remedy, ...] = ()
     if group is not None:
         cost = "" if group.recompute_ns is None else f" for {format_ns(group.recompute_ns)} more per step"
-        saved = format_bytes(group.saved_bytes - group.recompute_peak_bytes)
-        parts.append(f"checkpointing {group.name} ({len(group.blocks)} blocks) would save {saved}{cost}")
-    return "; ".join(parts) + "."
-
-
-def _next_for_activations(group: CheckpointedGroup | None, rank: Rank) -> Iterator[str]:
-    if group is not None:
-        yield f"Checkpoint each of {group.name}: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)."
-        if rank.facts.strategy == "FSDPStrategy":
-            yield "Or in the strategy: FSDPStrategy(activation_checkpointing_policy={Block})."
-    precision = rank.training.precision if rank.training is not None else None
-    yield f"{SMALLER}{HALF if (precision or '32').startswith(('32', '64')) else ''}."
-
-
-# Adam's two moments are as large as two copies of the parameters; SGD's momentum is one.
-NOTABLE_PARAMETERS: Final = 1.0
-# Below 20% of the peak, something else comes first.
-NOTABLE_STATE: Final = 0.2
-SHARDED: Final = (
-    "Shard it over the ranks: FSDPStrategy(), ModelParallelStrategy() with fully_shard, or ZeroRedundancyOptimizer."
-)
-LESS_STATE: Final = "Use an optimizer with less state: torch.optim.Adafactor, SGD without momentum, or 8-bit state."
-# Of a matrix it keeps a row and a column; 8-bit state would recover three quarters.
-ADAFACTOR: Final = 0.9
-
-
-def optimizer_state(facts: Facts) -> Finding | None:
-    """Find the permanent memory of the first optimizer step: a model that fits before it may not fit after it.
-
-    Recovers the part of the line ``optimizer_state`` that other ranks would hold, or that Adafactor does without.
-    """
-    memory = facts.memory.lead if facts.memory is not None else None
-    if memory is None or memory.peak is None or not facts.is_fit:
-        return None
-    peak = memory.peak
-    state, parameters = peak.categories.get("optimizer_state") or 0, peak.categories.get("parameter") or 0
-    if state < MIN_BYTES or state < NOTABLE_PARAMETERS * parameters or state < NOTABLE_STATE * peak.total_bytes:
-        return None
-    rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
-    risen = _risen(rank)
-    ledger, ranks = facts.byte_ledgers.get(rank.rank), len(facts.run.ranks)
-    recovers = recovered(ledger, state * ((ranks - 1) / ranks if ranks > 1 else ADAFACTOR), "optimizer_state")
-    first_steps = tuple(row["step"] for row in rank.pulse[:2] if row["step"] is not None)
-    return Finding(
-        rule="optimizer_state",
-        severity=_severity(ledger, recovers),
-        title=(
-            f"Optimizer state takes {format_bytes(state)} from the first optimizer step on{facts.on_rank(rank)}: "
-            f"{percent(state / peak.total_bytes)} of the peak."
-        ),
-        why=_why_state(rank, peak, state, parameters)
-        + (f" Step 2 peaks {format_bytes(risen)} above step 1." if risen is not None else "")
-        + _pressure(ledger),
-        remedies=(SHARDED, LESS_STATE) if ranks > 1 else (LESS_STATE,),
-        evidence=(*facts.recorded(rank, peak.source, (peak.step,)), facts.pulse(rank, first_steps)),
+        parts.append(
+            f"checkpointing {group.name} ({len(group.blocks)} blocks) would save {format_bytes(_saved_by(group))}{cost}"
+        )
+        checkpoint = (CHECKPOINT_BLOCKS.filled(blocks=group.name),)
+        checkpoint += (CHECKPOINT_WITH_FSDP.filled(),) if fact.rank.facts.strategy == "FSDPStrategy" else ()
+    steps = (memory.peak.step,)
+    return ByteDetail(
+        why=f"{'; '.join(parts)}.",
+        remedies=(*checkpoint, *halves),
+        saves_bytes=(_saved_by(group),) * 2 if group is not None else None,
         numbers={
-            "rank": memory.rank,
-            "optimizer_state_bytes": state,
-            "parameter_bytes": parameters,
-            "peak_bytes": peak.total_bytes,
-            "first_step_bytes": risen,
+            "step": memory.peak.step,
+            "checkpointed": group.name if group else None,
+            "saved_bytes": _saved_by(group) if group else None,
+            "recompute_ns": group.recompute_ns if group else None,
         },
-        weight=state / peak.total_bytes,
-        recovers=recovers,
+        evidence=facts.recorded(fact.rank, memory.peak.source, steps) or facts.recorded(fact.rank, "saved_tensors"),
     )
 
 
-def _why_state(rank: Rank, peak: CategoryPeak, state: int, parameters: int) -> str:
-    names = [optimizer.name for optimizer in rank.training.optimizers if optimizer.name] if rank.training else []
-    ratio = f", {state / parameters:.1f} times the parameters' {format_bytes(parameters)}" if parameters else ""
-    return (
-        f"{names[0] if names else 'The optimizer'} holds {format_bytes(state)} of state in step {peak.step}{ratio}; "
-        "the first forward runs without it."
+def _saved_by(group: CheckpointedGroup) -> int:
+    return group.saved_bytes - group.recompute_peak_bytes
+
+
+def state_detail(facts: Facts, fact: ByteFact) -> ByteDetail:
+    """Return the optimizer and its parameters, and what other ranks would hold."""
+    training, parameters, ranks = fact.rank.training, fact.ledger.bytes("parameter"), len(facts.run.ranks)
+    name = next((each.name for each in training.optimizers if each.name), None) if training else None
+    ratio = f", {fact.bytes / parameters:.1f} times the parameters' {format_bytes(parameters)}" if parameters else ""
+    shards = (ranks - 1) / ranks
+    return ByteDetail(
+        why=f"{name or 'The optimizer'} holds it from the first optimizer step on{ratio}.",
+        remedies=(SHARD_STATE,) if ranks > 1 else (),
+        saves_bytes=(fact.bytes * shards,) * 2 if ranks > 1 else None,
+        numbers={"parameter_bytes": parameters},
     )
 
 
-def _risen(rank: Rank) -> int | None:
-    """Return the increase of the device peak from the first to the second step; None without an increase."""
-    match [row["device_peak_bytes"] for row in rank.pulse[:2]]:
-        case [int() as first, int() as second] if second > first:
-            return second - first
-    return None
-
-
-# Below a quarter of the peak, something else comes first.
-NOTABLE_DATA: Final = 0.25
-# float16 has half of float32, uint8 a quarter; a mapped file needs none.
-SAVED_OF_DATA: Final = (0.5, 1.0)
-AS_STORED: Final = (
-    "Keep the samples as they are stored ({small}) and convert each one in {method}: they are {dtype} in {name}."
-)
 SMALLER_TYPES: Final = {
     "float32": "uint8, float16", "float64": "uint8, float16, float32", "int64": "uint8, int16, int32",
     "int32": "uint8, int16",
 }  # fmt: skip
-MAP: Final = "Map a file instead of reading it: numpy.load(path, mmap_mode='r'), torch.load(path, mmap=True)."
 
 
-def data_memory(facts: Facts) -> Finding | None:
-    """Find a data set whose tensors and arrays are much of the resident memory.
-
-    Recovers half to all of the line ``data_set`` of the byte ledger; on an accelerator, whose ledger is that of the
-    device, the peak is that of the resident memory and nothing is recovered.
-    """
-    found = [
-        (loader.data_bytes or 0, rank, loader)
-        for rank in facts.run.ranks
-        for loader in (rank.training.dataloaders if rank.training else ())
-    ]
-    if not found:
-        return None
-    size, rank, loader = max(found, key=lambda each: each[0])
-    ledger = facts.byte_ledgers.get(rank.rank) if rank.facts.is_cpu else None
-    peak = rank.peak_rss_bytes or 0
-    size = min(size, ledger.bytes("data_set") if ledger is not None else peak)
-    if size < max(MIN_BYTES, NOTABLE_DATA * peak):
-        return None
-    least, most = (recovered(ledger, size * share, "data_set") for share in SAVED_OF_DATA)
-    recovers = replace(most, min=least.min) if least is not None and most is not None else None
-    name, dtype = loader.data_largest or "the data set", loader.data_dtype or ""
-    method, small = sample_method([loader]), SMALLER_TYPES.get(dtype)
-    convert = (AS_STORED.format(small=small, method=method, dtype=dtype, name=name),) if small else ()
-    return Finding(
-        rule="data_memory",
-        severity=_severity(ledger, recovers),
-        title=(
-            f"The data set keeps {format_bytes(size)} in memory{facts.on_rank(rank)} ({name}, {dtype}), "
-            f"{percent(size / peak)} of the peak RSS."
-        ),
-        why=(
-            f"Tensors and arrays that the data set refers to, without mapped files; peak RSS is {format_bytes(peak)}."
-            f"{_pressure(ledger)}"
-        ),
-        remedies=(*convert, MAP),
-        evidence=(facts.pulse(rank),),
-        numbers={"rank": rank.rank, "data_bytes": size, "peak_rss_bytes": peak, "largest": name, "dtype": dtype},
-        weight=size / peak,
-        recovers=recovers,
+def data_detail(facts: Facts, fact: ByteFact) -> ByteDetail:  # noqa: ARG001 as other details
+    """Return the largest tensor or array of the data set, and the types in which it is smaller."""
+    loaders = fact.rank.training.dataloaders if fact.rank.training else ()
+    loader = max(loaders, key=lambda each: each.data_bytes or 0)
+    dtype, name = loader.data_dtype or "", loader.data_largest or "the data set"
+    small = SMALLER_TYPES.get(dtype)
+    smaller = SMALLER_DTYPE.filled(small=small, method=sample_method([loader]), dtype=dtype, name=name)
+    return ByteDetail(
+        why=f"It counts tensors and arrays, not mapped files; the largest is {name}{f', {dtype}' * bool(dtype)}.",
+        owner=name,
+        remedies=(smaller,) if small else (),
+        numbers={"dtype": dtype},
     )
+
+
+def validation_detail(facts: Facts, fact: ByteFact) -> ByteDetail:
+    """Return how much each batch of a validation keeps, and the variable that keeps it if a search found one."""
+    growth = validation_growth(fact.rank.read(ProcessRow).rows)
+    if growth is None:
+        return ByteDetail()
+    holder = next((row for row in who_holds(fact.rank.read(HolderRow).rows) if row.place and not row.bound), None)
+    names, remedies = "", tuple[Remedy, ...]()
+    evidence: tuple[Evidence, ...] = (_processes(facts, fact.rank),)
+    if holder is not None:
+        cause = holder_cause(holder)
+        names, remedies = f" {cause.why}{cause.line}.", (cause.remedy,)
+        path = f"{facts.run.directory.name}/{holders_name(fact.rank.rank)}"
+        evidence = (*evidence, Evidence(artifact=path, rank=fact.rank.rank))
+    return ByteDetail(
+        owner=holder_cause(holder).owner if holder is not None else "",
+        why=(
+            f"RSS rises from {format_bytes(growth.start_bytes)} by {format_bytes(growth.bytes_per_step)} per batch in "
+            f"{growth.steps} batches.{names}"
+        ),
+        remedies=remedies,
+        evidence=evidence,
+        numbers={
+            "bytes_per_batch": round(growth.bytes_per_step),
+            "added_bytes": growth.added_bytes,
+            "start_bytes": growth.start_bytes,
+            "batches": growth.steps,
+        },
+    )
+
+
+# The Trainer's own actions outside the steps, for people, and how to make them smaller.
+OWN_ACTIONS: Final = {
+    VALIDATION: ("a validation", VALIDATE_IN_SMALLER_BATCHES),
+    "save_checkpoint": ("saving a checkpoint", SAVE_LESS),
+}
+
+
+def outside_detail(facts: Facts, fact: ByteFact) -> ByteDetail:
+    """Return how to make a validation or a checkpoint smaller, and what the rest of the run needs."""
+    owner, *remedies = OWN_ACTIONS.get(fact.owner, (fact.owner,))
+    rest = format_bytes(fact.ledger.peak_bytes - fact.bytes)
+    return ByteDetail(
+        why=f"The peak RSS rose by {format_bytes(fact.bytes)} over it; the rest of the run needs {rest}.",
+        owner=owner,
+        remedies=tuple(remedies),
+        evidence=(_processes(facts, fact.rank),),
+    )
+
+
+def _is_hook(fact: ByteFact) -> bool:
+    """Return whether the program's own code needs the memory: a validation and a checkpoint need some by design."""
+    return fact.owner not in OWN_ACTIONS
+
+
+ROWS: Final = (
+    ByteRule(
+        id="activation_peak",
+        about=(
+            "Activations that autograd saves for backward grow with batch size and sequence length; the rest does not. "
+            "They limit the batch size. The modules that save the most are named, and what checkpointing the repeated "
+            "blocks saves and costs."
+        ),
+        trade_off="Checkpointing computes each block twice; smaller batches are less efficient.",
+        of="activation",
+        says="Saved activations are {share} of the peak{rank}: {size}.",
+        remedies=(SMALLER_BATCH,),
+        saves=(0.5, 0.5),
+        detail=activation_detail,
+        offers=(CHECKPOINT_BLOCKS, CHECKPOINT_WITH_FSDP, HALF_PRECISION),
+    ),
+    ByteRule(
+        id="optimizer_state",
+        about=(
+            "The first optimizer step allocates the optimizer's state, which stays: a model whose first forward and "
+            "backward fit may not fit in its second step. Adam's moments are as large as two copies of the parameters."
+        ),
+        trade_off="Communication, or convergence of another optimizer.",
+        of="optimizer_state",
+        says="Optimizer state is {share} of the peak{rank}: {size}.",
+        remedies=(LESS_STATE,),
+        # Adafactor keeps a row and a column of a matrix; 8-bit state is a quarter.
+        saves=(0.75, 0.9),
+        detail=state_detail,
+        offers=(SHARD_STATE,),
+    ),
+    ByteRule(
+        id="data_memory",
+        about=(
+            "Tensors and arrays to which the training data set refers, without mapped files. Each rank has its own, "
+            "and with spawn each worker too."
+        ),
+        trade_off="Each sample is converted, or read, every time that it is used.",
+        of="data_set",
+        says="The data set is {share} of the peak RSS{rank}: {size}, mostly {owner}.",
+        remedies=(MAP_FILE,),
+        # float16 has half of float32; a mapped file needs none.
+        saves=(0.5, 1.0),
+        detail=data_detail,
+        offers=(SMALLER_DTYPE,),
+    ),
+    ByteRule(
+        id="validation_memory",
+        about=(
+            "The resident memory rises steadily over the batches of a validation: something of each batch is kept. It "
+            "grows with the validation set."
+        ),
+        trade_off="None.",
+        of="validation",
+        says="Validation keeps {size} of memory until its end, in {owner}{rank}.",
+        unnamed="Validation keeps {size} of memory until its end{rank}.",
+        remedies=(AGGREGATE_VALIDATION,),
+        saves=(0.8, 1.0),
+        is_fault=lambda _: True,
+        detail=validation_detail,
+        offers=(BOUND_HOLDER,),
+    ),
+    ByteRule(
+        id="peak_elsewhere",
+        about=(
+            "The peak RSS is reached outside the training steps: in a hook at the end of an epoch, in a validation or "
+            "while a checkpoint is saved; or a step that was not recorded needs a quarter more of a device than the "
+            "recorded ones. The tables of memory by module and category do not explain this peak."
+        ),
+        trade_off="Time, where the same is computed in parts.",
+        of="outside_steps",
+        says="The peak RSS is reached in {owner}{rank}, {size} above the training steps.",
+        remedies=(IN_PARTS,),
+        saves=(0.5, 1.0),
+        is_fault=_is_hook,
+        detail=outside_detail,
+        offers=(VALIDATE_IN_SMALLER_BATCHES, NO_GRAD, RECORD_STEP, RECORD_FROM_START),
+    ),
+)

@@ -18,7 +18,7 @@ from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery, recovered
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.rules.growth import RETAINED
+from lightning_memprof.judge.remedies import DROP_GRAPH
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
@@ -286,7 +286,7 @@ def retained_graph(facts: Facts) -> Finding | None:
                 f"from the previous forward are live, {percent(once.share)} of {format_bytes(ledger.peak_bytes)}: "
                 "retain_graph=True or a stored loss or output keeps its graph."
             ),
-            remedies=(RETAINED,),
+            remedies=(DROP_GRAPH,),
             evidence=facts.pulse_and_trace(rank),
             numbers={"rank": rank.rank, "retained_bytes": kept, "activation_bytes": saved.total_bytes},
             **worth.parts,

@@ -1,4 +1,4 @@
-"""Steps that do not end, workers that die, and the profiler overhead of a run and of an operator trace."""
+"""What profilers cost: another one in the training, and the overhead of this one in a run and in a trace."""
 
 from __future__ import annotations
 
@@ -18,9 +18,17 @@ from lightning_memprof.artifacts.series import (
     PulseRow,
 )
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery, Severity
+from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
 from lightning_memprof.judge.measures import own_ns
 from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import (
+    FEWER_WINDOWS,
+    RECORD_LESS,
+    REMOVE_PYTHON_PROFILER,
+    REMOVE_TORCH_PROFILER,
+    SHORTER_WINDOWS,
+    WITHOUT_PULSE,
+)
 from lightning_memprof.judge.traces import (
     LAUNCHING,
     NOTABLE_SHARE,
@@ -38,18 +46,6 @@ from lightning_memprof.units import format_count, format_ns, percent
 
 # Why the operator trace is not available: the words of capture and integration.
 OTHER_PROFILER: Final = re.compile(r"its own torch profiler|owns torch\.profiler")
-# At this share of the figures, a phase would be a finding.
-SEVERE_SHARE: Final = 0.20
-# The pulse may take 20 µs per step: a larger share occurs only in very short steps.
-NOTABLE_PULSE: Final = 0.02
-# Windows are a choice, and their cost is paid once.
-NOTABLE_WINDOWS: Final = 0.25
-FEWER: Final = "Train some steps outside windows: MemProfilerCallback(schedule=Schedule(wait=10, active=2))."
-LESS: Final = "Record less per step: MemProfilerCallback(collectors=[...])"
-SHORTER: Final = "Open fewer or shorter windows: MemProfilerCallback(schedule=Schedule(repeat=1, active=2))."
-NO_PULSE: Final = "Leave the pulse out of MemProfilerCallback(collectors=[...]), or use larger batches."
-
-
 # Its events take host time for every operator, and are garbage to collect when it ends.
 OTHER: Final = (0.2, 0.5)
 # The share of calls of Python functions in the work is unknown.
@@ -58,13 +54,7 @@ MIN_PROFILED: Final = 3
 PROFILED: Final = (
     "forward", "backward", "optimizer", "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall",
 )  # fmt: skip
-REMOVE: Final = {
-    TORCH_PROFILER: 'Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',
-    PYTHON_PROFILER: (
-        "Remove the other profiler, or use it for a few steps: cProfile, sys.setprofile(...) or "
-        'Trainer(profiler="advanced").'
-    ),
-}
+REMOVE: Final = {TORCH_PROFILER: REMOVE_TORCH_PROFILER, PYTHON_PROFILER: REMOVE_PYTHON_PROFILER}
 
 
 def other_profiler(facts: Facts) -> Finding | None:
@@ -110,7 +100,12 @@ def _profiled(facts: Facts, rank: Rank) -> Finding | None:
     worth = Recovery(unit="ns", min=least, max=most, whole=ledger.step_ns)
     return Finding(
         rule="other_profiler",
-        title=f"Another profiler is on: {PROFILERS[kind]} records the training{part}{facts.on_rank(rank)}.",
+        title=titled(
+            "Another profiler is on: {kind} records the training{part}{rank}.",
+            kind=PROFILERS[kind],
+            part=part,
+            rank=facts.on_rank(rank),
+        ),
         why=f"{f'{refused.reason[:1].upper()}{refused.reason[1:]}. ' if refused else ''}{why}.",
         remedies=(REMOVE[kind],),
         evidence=(facts.pulse(rank),),
@@ -134,83 +129,86 @@ def _beyond_others(steps: Sequence[PulseRow]) -> tuple[float, int]:
 
 
 def profiler_overhead(facts: Facts) -> list[Finding]:
-    """Find profiler overhead that takes much of the steps that the figures come from, or of the whole run."""
-    found = []
-    for rank in facts.run.ranks:
-        statistics = facts.statistics.get(rank.rank)
-        if statistics is None or not statistics.mean_ns:
-            continue
-        finding = _in_figures(facts, rank, statistics) or _of_run(facts, rank)
-        found += [finding] if finding is not None else []
+    """Find profiler overhead that takes much of the steps that the figures come from, or of the whole run.
+
+    It is a note, and a warning only where most figures come from windows: a run can have steps outside these.
+    """
+    found = [
+        finding
+        for rank in facts.run.ranks
+        if (statistics := facts.statistics.get(rank.rank)) is not None and statistics.mean_ns
+        for finding in (_in_figures(facts, rank, statistics) or _of_windows(facts, rank) or _of_pulse(facts, rank),)
+        if finding is not None
+    ]
     return [max(found, key=lambda finding: (finding.severity, finding.weight))] if found else []
 
 
 def _in_figures(facts: Facts, rank: Rank, statistics: PulseStatistics) -> Finding | None:
     overhead_ns = own_ns(rank, statistics)
-    share = overhead_ns / statistics.mean_ns
-    if share <= NOTABLE_SHARE:
+    share, steps = overhead_ns / statistics.mean_ns, typical_in_windows(rank)
+    if share <= POLICY.verdict:
         return None
-    steps, dearest = typical_in_windows(rank), _dearest(rank)
     return Finding(
         rule="profiler_overhead",
-        severity=Severity.WARNING if share >= SEVERE_SHARE else Severity.INFO,
+        severity=Severity.WARNING if share >= POLICY.severe else Severity.INFO,
         title=f"Recording takes {percent(share)} of the steps that the figures come from{facts.on_rank(rank)}.",
         why=(
             f"{len(steps)} of the {statistics.used} steps are in windows; profiler overhead is "
             f"{format_ns(overhead_ns)} of a {format_ns(statistics.mean_ns)} step, and operators are slower there too."
         ),
-        remedies=(FEWER, f"{LESS}; {dearest}" if dearest else f"{LESS}."),
+        remedies=(FEWER_WINDOWS, RECORD_LESS.filled(dearest=_dearest(rank))),
         evidence=(facts.pulse(rank, steps), *facts.recorded(rank, "hooks")),
         numbers={"rank": rank.rank, "own_share": share, "own_ns": overhead_ns, "steps": len(steps)},
         weight=share,
     )
 
 
-def _of_run(facts: Facts, rank: Rank) -> Finding | None:
-    """Return the cost of the pulse or of the windows to the whole run; the user chose both."""
+def _of_windows(facts: Facts, rank: Rank) -> Finding | None:
+    run_ns = sum(row["duration_ns"] or 0 for row in rank.pulse)
+    windows_ns = (rank.overhead.windows_ns if rank.overhead else None) or 0
+    share = windows_ns / (run_ns + windows_ns) if windows_ns else 0.0
+    if share < POLICY.severe:
+        return None
+    return Finding(
+        rule="profiler_overhead",
+        severity=Severity.INFO,
+        title=f"Windows take {percent(share)} of the run{facts.on_rank(rank)}; other steps have the pulse only.",
+        why=(
+            f"{format_count(len(rank.windows), 'window')} took {format_ns(windows_ns)}, all steps {format_ns(run_ns)}"
+            f"{_dearest(rank)}."
+        ),
+        remedies=(SHORTER_WINDOWS,),
+        evidence=facts.recorded(rank, "hooks"),
+        numbers={"rank": rank.rank, "windows_ns": windows_ns, "run_ns": run_ns},
+        weight=share,
+    )
+
+
+def _of_pulse(facts: Facts, rank: Rank) -> Finding | None:
+    """Return the cost of the pulse, of at most 20 µs per step: a notable share occurs only in very short steps."""
     run_ns = sum(row["duration_ns"] or 0 for row in rank.pulse)
     overhead = rank.overhead or OverheadFacts()
     pulse_ns = (overhead.pulse_ns if overhead.pulse_cpu_ns is None else overhead.pulse_cpu_ns) or 0
-    windows_ns = overhead.windows_ns or 0
-    if not run_ns:
+    if pulse_ns <= POLICY.note * run_ns or not run_ns:
         return None
-    numbers = {"rank": rank.rank, "pulse_ns": pulse_ns, "windows_ns": windows_ns, "run_ns": run_ns}
-    if windows_ns > NOTABLE_WINDOWS * (run_ns + windows_ns):
-        share = windows_ns / (run_ns + windows_ns)
-        dearest = _dearest(rank)
-        return Finding(
-            rule="profiler_overhead",
-            severity=Severity.INFO,
-            title=(f"Windows take {percent(share)} of the run{facts.on_rank(rank)}; other steps have the pulse only."),
-            why=(
-                f"{format_count(len(rank.windows), 'window')} took {format_ns(windows_ns)}, all steps "
-                f"{format_ns(run_ns)}{f'; {dearest}' if dearest else '.'}"
-            ),
-            remedies=(SHORTER,),
-            evidence=facts.recorded(rank, "hooks"),
-            numbers=numbers,
-            weight=share,
-        )
-    if pulse_ns > NOTABLE_PULSE * run_ns:
-        return Finding(
-            rule="profiler_overhead",
-            severity=Severity.INFO,
-            title=f"The pulse takes {percent(pulse_ns / run_ns)} of step time{facts.on_rank(rank)}.",
-            why=f"{format_ns(pulse_ns / len(rank.pulse))} of a {format_ns(run_ns / len(rank.pulse))} step.",
-            remedies=(NO_PULSE,),
-            evidence=(facts.pulse(rank),),
-            numbers=numbers,
-            weight=pulse_ns / run_ns,
-        )
-    return None
+    return Finding(
+        rule="profiler_overhead",
+        severity=Severity.INFO,
+        title=f"The pulse takes {percent(pulse_ns / run_ns)} of step time{facts.on_rank(rank)}.",
+        why=f"{format_ns(pulse_ns / len(rank.pulse))} of a {format_ns(run_ns / len(rank.pulse))} step.",
+        remedies=(WITHOUT_PULSE,),
+        evidence=(facts.pulse(rank),),
+        numbers={"rank": rank.rank, "pulse_ns": pulse_ns, "run_ns": run_ns},
+        weight=pulse_ns / run_ns,
+    )
 
 
-def _dearest(rank: Rank) -> str | None:
+def _dearest(rank: Rank) -> str:
     known = {name: ns for name, ns in rank.overhead.collectors_ns.items() if ns} if rank.overhead else {}
     if not known:
-        return None
+        return ""
     name = max(known, key=lambda collector: known[collector])
-    return f"{name} took the most, {format_ns(known[name])}."
+    return f"; {name} took the most, {format_ns(known[name])}"
 
 
 # torch's profiler takes 0.6 µs on the host for a Python function and 2 µs or more for an operator, measured on a CPU.

@@ -27,6 +27,7 @@ LABELS: Final[Mapping[str, str]] = {
     "cached": "cached, unused",
     "data_set": "data set",
     "growth": "growth over the run",
+    "outside_steps": "outside the training steps",
     "other_tensors": "other tensors held by Python",
     "pending": "pending free",
     "workers": "worker processes",

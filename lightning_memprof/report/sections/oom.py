@@ -37,7 +37,7 @@ from lightning_memprof.report.view import View
 MAX_EVENTS: Final = 2
 MAX_TENSORS: Final = 5
 LONGEST_NAME: Final = 52
-GROWTH: Final = frozenset({"memory_growth", "device_memory_growth"})
+GROWTH: Final = frozenset({"memory_growth"})
 NAMELESS: Final = {
     "remainder": "(no Python object: native code)",
     "free memory": "(freed memory that the C allocator keeps)",

@@ -31,7 +31,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ledgers(facts: Any) -> list[TimeLedger | ByteLedger]:
     if isinstance(facts, Facts):
-        return [*facts.ledgers.values(), *facts.byte_ledgers.values()]
+        return [*facts.ledgers.values(), *facts.byte_ledgers.values(), *facts.resident_ledgers.values()]
     if isinstance(facts, SnapshotReport):
         return [*map(snapshot_bytes, facts.devices)]
     traces = facts if isinstance(facts, tuple) else (facts,)

@@ -69,7 +69,8 @@ def test_the_activations_of_the_model_itself_have_a_name(tmp_path: Path) -> None
 def test_half_precision_is_not_advised_to_those_who_train_in_it(
     tmp_path: Path, precision: str, is_advised: bool
 ) -> None:
-    fake = FakeRun(memory=FakeMemory(kept_bytes=64 * MIB), training={"precision": precision})
+    memory = FakeMemory(kept_bytes=64 * MIB)
+    fake = FakeRun(memory=memory, device_bytes=lambda _: 1024 * MIB, training={"precision": precision})
     steps = found(tmp_path, fake)["activation_peak"].next_steps
     assert any("bf16-mixed" in step for step in steps) == is_advised
     assert not any("FSDP" in step for step in steps)
@@ -110,7 +111,7 @@ def marks(steps: range, duration_ns: int) -> list[dict[str, Any]]:
 
 
 def test_the_pulse_of_very_short_steps_is_told_as_information(tmp_path: Path) -> None:
-    fake = FakeRun(steps=2000, phases=lambda *_: dict.fromkeys(HEALTHY, 60_000), windows=())
+    fake = FakeRun(steps=2000, phases=lambda *_: dict.fromkeys(HEALTHY, 10_000), windows=())
     finding = found(tmp_path, fake)["profiler_overhead"]
     assert finding.severity is Severity.INFO
     assert "of step time" in finding.title

@@ -1,0 +1,54 @@
+"""What keeps memory that grows, in words, with its remedy."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from lightning_memprof.account.ledger.growth import assigned_in
+from lightning_memprof.artifacts.series import HolderRow, HookRow
+from lightning_memprof.judge.remedies import BOUND_HOLDER, Remedy
+from lightning_memprof.read.run.model import Rank
+from lightning_memprof.units import format_bytes
+
+_LOADER: Final = "[DataLoader]"
+
+
+class Cause(NamedTuple):
+    """The cause of a growth: its owner for the title, the evidence, and the remedy.
+
+    ``link`` stands before the owner, ``line`` after it; ``action`` is the Trainer's.
+    """
+
+    owner: str
+    why: str
+    remedy: Remedy
+    action: str | None = None
+    link: str = " in "
+    line: str = ""
+
+
+def holder_cause(holder: HolderRow) -> Cause:
+    """Return the cause of memory that a variable holds."""
+    place = place_of(holder)
+    graph = " with its graph" if "with its graph" in (holder.content or "") else ""
+    count = f"{holder.added:,} " if holder.added else ""
+    line = f" ({holder.line})" if holder.line else ""
+    size = format_bytes(holder.added_bytes or 0)
+    why = f"{place} gained {count}{holder.content} ({size}) since step {holder.since_step}"
+    detached = (
+        "; store .detach() or .item() where the tensor is not needed" if "Tensor" in (holder.content or "") else ""
+    )
+    remedy = BOUND_HOLDER.filled(place=place, assigned=assigned_in(holder), detached=detached)
+    return Cause(place, why, remedy, line=f"{graph}{line}")
+
+
+def place_of(holder: HolderRow) -> str:
+    """Return the variable of a holder."""
+    return (holder.place or "").removesuffix("[...]")
+
+
+def dataset_name(rank: Rank) -> str | None:
+    """Return the class of the data set of the recorded fetches, None if there are none."""
+    actions = (row.action or "" for row in rank.recorded(HookRow))
+    found = next((action for action in actions if action.startswith(_LOADER)), None)
+    return found.removeprefix(_LOADER).rpartition(".")[0] if found is not None else None
