@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
-from lightning_memprof.judge.rule import Rule
+from lightning_memprof.judge.rule import PASSES, Rule
 from lightning_memprof.judge.verdict import BYTE_ROWS, ROWS
 from lightning_memprof.units import percent
 
@@ -44,8 +44,9 @@ def when_of(row: Rule | ByteRule) -> str:
             "group or the machine can hold); elsewhere it is at most `info`, or `warning` for a fault."
         )
     of = " and ".join(f"`{part}`" for part in row.of)
-    when = f"From {percent(row.note)} of each step in {of}, {percent(2 * row.note)} if it runs only once or twice"
-    when += f", and {POLICY.action_ns / 1e6:g} ms per step"
+    when = f"From {percent(row.note)} of each step in {of}"
+    if not {*row.of} <= {*PASSES}:
+        when += f", {percent(2 * row.note)} if it runs only once or twice, and {POLICY.action_ns / 1e6:g} ms per step"
     when += ", if it returns in several steps." if row.repeats else "."
     when += " Each owner is a finding of its own." if row.each else ""
     return when + (f" {row.when}" if row.when else "")

@@ -459,6 +459,176 @@ SHUFFLE: Final = Remedy(id="shuffle", text="Where batches get longer from step t
 
 # Operators, modules, optimizers, cores
 
+FLOAT32: Final = Remedy(
+    id="float32",
+    text=(
+        "Compute in float32: cast inputs with .float(), remove .double(), torch.set_default_dtype(torch.float64) and "
+        "Trainer(precision='64-true'); NumPy makes float64."
+    ),
+)
+THREADS: Final = Remedy(
+    id="threads",
+    text="Use as many threads as cores: torch.set_num_threads({threads}), or OMP_NUM_THREADS={threads}.",
+    change="threads={threads}",
+)
+NO_ANOMALY_DETECTION: Final = Remedy(
+    id="no_anomaly_detection",
+    text="Switch it off: Trainer(detect_anomaly=False), torch.autograd.set_detect_anomaly(False).",
+    change="no_anomaly_detection",
+)
+NO_ANOMALY_REGION: Final = Remedy(
+    id="no_anomaly_region",
+    text=(
+        "Remove torch.autograd.detect_anomaly() or set_detect_anomaly(True) from the program: it is on in forward, and "
+        "off when the fit starts."
+    ),
+)
+FUSED_OPTIMIZER: Final = Remedy(
+    id="fused_optimizer",
+    text="Update all parameters in one kernel: torch.optim.{optimizer}(..., fused=True).",
+    change="fused_optimizer",
+)
+SPLIT_OPTIMIZER: Final = Remedy(
+    id="split_optimizer",
+    text=(
+        "Use a separate optimizer for the parameters with dense gradients, torch.optim.{optimizer}(..., fused=True); "
+        "fused does not support sparse gradients."
+    ),
+)
+FOREACH_OPTIMIZER: Final = Remedy(
+    id="foreach_optimizer",
+    text="Update the parameters in groups: torch.optim.{optimizer}(..., foreach=True).",
+    change="foreach_optimizer",
+)
+FOREACH_IN_STEP: Final = Remedy(
+    id="foreach_in_step",
+    text=(
+        "Update all tensors at once in {optimizer}.step: torch._foreach_add_, torch._foreach_mul_ and the like on "
+        "lists of them."
+    ),
+)
+JOIN_GROUPS: Final = Remedy(
+    id="join_groups",
+    text=(
+        "Join the parameter groups that have the same settings: {settings} instead of {groups}, each with all of its "
+        "parameters."
+    ),
+)
+DECOMPOSE_LESS: Final = Remedy(
+    id="decompose_less",
+    text="Decompose in {optimizer}.step less often, as in every 20th step, and reuse the factors in between.",
+)
+ACCUMULATE: Final = Remedy(
+    id="accumulate",
+    text=(
+        "Step less often: Trainer(accumulate_grad_batches=4), or a larger batch; a step reads and writes all "
+        "parameters."
+    ),
+    change="accumulate=4",
+)
+SPARSE_EMBEDDING: Final = Remedy(
+    id="sparse_embedding",
+    text=(
+        "Update only the rows that a batch uses: torch.nn.Embedding(..., sparse=True) with torch.optim.SparseAdam (or "
+        "SGD) for it; two optimizers need self.automatic_optimization = False."
+    ),
+)
+SAME_SHAPE: Final = Remedy(
+    id="same_shape",
+    text=(
+        "Give prediction and target the same shape, such as prediction.squeeze(-1) for (N, 1) and (N,): they broadcast "
+        "to (N, N)."
+    ),
+)
+FREE_GRAPH: Final = Remedy(
+    id="free_graph",
+    text="Remove retain_graph=True, and keep loss.detach(), not the loss: a graph holds its activations.",
+)
+OWN_BUFFERS: Final = Remedy(
+    id="own_buffers",
+    text="Do not send constant buffers: DDPStrategy(broadcast_buffers=False), with SyncBatchNorm for BatchNorm.",
+)
+PLAIN_ATTRIBUTE: Final = Remedy(
+    id="plain_attribute", text="Keep {buffer} as a plain attribute, not as a registered buffer."
+)
+DETACH: Final = Remedy(
+    id="detach",
+    text="Cut the graph with detach() where a loss trains one part only: discriminator(generated.detach()).",
+)
+TOGGLE_OPTIMIZER: Final = Remedy(
+    id="toggle_optimizer",
+    text="Train one part at a time: self.toggle_optimizer(optimizer), self.untoggle_optimizer(optimizer).",
+)
+FREEZE: Final = Remedy(
+    id="freeze",
+    text=(
+        "Freeze it: self.{module}.requires_grad_(False); where nothing before it trains, call it under torch.no_grad()."
+    ),
+)
+LAZY_PENALTY: Final = Remedy(
+    id="lazy_penalty",
+    text=(
+        "If they are a gradient penalty, apply it in every 16th step, with 16 times its weight (lazy regularization)."
+    ),
+)
+NO_CREATE_GRAPH: Final = Remedy(
+    id="no_create_graph", text="Remove create_graph=True where nothing differentiates the gradients."
+)
+SAVE_ACTIVATIONS: Final = Remedy(
+    id="save_activations",
+    text=(
+        "Save the activations: call the modules without torch.utils.checkpoint (gradient_checkpointing=False), or "
+        "checkpoint every second one."
+    ),
+)
+FORWARD_ONCE: Final = Remedy(
+    id="forward_once",
+    text=(
+        "Run the forward once per step and reuse its output; where the inputs differ, join them into one batch "
+        "(torch.cat)."
+    ),
+)
+COMPILE: Final = Remedy(
+    id="compile",
+    text="Fuse its operators: compile {module} with torch.compile(module).",
+    change="compile",
+)
+BFLOAT16: Final = Remedy(
+    id="bfloat16", text="Compute in bfloat16: Trainer(precision='bf16-mixed').", change="precision=bf16-mixed"
+)
+CHANNELS_LAST: Final = Remedy(
+    id="channels_last",
+    text="Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too.",
+    change="channels_last",
+)
+COMPARE_CHANNELS_LAST: Final = Remedy(
+    id="compare_channels_last",
+    text=(
+        "Measure channels_last with lightning-memprof try: some convolutions of images are faster on this CPU, others "
+        "slower."
+    ),
+    change="channels_last",
+)
+LESS_WORK: Final = Remedy(
+    id="less_work",
+    text=(
+        "Give {module} less work (fewer or smaller layers, shorter inputs), or use a GPU: {family} leaves little to "
+        "fuse."
+    ),
+)
+NO_PAIRS: Final = Remedy(
+    id="no_pairs",
+    text="Make no tensor of all pairs: use torch.cdist, a matrix product, or a part of the pairs at a time.",
+)
+LARGER_BATCH: Final = Remedy(
+    id="larger_batch", text="Give each step more work, such as a larger batch, before looking for a bottleneck."
+)
+RECORD_OPERATORS: Final = Remedy(
+    id="record_operators", text='Record the operators of some steps too: Trainer(..., profiler="memprof")'
+)
+MORE_STEPS: Final = Remedy(id="more_steps", text="{text}")
+VIEW_TRACE: Final = Remedy(id="view_trace", text="See every operator on a timeline: {command}")
+
 # Ranks
 
 SHARE_CALLBACK: Final = Remedy(

@@ -52,9 +52,10 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def count(self) -> float:
-        """Calls of the owner per step, 0 where unknown; forward and backward run in each."""
-        own = (line for line in self.lines if line.name == self.owner and line.part not in PASSES)
-        return sum(line.count for line in own if not line.operator)
+        """Calls of the owner per step, 0 where unknown, and for forward and backward, which run in each."""
+        if any(line.part in PASSES for line in self.lines):
+            return 0.0
+        return sum(line.count for line in self.lines if line.name == self.owner and not line.operator)
 
     @property
     def longest_ns(self) -> int:

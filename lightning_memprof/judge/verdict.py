@@ -62,23 +62,12 @@ RULES: Final[tuple[Judge, ...]] = (
 # About step time.
 STEP_RULES: Final[tuple[Judge, ...]] = (
     communication.straggler,
-    modules.buffer_broadcast,
     loops.synced_passes,
     loops.repeated_backward,
-    compute.anomaly_detection,
-    compute.double_precision,
     loops.python_loop,
     lines.costly_line,
     python.python_time,
-    compute.broadcast_loss,
     python.busy_thread,
-    passes.unused_gradients,
-    passes.double_backward,
-    passes.recomputation,
-    compute.thread_oversubscription,
-    compute.idle_cores,
-    compute.dense_embedding,
-    compute.optimizer_bound,
     loops.small_batch,
     host.core_wait,
     host.slow_steps,
@@ -87,7 +76,12 @@ STEP_RULES: Final[tuple[Judge, ...]] = (
 )
 # The same as rows, by the page that describes them; those about memory are valid after any number of steps.
 BYTE_ROWS: Final[Mapping[str, tuple[ByteRule, ...]]] = {"memory": memory.ROWS}
-ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {"data": data.ROWS, "host": host.ROWS}
+ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {
+    "data": data.ROWS,
+    "host": host.ROWS,
+    "compute": (*compute.ROWS, *passes.ROWS),
+    "ranks": modules.ROWS,
+}
 TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (
     allocator.allocator_thrash,
     collectives.communication_exposed,

@@ -14,13 +14,14 @@ from lightning_memprof.account.ledger.host import MAX_FORWARDS
 from lightning_memprof.account.ledger.memory import UNATTRIBUTED
 from lightning_memprof.account.ledger.model import TimeLine, grouped, total
 from lightning_memprof.account.memory.model import DeviceAllocations
+from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery, recovered
-from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import DROP_GRAPH
+from lightning_memprof.judge.remedies import DROP_GRAPH, OWN_BUFFERS, PLAIN_ATTRIBUTE
+from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import MIB, format_bytes, format_ns, percent
+from lightning_memprof.units import MIB, format_bytes, percent
 
 ROOT: Final = "the model"
 # A module with less of its parent's time does not explain it.
@@ -283,7 +284,7 @@ def retained_graph(facts: Facts) -> Finding | None:
             ),
             why=(
                 f"A step saves {format_bytes(saved.total_bytes)} of activations; at the peak, {format_bytes(kept)} "
-                f"from the previous forward are live, {percent(once.share)} of {format_bytes(ledger.peak_bytes)}: "
+                f"from the previous forward are live, {percent(once.share)} of {format_bytes(ledger.peak_bytes)}. "
                 "retain_graph=True or a stored loss or output keeps its graph."
             ),
             remedies=(DROP_GRAPH,),
@@ -303,55 +304,57 @@ def _outliving(device: DeviceAllocations) -> int:
 BROADCAST: Final = "broadcast"
 IN_FORWARD: Final = "c10d::broadcast_"
 WRAPPER: Final = "DDP"
-# Another collective of the step may wait for the same rank instead.
-OF_BROADCAST: Final = (0.5, 1.0)
-OWN_BUFFERS: Final = (
-    "Do not send them: DDPStrategy(broadcast_buffers=False). Each rank then keeps its own, those of BatchNorm too, "
-    "which SyncBatchNorm averages."
-)
+# What training changes has to be sent: the statistics of BatchNorm.
+STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
+# Less is sent within the wait for the last rank, which no option removes.
+LEAST_SENT: Final = MIB
 
 
-def buffer_broadcast(facts: Facts) -> Finding | None:
-    """Find the broadcast of buffers in each step, on the host.
-
-    Recovers half to all of the time in which nothing hides it. Lost: the ranks' buffers may differ.
-    """
+def buffer_broadcast(facts: Facts) -> Found | None:
+    """Return the broadcast of constant buffers before each forward, on the host, where nothing hides it."""
     if (worst := facts.heaviest(lambda ledger: ledger.communicates("collective"))) is None:
         return None
     rank, ledger = worst
     recorded = facts.host_ledger(rank)
     calls = sum(line.count for line in recorded.of("forward") if line.operator == IN_FORWARD) if recorded else 0.0
-    ns = total(line for line in ledger.communication if line.part == "collective" and line.name == BROADCAST)
-    worth = Recovery(unit="ns", min=ns * OF_BROADCAST[0], max=ns * OF_BROADCAST[1], whole=ledger.step_ns)
     buffers = rank.training.largest_buffers if rank.training else []
-    if not calls or worth.share < POLICY.note or not buffers or not is_wrapped(rank):
+    constant = [buffer for buffer in buffers if not buffer.name.endswith(STATISTICS)]
+    sent = sum(buffer.bytes for buffer in constant)
+    sends = [line for line in ledger.communication if line.part == "collective" and line.name == BROADCAST]
+    if not calls or not sends or sent < LEAST_SENT or not is_wrapped(rank):
         return None
-    largest = f"{buffers[0].name} ({format_bytes(buffers[0].bytes)})"
-    return Finding(
-        rule="buffer_broadcast",
-        title=(
-            f"Buffers are broadcast to all ranks in each step, mostly {largest}: "
-            f"{ledger.share_text(ns)}{facts.on_rank(rank)}."
-        ),
+    part = sent / sum(buffer.bytes for buffer in buffers)
+    detail = Detail(
+        fields={"buffer": constant[0].name},
         why=(
-            f"{format_ns(ns)} of {ledger.length_text}: DistributedDataParallel sends the buffers of rank 0 before each "
-            "forward."
+            f"DistributedDataParallel sends {format_bytes(sent)} of buffers that do not change, mostly "
+            f"{constant[0].name}, from rank 0 before each forward."
         ),
-        remedies=(
-            OWN_BUFFERS,
-            f"Or keep {buffers[0].name} as a plain attribute, not as a registered buffer.",
-        ),
-        evidence=facts.pulse_and_trace(rank),
-        numbers={
-            "rank": rank.rank,
-            "broadcast_ns": round(ns),
-            "buffers": {buffer.name: buffer.bytes for buffer in buffers},
-            "duration_ns": round(ledger.step_ns),
-        },
-        **worth.parts,
+        numbers={"buffers": {buffer.name: buffer.bytes for buffer in buffers}},
+        evidence=facts.pulse_and_trace(rank)[1:],
     )
+    lines = tuple(msgspec.structs.replace(line, ns=part * line.ns, count=0.0) for line in sends)
+    return Fact(rank=rank, ledger=ledger, lines=lines), detail
 
 
 def is_wrapped(rank: Rank) -> bool:
     """Return whether DistributedDataParallel wraps the model."""
     return (rank.facts.strategy or "").startswith(WRAPPER)
+
+
+ROWS: Final = (
+    Rule(
+        id="buffer_broadcast",
+        about=(
+            "DistributedDataParallel sends buffers of 1 MiB or more to all ranks before each forward, and no operator "
+            "hides it. The statistics of BatchNorm, which training changes, do not count. Needs an operator trace."
+        ),
+        trade_off="The ranks' buffers may differ.",
+        of=(*PASSES, Part.OPTIMIZER, Part.RANK_WAIT, Part.UNTRACKED),
+        find=buffer_broadcast,
+        says="The constant buffer {buffer} is broadcast to all ranks in each step: {share}{rank}.",
+        remedies=(OWN_BUFFERS, PLAIN_ATTRIBUTE),
+        # Another collective of the step may wait for the same rank instead.
+        saves=(0.5, 1.0),
+    ),
+)

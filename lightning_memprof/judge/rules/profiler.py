@@ -31,7 +31,6 @@ from lightning_memprof.judge.remedies import (
 )
 from lightning_memprof.judge.traces import (
     LAUNCHING,
-    NOTABLE_SHARE,
     idle_ns,
     is_brief,
     on_rank,

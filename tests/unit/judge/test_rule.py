@@ -82,7 +82,7 @@ def test_the_title_of_a_row_fits_whatever_its_owner_is_called(facts: Facts, row:
 def test_the_ids_of_rows_and_their_descriptions_are_complete() -> None:
     found = [*chain.from_iterable(ROWS.values())]
     assert len({row.id for row in found}) == len(found)
-    assert all(row.about and row.trade_off for row in found)
+    assert all(row.about and row.trade_off and (row.remedies or row.offers) for row in found)
 
 
 @given(

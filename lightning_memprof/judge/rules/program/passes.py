@@ -6,15 +6,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-import msgspec
+from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.model import TimeLedger, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import rank_events
 from lightning_memprof.artifacts.manifest import OptimizerFacts, TrainingFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery, Severity
-from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import (
+    DETACH,
+    FREEZE,
+    LAZY_PENALTY,
+    NO_CREATE_GRAPH,
+    SAVE_ACTIVATIONS,
+    TOGGLE_OPTIMIZER,
+)
+from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_ns, percent
 
@@ -22,142 +30,86 @@ ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
 # Of the gradients that all passes of a step could compute: parameters that a pass does not need are missing.
 ALL_GRADIENTS: Final = 0.95
 PAIR: Final = 2
-DETACH: Final = "Cut the graph with detach() where a loss trains one part only: discriminator(generated.detach())."
-TOGGLE: Final = "Or train one part at a time: self.toggle_optimizer(optimizer), self.untoggle_optimizer(optimizer)."
 # Other modules may need the gradients of a module's inputs, half of its backward.
 FROZEN: Final = (0.4, 1.0)
 
 
-class _Unused(msgspec.Struct, frozen=True, kw_only=True):
-    """Gradients that no optimizer uses: the texts of the finding, and the nanoseconds per step that they cost."""
+def unused_gradients(facts: Facts) -> Found | None:
+    """Return the backward of modules whose gradients no optimizer uses, or uses only some of.
 
-    title: str
-    why: str
-    remedies: tuple[str, ...]
-    min: float
-    max: float
-
-
-def unused_gradients(facts: Facts) -> Finding | None:
-    """Find backward passes that compute gradients which no optimizer uses.
-
-    Of modules that are in no optimizer, or whose learning rate is 0: recovers 40% to 100% of their backward, the lower
-    figure where modules before them train. With several optimizers and ``n`` passes per step that all reach all of
-    their parameters: one pass of the optimizer with the shortest backward, to ``n - 1`` of the one with the longest.
-    With two passes that both compute the gradients of one of two optimizers: 40% to 100% of one of these.
+    Of modules that are in no optimizer, or whose learning rate is 0, 40% to 100% are saved, the lower figure where
+    modules before them train. With several optimizers and ``n`` passes per step that all reach all of their parameters:
+    one pass of the optimizer with the shortest backward, to ``n - 1`` of the one with the longest. With two passes that
+    both compute the gradients of one of two optimizers: 40% to 100% of one of these.
     """
     if (worst := facts.heaviest(lambda ledger: ledger.ns("backward"))) is None or worst[0].training is None:
         return None
     rank, ledger = worst
     training = worst[0].training
-    unused = _not_optimized(training, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
-    if unused is None:
+    found = _not_optimized(training, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
+    if found is None:
         return None
-    worth = Recovery(unit="ns", min=unused.min, max=unused.max, whole=ledger.step_ns)
-    if worth.share < POLICY.note:
-        return None
-    return Finding(
-        rule="unused_gradients",
-        title=f"Unused gradients: {unused.title}{facts.on_rank(rank)}.",
-        why=f"{unused.why} of {ledger.length_text}.",
-        remedies=unused.remedies,
-        evidence=facts.pulse_and_trace(rank),
-        numbers={"rank": rank.rank, "backward_ns": ledger.ns("backward"), "duration_ns": ledger.step_ns},
-        **worth.parts,
-    )
+    lines, detail = found
+    return Fact(rank=rank, ledger=ledger, lines=lines), replace(detail, evidence=facts.pulse_and_trace(rank)[1:])
 
 
-# Of a penalty in every 16th step a sixteenth remains; in every second one half.
-LESS_OFTEN: Final = (1 / 2, 15 / 16)
-LAZY: Final = "Apply the gradient penalty in every 16th step, with 16 times its weight (lazy regularization)."
-NO_GRAPH: Final = "Remove create_graph=True where nothing differentiates the gradients."
+_Unused = tuple[tuple[TimeLine, ...], Detail]
 
 
-def double_backward(facts: Facts) -> Finding | None:
-    """Find gradients of gradients in each step: a penalty on gradients, or a graph of them that nothing uses.
-
-    Recovers half of the nodes that build or run the graph of gradients, to 15/16 of them. Lost: a penalty applies less
-    often.
-    """
+def double_backward(facts: Facts) -> Found | None:
+    """Return the nodes that build or run the graph of gradients."""
     if (worst := facts.heaviest(lambda ledger: ledger.double_backward_ns)) is None:
         return None
     rank, ledger = worst
-    ns = ledger.double_backward_ns
-    worth = Recovery(unit="ns", min=ns * LESS_OFTEN[0], max=ns * LESS_OFTEN[1], whole=ledger.step_ns)
-    if worth.share < POLICY.note:
-        return None
-    share = ledger.share_text(ns)
-    return Finding(
-        rule="double_backward",
-        title=f"Double backward: gradients of gradients take {share}{facts.on_rank(rank)}.",
-        why=(
-            f"{format_ns(ns)} of {ledger.length_text}: backward builds a graph of the gradients "
-            "(create_graph=True), and a second backward runs through it."
-        ),
-        remedies=(LAZY, NO_GRAPH),
-        evidence=facts.pulse_and_trace(rank),
-        numbers={"rank": rank.rank, "double_backward_ns": round(ns), "duration_ns": round(ledger.step_ns)},
-        **worth.parts,
+    detail = Detail(
+        why="Backward builds a graph of the gradients (create_graph=True), and a second backward runs through it.",
+        # A loss of gradients, as in a physics-informed network, needs them; so does a penalty.
+        is_note=True,
+        evidence=facts.pulse_and_trace(rank)[1:],
     )
+    return Fact(rank=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=ledger.double_backward_ns),)), detail
 
 
 # Of the peak: what the memory can hold is four times as much, so that activations fit that checkpointing does not save.
 AMPLE: Final = 0.25
-# Saving activations takes some time, too.
-SAVED: Final = (0.7, 1.0)
-NO_CHECKPOINTS: Final = (
-    "Save the activations: call the modules without torch.utils.checkpoint (gradient_checkpointing=False).",
-    "Checkpoint fewer modules, such as every second one.",
-)
 
 
-def recomputation(facts: Facts) -> Finding | None:
-    """Find activation checkpointing, which runs forwards of modules again in backward, where memory is ample.
-
-    Recovers 70% to all of these forwards. Lost: memory for the activations that they save then.
-    """
+def recomputation(facts: Facts) -> Found | None:
+    """Return the forwards of modules that activation checkpointing runs again in backward."""
     if (worst := facts.heaviest(lambda ledger: ledger.recomputed_ns)) is None:
         return None
     rank, ledger = worst
-    memory, ns = facts.byte_ledgers.get(rank.rank), ledger.recomputed_ns
-    worth = Recovery(unit="ns", min=ns * SAVED[0], max=ns * SAVED[1], whole=ledger.step_ns)
-    if worth.share < POLICY.note or memory is None or memory.filled is None:
+    memory = facts.byte_ledgers.get(rank.rank)
+    if memory is None or memory.filled is None:
         return None
-    limit = f"{format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of what {memory.place} can hold"
-    return Finding(
-        rule="recomputation",
-        severity=worth.severity if memory.filled <= AMPLE else Severity.INFO,
-        title=(
-            f"Activation checkpointing: backward runs forwards again, {ledger.share_text(ns)}{facts.on_rank(rank)}."
-        ),
-        why=f"Forwards of modules in backward take {format_ns(ns)} of {ledger.length_text}. The peak of {limit}.",
-        remedies=NO_CHECKPOINTS,
-        evidence=facts.pulse_and_trace(rank),
-        numbers={"rank": rank.rank, "recomputed_ns": round(ns), "peak_bytes": memory.peak_bytes},
-        weight=worth.share,
-        recovers=worth,
+    peak = f"{format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of what {memory.place} can hold"
+    detail = Detail(
+        why=f"The peak of {peak}.",
+        is_note=memory.filled > AMPLE,
+        numbers={"peak_bytes": memory.peak_bytes},
+        evidence=facts.pulse_and_trace(rank)[1:],
     )
+    return Fact(rank=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=ledger.recomputed_ns),)), detail
 
 
 def _not_optimized(training: TrainingFacts, ledger: TimeLedger) -> _Unused | None:
     """Return the module that no optimizer changes with the longest backward."""
     modules = [*training.not_optimized, *training.zero_lr]
-    path, ns = max(((path, _backward(ledger, [path])) for path in modules), key=lambda pair: pair[1], default=("", 0.0))
-    if not ns:
-        return None
-    freeze = f"self.{path}.requires_grad_(False)"
-    cause = (
-        "which is in no optimizer"
-        if path in training.not_optimized
-        else "whose learning rate is 0 when training starts"
+    path = max(modules, key=lambda module: total(_backward(ledger, [module])), default="")
+    lines = _backward(ledger, [path]) if path else ()
+    is_apart = path in training.not_optimized
+    detail = Detail(
+        says=(
+            "Unused gradients: backward of {module}, which is in no optimizer, takes {share}{rank}."
+            if is_apart
+            else "Unused gradients: backward of {module}, whose learning rate is 0, takes {share}{rank}."
+        ),
+        fields={"module": path},
+        why=f"Backward computes the gradients of {path}, and no optimizer uses them.",
+        remedies=(FREEZE.filled(module=path),),
+        saves=FROZEN,
     )
-    return _Unused(
-        title=f"backward computes those of {path}, {cause}",
-        why=f"Backward of {path} takes {format_ns(ns)}",
-        remedies=(f"Freeze it: {freeze}; where nothing before it trains, call it under torch.no_grad().",),
-        min=ns * FROZEN[0],
-        max=ns * FROZEN[1],
-    )
+    return (lines, detail) if lines else None
 
 
 def _of_other_optimizers(rank: Rank, optimizers: Sequence[OptimizerFacts], ledger: TimeLedger) -> _Unused | None:
@@ -196,29 +148,79 @@ def _run_in_each_pass(rank: Rank, optimizers: Sequence[OptimizerFacts]) -> bool:
 def _to_all(passes: int, optimizers: Sequence[OptimizerFacts], ledger: TimeLedger) -> _Unused | None:
     if passes < PAIR:
         return None
-    spent = [_backward(ledger, optimizer.modules) for optimizer in optimizers]
+    spent = [total(_backward(ledger, optimizer.modules)) for optimizer in optimizers]
+    whole = max(sum(spent), 1.0)
     parts = (f"{', '.join(each.modules)} {format_ns(ns)}" for each, ns in zip(optimizers, spent, strict=True))
-    return _Unused(
-        title=(f"each of {passes} backward passes per step reaches all {len(optimizers)} optimizers, without detach()"),
-        why=f"One optimizer steps after each pass and uses its own gradients only; backward takes {', '.join(parts)}",
-        remedies=(DETACH, TOGGLE),
-        min=min(spent) / passes,
-        max=max(spent) * (passes - 1) / passes,
+    detail = Detail(
+        says="Unused gradients: {passes} backward passes per step reach all optimizers, {share}{rank}.",
+        fields={"passes": passes},
+        why=(
+            f"Each of them reaches all {len(optimizers)} optimizers without detach(), and one steps after it; backward "
+            f"takes {', '.join(parts)}."
+        ),
+        remedies=(DETACH, TOGGLE_OPTIMIZER),
+        saves=(min(spent) / passes / whole, max(spent) * (passes - 1) / passes / whole),
     )
+    return _backward(ledger, [module for optimizer in optimizers for module in optimizer.modules]), detail
 
 
 def _computed_twice(optimizer: OptimizerFacts, ledger: TimeLedger) -> _Unused:
-    ns, names = _backward(ledger, optimizer.modules), ", ".join(optimizer.modules)
-    return _Unused(
-        title=f"both backward passes of each step reach {names}, without detach()",
-        why=f"Its optimizer uses the gradients of one pass; both take {format_ns(ns)}",
-        remedies=(DETACH, TOGGLE),
-        min=ns / PAIR * FROZEN[0],
-        max=ns / PAIR,
+    lines, names = _backward(ledger, optimizer.modules), ", ".join(optimizer.modules)
+    detail = Detail(
+        says="Unused gradients: both backward passes of each step reach {modules}, {share}{rank}.",
+        fields={"modules": names},
+        why=f"The optimizer of {names} uses the gradients of one pass, and no detach() ends the other.",
+        remedies=(DETACH, TOGGLE_OPTIMIZER),
+        saves=(FROZEN[0] / PAIR, FROZEN[1] / PAIR),
     )
+    return lines, detail
 
 
-def _backward(ledger: TimeLedger, modules: Iterable[str]) -> float:
-    """Return the time of backward in modules, with their submodules."""
+def _backward(ledger: TimeLedger, modules: Iterable[str]) -> tuple[TimeLine, ...]:
+    """Return the lines of backward in modules, with their submodules."""
     prefixes = tuple(f"{module}." for module in modules)
-    return total(line for line in ledger.of("backward") if f"{line.module}.".startswith(prefixes))
+    return tuple(line for line in ledger.of("backward") if f"{line.module}.".startswith(prefixes))
+
+
+ROWS: Final = (
+    Rule(
+        id="unused_gradients",
+        about=(
+            "Backward computes gradients that no optimizer uses: of modules in no optimizer or with a learning rate of "
+            "0; of several optimizers in each pass, although one steps after it; or of one part in the passes of two. "
+            "Needs an operator trace, and optimizers that share no module."
+        ),
+        trade_off="None; where modules before them train, or passes share them, less of the time is recovered.",
+        of=(Part.BACKWARD,),
+        find=unused_gradients,
+        says="Unused gradients take {share}{rank}.",
+        offers=(FREEZE, DETACH, TOGGLE_OPTIMIZER),
+        saves=FROZEN,
+    ),
+    Rule(
+        id="double_backward",
+        about=(
+            "Each recorded step builds a graph of gradients (create_graph=True) and runs it. Always a note: a loss of "
+            "derivatives, as in a physics-informed network, needs them. Needs an operator trace of a CPU."
+        ),
+        trade_off="A gradient penalty applies less often.",
+        of=PASSES,
+        find=double_backward,
+        says="Double backward: gradients of gradients take {share}{rank}.",
+        remedies=(LAZY_PENALTY, NO_CREATE_GRAPH),
+        saves=(1 / 2, 15 / 16),
+    ),
+    Rule(
+        id="recomputation",
+        about=(
+            "Activation checkpointing runs forwards of modules again in backward. A note if the peak is more than a "
+            "quarter of what the memory can hold: the activations may not fit. Needs an operator trace."
+        ),
+        trade_off="Memory for the activations that checkpointing does not save.",
+        of=PASSES,
+        find=recomputation,
+        says="Activation checkpointing: backward runs forwards again, {share}{rank}.",
+        remedies=(SAVE_ACTIVATIONS,),
+        saves=(0.7, 1.0),
+    ),
+)

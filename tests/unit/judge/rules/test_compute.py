@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fake_runs import HEALTHY, FakeRun, make_run
+from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
@@ -85,7 +85,8 @@ def test_a_dense_embedding_that_the_optimizer_updates_is_named(
     rules = found(tmp_path, FakeRun(phases=phases(optimizer=10_000_000), training=training))
     assert ("dense_embedding" in rules) == is_found
     if is_found:
-        assert "mostly to update all rows of the embedding table.weight." in rules["dense_embedding"].title
+        assert "all rows of the embedding table.weight" in rules["dense_embedding"].title
+        assert rules["dense_embedding"].remedies[0].id == "sparse_embedding"
 
 
 def test_of_two_optimizers_each_has_its_own_time(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_of_two_optimizers_each_has_its_own_time(tmp_path: Path) -> None:
 def test_no_remedy_recovers_more_than_its_lines_hold(tmp_path: Path) -> None:
     training = {
         "parameter_dtypes": {"float64": 1000}, "threads": 64, "detect_anomaly": True, "largest_parameters": [DENSE],
-        "optimizers": [{"name": "Adam", "foreach": None, "fused": None, "parameters": 900, "device": "cpu"}],
+        "optimizers": [{"name": "Adam", "parameters": 900, "device": "cpu", "modules": ["net"]}],
     }  # fmt: skip
     rules = found(tmp_path, FakeRun(phases=phases(optimizer=10_000_000), training=training))
     recoveries = [finding.recovers for finding in rules.values() if finding.recovers is not None]
@@ -133,44 +134,61 @@ def test_fused_is_for_dense_gradients(tmp_path: Path, is_sparse: bool) -> None:
     assert "torch.optim.Adagrad(..., fused=True)" in step.next_steps[0]
 
 
-def with_ledger(tmp_path: Path, fake: FakeRun, **changes: Any) -> dict[str, Finding]:
+def with_ledger(
+    tmp_path: Path, fake: FakeRun, *, count: float = 1.0, load: Mapping[str, float] | None = None, **changes: Any
+) -> dict[str, Finding]:
     """The findings of a run whose trace has one operator of 10 ms in backward, in ``count`` calls."""
-    count = changes.pop("count", 1.0)
     line = TimeLine(part=Part.BACKWARD, module="", operator="aten::mm", ns=10e6, count=count, called=count)
     host = TimeLedger(step_ns=10e6, median_ns=10e6, steps=2, basis="", lines=(line,), **changes)
-    run = load_run(make_run(tmp_path, fake))
+    directory = make_run(tmp_path, fake)
+    if load:
+        add_series(directory, "system", [{"step": 2, "recorded": True, "time_ns": 1, **load}])
+    run = load_run(directory)
     trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
     return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
 
 
+FREE = {"process_cpu_percent": 100.0, "machine_cpu_percent": 12.5}
+
+
 @pytest.mark.parametrize(
-    ("threads", "count", "workers", "is_found"),
-    [(1, 1.0, 0, True), (2, 1.0, 0, True), (4, 1.0, 0, False), (1, 500.0, 0, False), (1, 1.0, 3, False)],
-    ids=["one thread", "half of the cores", "the cores without hyperthreads", "short calls", "workers have the cores"],
+    ("threads", "count", "workers", "load", "is_found"),
+    [
+        pytest.param(1, 1.0, 0, FREE, True, id="one thread"),
+        pytest.param(2, 1.0, 0, FREE, True, id="half of the cores"),
+        pytest.param(4, 1.0, 0, FREE, False, id="the cores without hyperthreads"),
+        pytest.param(1, 500.0, 0, FREE, False, id="short calls"),
+        pytest.param(1, 1.0, 3, FREE, False, id="workers have the cores"),
+        pytest.param(1, 1.0, 0, {**FREE, "machine_cpu_percent": 100.0}, False, id="other programs have the cores"),
+        pytest.param(1, 1.0, 0, None, False, id="who has the cores was not recorded"),
+    ],
 )
-def test_long_operators_on_few_of_the_cores_are_found(
-    tmp_path: Path, threads: int, count: float, workers: int, is_found: bool
+def test_long_operators_on_few_of_the_free_cores_are_found(
+    tmp_path: Path, *, threads: int, count: float, workers: int, load: dict[str, float] | None, is_found: bool
 ) -> None:
     loaders = [{"num_workers": workers, "persistent_workers": True}]
-    rules = with_ledger(tmp_path, FakeRun(training={"threads": threads, "dataloaders": loaders}), count=count)
+    fake = FakeRun(training={"threads": threads, "dataloaders": loaders})
+    rules = with_ledger(tmp_path, fake, count=count, load=load)
     assert ("idle_cores" in rules) == is_found
     if is_found:
         finding = rules["idle_cores"]
-        assert f"Operators use {threads} thread{'s' if threads > 1 else ''} on 4 cores" in finding.title
-        assert "torch.set_num_threads(4)" in finding.next_steps[0]
+        assert f"Operators use {threads} thread{'s' if threads > 1 else ''} on 4 free cores" in finding.title
+        assert finding.remedies[0].change == "threads=4"
         assert finding.recovers is not None
         assert finding.recovers.max == pytest.approx(10e6 * (1 - threads / 4), rel=0.1)
 
 
 def test_the_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
-    assert "idle_cores" not in with_ledger(tmp_path, FakeRun(world_size=4, training={"threads": 1}))
+    assert "idle_cores" not in with_ledger(tmp_path, FakeRun(world_size=4, training={"threads": 1}), load=FREE)
 
 
 def test_double_backward_has_its_share_of_forward_and_backward(tmp_path: Path) -> None:
     rules = with_ledger(tmp_path / "double", FakeRun(training={"threads": 8}), double_backward_ns=5e6)
     finding = rules["double_backward"]
     assert finding.title == "Double backward: gradients of gradients take 44% of each step."
-    assert "every 16th step" in finding.next_steps[0]
+    # A loss of gradients needs them.
+    assert finding.severity is Severity.INFO
+    assert [remedy.id for remedy in finding.remedies] == ["lazy_penalty", "no_create_graph"]
     assert finding.recovers is not None
     assert finding.recovers.max == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
     assert "double_backward" not in with_ledger(tmp_path / "single", FakeRun(training={"threads": 8}))
@@ -218,3 +236,48 @@ def test_groups_with_the_same_settings_are_needless(
     )
     found = {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
     assert found["optimizer_bound"].next_steps[0].startswith(first)
+
+
+def own_optimizer(tmp_path: Path, *operators: tuple[str, float, int], share: float = 0.6) -> Finding | None:
+    """The finding about an optimizer of the program with these operators: name, ms and calls of 60 tensors."""
+    lines = tuple(
+        TimeLine(part=Part.OPTIMIZER, name="Shampoo", operator=operator, ns=ms * 1e6, count=calls, called=calls)
+        for operator, ms, calls in operators
+    )
+    host = TimeLedger(step_ns=40e6, median_ns=40e6, steps=2, basis="", lines=lines)
+    trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
+    training = {"optimizers": [{"name": "Shampoo", "parameters": 60, "device": "cpu"}]}
+    fake = FakeRun(phases=phases(optimizer=round(17e6 * share / (1 - share))), training=training)
+    found = examine(Facts.of(load_run(make_run(tmp_path, fake)), (trace,)))
+    return next((finding for finding in found if finding.rule == "optimizer_bound"), None)
+
+
+def test_of_an_optimizer_of_the_program_the_operators_that_have_a_form_for_lists_are_saved(tmp_path: Path) -> None:
+    (tmp_path / "loop").mkdir()
+    loop = own_optimizer(tmp_path / "loop", ("aten::mul_", 20, 240), ("", 4, 0))
+    assert loop is not None
+    assert loop.recovers is not None
+    assert loop.recovers.max / loop.recovers.whole == pytest.approx(0.6 * 2 / 3, rel=0.02)
+    assert loop.remedies[0].id == "foreach_in_step"
+    (tmp_path / "products").mkdir()
+    products = own_optimizer(tmp_path / "products", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240))
+    assert products is not None
+    assert [remedy.id for remedy in products.remedies] == ["accumulate"]
+    (tmp_path / "short").mkdir()
+    assert own_optimizer(tmp_path / "short", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240), share=0.4) is None
+
+
+def test_an_optimizer_that_decomposes_is_to_do_that_less_often(tmp_path: Path) -> None:
+    finding = own_optimizer(tmp_path, ("aten::linalg_eigh", 23, 60), ("aten::mul_", 0.9, 60))
+    assert finding is not None
+    assert [remedy.id for remedy in finding.remedies] == ["decompose_less", "accumulate"]
+
+
+@pytest.mark.parametrize(("optimizer_ms", "is_bound"), [(6, False), (30, True)])
+def test_a_step_is_bound_by_an_optimizer_that_takes_half_of_it(
+    tmp_path: Path, optimizer_ms: int, is_bound: bool
+) -> None:
+    training = {"optimizers": [{"name": "AdamW", "parameters": 64, "device": "cpu"}]}
+    rules = found(tmp_path, FakeRun(phases=phases(optimizer=optimizer_ms * 1_000_000), training=training))
+    assert rules["optimizer_bound"].title.startswith("Optimizer-bound: ") is is_bound
+    assert [remedy.id for remedy in rules["optimizer_bound"].remedies] == ["fused_optimizer", "foreach_optimizer"]

@@ -233,17 +233,15 @@ def test_sentence_and_table_agree_where_median_and_mean_differ(tmp_path: Path) -
         return {**HEALTHY, "optimizer": (6_000_000, 12_000_000)[step % 3 == 0]}
 
     run = load_run(make_run(tmp_path, FakeRun(phases=uneven, training=optimizer())))
-    said, statistics = verdict_of(run), Facts.of(run).statistics[0]
-    assert statistics.share("optimizer") > statistics.median_shares["optimizer"] + 0.02
-    share = percent(statistics.share("optimizer"))
-    assert said.title == f"Optimizer-bound: AdamW updates 1,000 tensors one by one and takes {share} of each step."
-    assert format_ns(statistics.mean_ns) in said.why
+    found, ledger = verdict_of(run), Facts.of(run).ledgers[0]
+    assert found.title == f"AdamW updates 1,000 tensors one by one: {percent(ledger.share('optimizer'))} of each step."
+    assert format_ns(ledger.step_ns) in found.why
 
 
 def test_a_looping_optimizer_is_found_and_fused_is_named(tmp_path: Path) -> None:
     finding = found(tmp_path, FakeRun(phases=phases(optimizer=6_000_000), training=optimizer()))["optimizer_bound"]
     assert "torch.optim.AdamW(..., fused=True)" in finding.next_steps[0]
-    assert "foreach=None, fused=None on cpu" in finding.why
+    assert "on cpu with foreach=None, fused=None" in finding.why
 
 
 @pytest.mark.parametrize(
@@ -254,18 +252,19 @@ def test_a_looping_optimizer_is_found_and_fused_is_named(tmp_path: Path) -> None
         ({"device": "cuda:0"}, "Step less often"),
         ({"name": "SparseAdam"}, "Step less often"),
         ({"parameters": 4}, "Step less often"),
-        ({"name": "Lion"}, "Update all tensors at once in Lion.step"),
+        ({"name": "Lion"}, "Step less often"),
     ],
 )
-def test_an_optimizer_without_a_faster_way_is_to_step_less_often_if_it_takes_much(
+def test_an_optimizer_without_a_faster_way_is_to_step_less_often_if_it_bounds_the_step(
     tmp_path: Path, settings: dict[str, Any], first: str
 ) -> None:
-    much = FakeRun(phases=phases(optimizer=12_000_000), training=optimizer(**settings))
+    much = FakeRun(phases=phases(optimizer=20_000_000), training=optimizer(**settings))
     finding = found(tmp_path / "much", much)["optimizer_bound"]
+    assert finding.title.startswith("Optimizer-bound: ")
     assert finding.next_steps[0].startswith(first)
     assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx(0.75 * 12_000_000, rel=0.1)
-    less = FakeRun(phases=phases(optimizer=3_000_000), training=optimizer(**settings))
+    assert finding.recovers.max == pytest.approx(0.75 * 20_000_000, rel=0.1)
+    less = FakeRun(phases=phases(optimizer=12_000_000), training=optimizer(**settings))
     assert "optimizer_bound" not in found(tmp_path / "less", less)
 
 
@@ -291,7 +290,8 @@ def test_an_optimizer_that_steps_every_fourth_batch_counts_with_its_share_of_all
     def every_fourth(_: int, step: int) -> Mapping[str, int]:
         return {**HEALTHY, "optimizer": 40_000_000 if step % 4 == 3 else 0}
 
-    finding = found(tmp_path, FakeRun(phases=every_fourth, training=optimizer()))["optimizer_bound"]
+    training = {**optimizer(), "accumulate_grad_batches": 4}
+    finding = found(tmp_path, FakeRun(phases=every_fourth, training=training))["optimizer_bound"]
     assert finding.weight == pytest.approx(0.5 * 10 / 27, rel=0.2)
 
 
@@ -300,7 +300,7 @@ def test_a_stall_in_an_optimizer_is_not_the_optimizers_time(tmp_path: Path) -> N
         return {**HEALTHY, "optimizer": 500_000_000 if step == 20 else 10_000_000}
 
     finding = found(tmp_path, FakeRun(phases=stalls_once, training=optimizer()))["optimizer_bound"]
-    assert finding.numbers["optimizer_ns"] == pytest.approx(10_000_000, rel=0.05)
+    assert finding.numbers["ns"] == pytest.approx(10_000_000, rel=0.05)
 
 
 def test_waiting_in_few_steps_is_told_from_waiting_in_each(tmp_path: Path) -> None:
