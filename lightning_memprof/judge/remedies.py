@@ -609,6 +609,14 @@ COMPARE_CHANNELS_LAST: Final = Remedy(
     ),
     change="channels_last",
 )
+WITH_LIBRARY: Final = Remedy(
+    id="with_library",
+    text=(
+        "Use a build of torch with oneDNN (torch.backends.mkldnn.is_available()), or a GPU, on a Mac the device mps: "
+        "these convolutions have no library."
+    ),
+)
+COMPILE_ALL: Final = Remedy(id="compile_model", text="Fuse its operators: torch.compile(model).", change="compile")
 LESS_WORK: Final = Remedy(
     id="less_work",
     text=(

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Final
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.account.ledger.work import all_pairs
-from lightning_memprof.account.parts import PHASE_PARTS, Part
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.hangs import first_exception
 from lightning_memprof.account.steps.lines import Spot
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import Remedy
-from lightning_memprof.judge.rules.gpu.busy import BATCH, VIEW, busy, look, of_device
+from lightning_memprof.judge.remedies import (
+    COMPILE,
+    COMPILE_ALL,
+    FORWARD_ONCE,
+    LARGER_BATCH,
+    LAZY_PENALTY,
+    MORE_STEPS,
+    NO_PAIRS,
+    RECORD_OPERATORS,
+    VIEW_TRACE,
+    Remedy,
+)
+from lightning_memprof.judge.rules.gpu.busy import BATCH, busy, look, of_device
 from lightning_memprof.judge.rules.gpu.holders import of_memory
 from lightning_memprof.judge.rules.gpu.idle import MOVE, NEXT, SAVE
 from lightning_memprof.judge.rules.modules import (
-    FORWARD_ONCE,
     ROOT,
     Heaviest,
     faster,
@@ -41,7 +53,6 @@ from lightning_memprof.judge.traces import (
     SHORT_WINDOW_NS,
     open_trace,
     remedies,
-    remedy,
     times,
 )
 from lightning_memprof.read.run.locate import shown_place
@@ -53,11 +64,7 @@ from lightning_memprof.units import format_count, format_ns, percent, quoted
 
 # The required steps, the first step, and the steps of two windows.
 ENOUGH_STEPS: Final = 20
-# From this share of forward and backward on, the model decides how long a step takes.
-COMPUTE_BOUND: Final = 0.5
 MAX_MESSAGE: Final = 120
-LARGER: Final = "Give each step more work, such as a larger batch, before looking for a bottleneck."
-RECORD_OPERATORS: Final = 'Record the operators of some steps too: Trainer(..., profiler="memprof")'
 # Also a late rank that the program did not cause decides what the others do.
 MEETING: Final = (Part.RANK_WAIT, Part.COLLECTIVE)
 # A Trainer that has reached max_epochs ends a second fit at once.
@@ -78,91 +85,76 @@ def nothing_found(facts: Facts) -> Finding:
             severity=Severity.NONE,
             title="No step was measured.",
             why=f"{early}The run has no pulse: it ended before its first step did, or the pulse is disabled.",
-            remedies=(f"{again} some steps{SECOND_FIT if facts.is_fit else ''}.",),
+            remedies=(MORE_STEPS.filled(text=f"{again} some steps{SECOND_FIT if facts.is_fit else ''}."),),
         )
-    first = max(PHASE_PARTS, key=lambda phase: statistics.breakdown_ns[phase] or 0)
-    numbers = {"dominant": first, "share": statistics.share(first), "duration_ns": statistics.mean_ns}
     if statistics.used < POLICY.steps:
         return Finding(
             rule=NOTHING_FOUND,
             severity=Severity.INFO,
             title="Too few steps to judge.",
             why=f"{early}Step times come from {statistics.basis}; a verdict needs {POLICY.steps}.",
-            remedies=(f"{again} at least {ENOUGH_STEPS} steps.", _look_further(run)),
-            numbers=numbers,
+            remedies=(MORE_STEPS.filled(text=f"{again} at least {ENOUGH_STEPS} steps."), _look_further(run)),
+            numbers={"duration_ns": statistics.mean_ns},
         )
-    if (bound := _bound(facts, rank)) is not None:
-        return replace(bound, why=f"{early}{bound.why}")
+    if (bound := _bound(facts, rank, early)) is not None:
+        return bound
     ledger = facts.ledgers[rank.rank]
-    shares = {part: statistics.share(phase) for phase, part in PHASE_PARTS.items()}
-    shares[Part.VALIDATION] = ledger.share(Part.VALIDATION)
-    shares[Part.UNTRACKED] = max(shares[Part.UNTRACKED] - shares[Part.VALIDATION], 0.0)
-    leading = max(shares, key=lambda part: shares[part])
-    for part in MEETING:
-        if (met := ledger.communicates(part) / ledger.step_ns) > shares[leading] / 2:
-            shares |= {part: met, leading: shares[leading] - met}
-    (doing, most), (next_doing, next_most), *_ = sorted(shares.items(), key=lambda item: -item[1])
+    (doing, most), (next_doing, next_most), *_ = _parts(ledger)
     dominant = f"{doing.takes} {percent(most)} of each step"
-    mean = f"The mean step takes {format_ns(statistics.mean_ns)}"
-    runner_up = f"{next_doing.label} {percent(next_most)}"
-    around = _around(ledger)
+    is_bound, around = most >= POLICY.bound, _around(ledger)
+    title = f"{dominant[0].upper()}{dominant[1:]}." if is_bound else f"No bottleneck: {dominant}, the largest part."
+    runner_up = f"{next_doing.takes} {percent(next_most)}"
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE if around is None else Severity.INFO,
-        title=around or f"{dominant[0].upper()}{dominant[1:]}.",
-        why=f"{early}{mean}; {'the second largest part is' if around is None else f'{dominant},'} {runner_up}.",
-        remedies=(_look_further(run),) if around is None else (LARGER, _look_further(run)),
-        numbers=numbers,
+        title=around or title,
+        why=(
+            f"{early}The mean step takes {format_ns(ledger.step_ns)}; "
+            f"{f'the second largest part: {runner_up}' if around is None else f'{dominant}, {runner_up}'}."
+        ),
+        remedies=(*(() if around is None else (LARGER_BATCH,)), _look_further(run)),
+        numbers={"dominant": doing, "share": most, "duration_ns": ledger.step_ns},
     )
 
 
-def _bound(facts: Facts, rank: Rank) -> Finding | None:
-    """Return the module that bounds forward and backward, None where these are less than half of the step."""
+def _parts(ledger: TimeLedger) -> list[tuple[Part, float]]:
+    """Return the parts of a step with their shares, the largest first; a wait inside another part is one of its own."""
+    shares = {line.part: ledger.share(line.part) for line in ledger.lines}
+    leading = max(shares, key=lambda part: shares[part])
+    for part in MEETING:
+        inside = ledger.communicates(part) / ledger.step_ns - shares.get(part, 0.0)
+        if inside > shares[leading] / 2:
+            shares |= {part: shares.get(part, 0.0) + inside, leading: shares[leading] - inside}
+    return [*sorted(shares.items(), key=lambda item: -item[1]), (Part.UNTRACKED, 0.0)]
+
+
+def _bound(facts: Facts, rank: Rank, early: str) -> Finding | None:
+    """Return the module that bounds forward and backward, None where another part takes more than these together."""
     ledger = facts.ledgers[rank.rank]
     passes_ns = total(_own_passes(ledger))
-    # The excess of stalls is that of the passes of a few steps.
-    if passes_ns < COMPUTE_BOUND * (ledger.step_ns - ledger.ns("stall")):
+    # The excess of stalls is that of the passes of a few steps; other programs take the cores.
+    apart = {Part.FORWARD, Part.BACKWARD, Part.STALL, Part.CORE_WAIT}
+    others = (share for part, share in _parts(ledger) if part not in apart)
+    if passes_ns < max(others) * ledger.step_ns or _around(ledger) is not None:
         return None
     trace = _of_device_on(facts, rank)
     device = trace.device_ledger if trace is not None and trace.steady is not None else None
     # A device that mostly waits is not what bounds the step.
-    owner = ledger if device is None or device.ns("compute") < COMPUTE_BOUND * device.step_ns else device
-    heaviest, achieved = heaviest_module(owner.passes or _own_passes(owner)), None
-    forwards, recorded = forwards_per_step(rank), facts.host_ledger(rank)
+    owner = ledger if device is None or device.ns("compute") < POLICY.bound * device.step_ns else device
+    passes = owner.passes or _own_passes(owner)
+    heaviest, forwards = heaviest_module(passes), forwards_per_step(rank)
+    recorded = facts.host_ledger(rank)
     module, again = (recorded.forwards if recorded else None) or ("", 1)
     if heaviest is not None and f"{heaviest.module}.".startswith(f"{module}."):
         forwards = max(forwards, again)
-    often, once = (f" in {forwards} forwards per step", (FORWARD_ONCE,)) if forwards > 1 else ("", ())
-    if heaviest is None:
-        sentence = (
-            f"Compute-bound: forward and backward take {ledger.share_text(passes_ns)}{often} "
-            f"({format_ns(passes_ns)} of {format_ns(ledger.step_ns)})"
-        )
-        why = f"Forward takes {format_ns(ledger.ns('forward'))}, backward {format_ns(ledger.ns('backward'))} per step."
-        steps: tuple[Remedy | str, ...] = (*once, _look_further(facts.run))
-    else:
-        achieved = _of_module(facts, rank, heaviest)
-        at, passes = _longest_line(rank, ledger) if owner is ledger and rank.facts.is_cpu else (None, "")
-        compiled = " (compiled)" if in_compiled(heaviest.module, rank) else ""
-        leads = f"; {heaviest.leader} has {percent(heaviest.leader_ns / heaviest.ns)} of it" if heaviest.leader else ""
-        sentence = (
-            f"Compute-bound: {heaviest.module}{compiled} takes {owner.share_text(heaviest.ns)}{often} "
-            f"({format_ns(heaviest.ns)} of {format_ns(owner.step_ns)}), "
-            f"{percent(heaviest.family_ns / heaviest.ns)} of it in {heaviest.family}{achieved.on if achieved else ''}"
-            f"{has(at, passes) if at else leads}"
-        )
-        why = (
-            f"{achieved.text + ' ' if achieved else ''}Forward takes {format_ns(ledger.ns('forward'))}, backward "
-            f"{format_ns(ledger.ns('backward'))} per step."
-        )
-        batch = (PAIRS,) if achieved and achieved.pairs else (BATCH,) if achieved and achieved.is_tiny else ()
-        steps = (*once, *batch, *fitting(heaviest.family, at), *faster(heaviest, rank), _look_further(facts.run))
+    seen = _Seen(facts=facts, rank=rank, ledger=ledger, owner=owner, heaviest=heaviest)
+    often = f" in {forwards} forwards per step" if forwards > 1 else ""
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
-        title=f"{sentence}{facts.on_rank(rank)}.",
-        why=why,
-        remedies=steps,
+        title=_bound_title(seen, total(passes), often),
+        why=_bound_why(seen, early),
+        remedies=(*((FORWARD_ONCE,) if often else ()), *_next_for(seen), _look_further(facts.run)),
         evidence=(facts.pulse(rank),),
         numbers={
             "rank": rank.rank,
@@ -172,9 +164,83 @@ def _bound(facts: Facts, rank: Rank) -> Finding | None:
             "forwards": forwards,
             "passes_ns": passes_ns,
             "duration_ns": ledger.step_ns,
-            **(achieved.numbers if achieved else {}),
+            **(seen.achieved.numbers if seen.achieved else {}),
         },
     )
+
+
+class _Seen(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """What bounds forward and backward of a rank: its step, that of the bound device or the host, and its module."""
+
+    facts: Facts
+    rank: Rank
+    ledger: TimeLedger
+    owner: TimeLedger
+    heaviest: Heaviest | None
+
+    @cached_property
+    def achieved(self) -> Achieved | None:
+        """What the operators of the module reach."""
+        return _of_module(self.facts, self.rank, self.heaviest) if self.heaviest is not None else None
+
+    @cached_property
+    def line(self) -> tuple[Spot | None, str]:
+        """The program's longest line, and its pass; None on a device."""
+        is_host = self.owner is self.ledger and self.rank.facts.is_cpu
+        return _longest_line(self.rank, self.ledger) if is_host else (None, "")
+
+    @property
+    def is_double(self) -> bool:
+        """Whether most of forward and backward is for gradients of gradients."""
+        return self.ledger.double_backward_ns >= POLICY.bound * self.ledger.ns("forward", "backward")
+
+
+def _bound_title(seen: _Seen, passes_ns: float, often: str) -> str:
+    """Return the module, or what else, with half of the step, else forward and backward with the module's share."""
+    owner, heaviest = seen.owner, seen.heaviest
+    subject, ns, verb = "forward and backward", passes_ns, "take"
+    if seen.is_double:
+        subject, ns, verb = "double backward", seen.ledger.double_backward_ns, "takes"
+    elif heaviest is not None:
+        compiled = " (compiled)" if in_compiled(heaviest.module, seen.rank) else ""
+        subject, ns, verb = f"{heaviest.module}{compiled}", heaviest.ns, "takes"
+    size = f"{format_ns(ns)} of {format_ns(owner.step_ns)}"
+    rank = seen.facts.on_rank(seen.rank)
+    if ns >= POLICY.bound * owner.step_ns:
+        says = f"Compute-bound: {{subject}} {verb} {owner.share_text(ns)}{often} ({size}){rank}."
+        return titled(says, subject=subject)
+    bound = "Compute-bound" if passes_ns >= POLICY.bound * owner.step_ns else "No bottleneck"
+    passes = f"forward and backward take {owner.share_text(passes_ns)}{often}"
+    if ns == passes_ns:
+        return f"{bound}: {passes}{rank}."
+    return titled(f"{bound}: {passes}, {{subject}} {percent(ns / owner.step_ns)}{rank}.", subject=subject)
+
+
+def _bound_why(seen: _Seen, early: str) -> str:
+    """Return the work of the module with its longest line or submodule, and how the run ended, else what it reaches."""
+    ledger, heaviest, achieved = seen.ledger, seen.heaviest, seen.achieved
+    passes = f"Forward takes {format_ns(ledger.ns('forward'))}, backward {format_ns(ledger.ns('backward'))} per step."
+    if heaviest is None:
+        return f"{early}{passes}"
+    at, place = seen.line
+    leads = f"; {heaviest.leader} has {percent(heaviest.leader_ns / heaviest.ns)} of it" if heaviest.leader else ""
+    work = f"{percent(heaviest.family_ns / heaviest.ns)} of {heaviest.module} is {heaviest.family}"
+    on = achieved.on if achieved else ""
+    work = f"{work}{on}{has(at, place) if at else leads}."
+    return f"{early}{work}" if early else f"{work} {achieved.text if achieved else passes}"
+
+
+def _next_for(seen: _Seen) -> tuple[Remedy | str, ...]:
+    """Return what makes the module faster, the best first."""
+    heaviest, achieved = seen.heaviest, seen.achieved
+    if heaviest is None:
+        return ()
+    batch = (NO_PAIRS,) if achieved and achieved.pairs else (BATCH,) if achieved and achieved.is_tiny else ()
+    # torch.compile has no gradients of gradients.
+    able = tuple(
+        step for step in faster(heaviest, seen.rank) if not (seen.ledger.double_backward_ns and step.id == COMPILE.id)
+    )
+    return (*((LAZY_PENALTY,) if seen.is_double else ()), *batch, *fitting(heaviest.family, seen.line[0]), *able)
 
 
 def _longest_line(rank: Rank, ledger: TimeLedger) -> tuple[Spot | None, str]:
@@ -192,9 +258,6 @@ def _own_passes(ledger: TimeLedger) -> tuple[TimeLine, ...]:
         for line in ledger.of("forward", "backward")
         if line.module or line.operator or line.part == "forward" or line.ns / 2 > met
     )
-
-
-PAIRS: Final = "Make no tensor of all pairs: use torch.cdist, a matrix product, or a part of the pairs at a time."
 
 
 def _of_device_on(facts: Facts, rank: Rank) -> TraceReport | None:
@@ -227,10 +290,11 @@ def _around(ledger: TimeLedger) -> str | None:
     return f"The steps are {length}: callbacks and untracked time take {ledger.share_text(around)}."
 
 
-def _look_further(run: Run) -> str:
+def _look_further(run: Run) -> Remedy:
     """Return the command for the most detailed artifact of the run."""
     if any(artifact.type == "trace" and artifact.state == "present" for artifact in run.artifacts):
-        return f"{VIEW} {quoted(shown_place(run.directory, run.root, run.url))}"
+        place = quoted(shown_place(run.directory, run.root, run.url))
+        return VIEW_TRACE.filled(command=f"lightning-memprof view {place}")
     return RECORD_OPERATORS
 
 
@@ -257,15 +321,12 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
     )
 
 
-# From this share of the recorded time on, collectives decide how long it takes.
-COMMUNICATION_BOUND: Final = 0.5
 COLLECTIVE: Final = "c10d::"
 IN_PYTHON: Final[Mapping[Part, str]] = {
-    Part.FORWARD: "Python outside operators takes",
+    Part.FORWARD: "Python takes",
     Part.GC_PAUSES: Part.GC_PAUSES.takes,
     Part.CHECKPOINT: Part.CHECKPOINT.takes,
 }
-COMPILE_ALL: Final = remedy("Fuse its operators: torch.compile(model).", "eager")
 RECORD_RANKS: Final = "Record the other ranks too: a collective waits for the last rank to arrive."
 RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
 
@@ -286,10 +347,11 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         sentence = f"Device activity was not recorded: the host {trace.device_use}."
         why = f"{why} No kernel is in the trace."
         next_steps = (RECORD_DEVICE, *next_steps)
-    elif communicates_ns >= COMMUNICATION_BOUND * span_ns or (heaviest and heaviest.family.startswith(COLLECTIVE)):
+    elif communicates_ns >= POLICY.bound * span_ns or (heaviest and heaviest.family.startswith(COLLECTIVE)):
         names = [found.name for found in sorted(trace.collectives, key=lambda found: -found.total_ns)]
         name = names[0] if names else heaviest.family if heaviest else "a collective"
-        sentence = f"Communication-bound: {name} runs for {percent(communicates_ns / span_ns)} of the time."
+        share = percent(communicates_ns / span_ns)
+        sentence = titled("Communication-bound: {name} runs for {share} of the time.", name=name, share=share)
         why = _of_collectives(trace, name) or why
         next_steps = (*((RECORD_RANKS,) if is_alone and (trace.world_size or 1) > 1 else ()), *next_steps)
     elif ledger is None or heaviest is None:
@@ -307,7 +369,9 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     elif (python := _in_python(ledger, heaviest)) is not None:
         part, ns, place = python
         share = percent(ns / whole_ns)
-        sentence = f"Host-bound: {IN_PYTHON[part]} {share} of {span}{f', mostly {place}' if place else ''}."
+        sentence = titled(
+            f"Host-bound: {IN_PYTHON[part]} {share} of {span}{', mostly {place}' if place else ''}.", place=place
+        )
         next_steps = (*_less_python(trace, part, place), *next_steps)
         if part == "forward" and trace.program.trains and not _has_backward(ledger):
             sentence = f"Backward was not recorded: {share} of {span} is outside operators: in backward or in Python."

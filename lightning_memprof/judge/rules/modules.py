@@ -18,7 +18,18 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery, recovered
-from lightning_memprof.judge.remedies import DROP_GRAPH, OWN_BUFFERS, PLAIN_ATTRIBUTE
+from lightning_memprof.judge.remedies import (
+    BFLOAT16,
+    CHANNELS_LAST,
+    COMPARE_CHANNELS_LAST,
+    COMPILE,
+    DROP_GRAPH,
+    LESS_WORK,
+    OWN_BUFFERS,
+    PLAIN_ATTRIBUTE,
+    WITH_LIBRARY,
+    Remedy,
+)
 from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import MIB, format_bytes, percent
@@ -159,11 +170,6 @@ def operator_family(operator: str | None) -> str:
     return next((name for name, matches in FAMILIES if matches.search(operator)), operator or "Python")
 
 
-FORWARD_ONCE: Final = (
-    "Run the forward once per step and reuse its output; where the inputs differ, join them into one batch (torch.cat)."
-)
-
-
 def forwards_per_step(rank: Rank) -> int:
     """Return how often each recorded step calls the whole model before its one backward; 1 where steps or parts differ.
 
@@ -206,34 +212,28 @@ SIGNALS: Final = "aten::conv1d"
 IMAGES: Final = frozenset({"aten::conv2d", "aten::conv3d"})
 # Fusing leaves its arithmetic as it is, and its kernels are those of a library.
 ARITHMETIC: Final = frozenset({"matrix multiplication", "convolution", "attention", "recurrent layers"})
-LESS: Final = (
-    "Give {module} less work (fewer or smaller layers, shorter inputs), or use a GPU: {family} leaves little to fuse."
-)
 
 
-LAYOUT: Final = "Store images as channels_last: model.to(memory_format=torch.channels_last), inputs too."
 # What torch runs on a CPU where no library has the operator: a loop over the samples, with a copy of each.
 FALLBACK: Final = re.compile(r"aten::_?(?:slow_conv|thnn_conv)")
-WITH_LIBRARY: Final = (
-    "Use a build of torch with oneDNN (torch.backends.mkldnn.is_available()), or a GPU, on a Mac the device mps: "
-    "these convolutions have no library."
-)
 
 
-def faster(heaviest: Heaviest, rank: Rank) -> tuple[str, ...]:
+def faster(heaviest: Heaviest, rank: Rank) -> tuple[Remedy, ...]:
     """Return what makes the operators of a module faster on this run's device."""
     precision = (rank.training.precision if rank.training else None) or "32-true"
     found = _places(heaviest.module)
     overlaps = any(all(a == b for a, b in zip(found, place, strict=False)) for place in _compiled(rank))
-    compiled = () if overlaps else (f"Fuse its operators: compile {heaviest.module} with torch.compile(module).",)
-    lower = ("Compute in bfloat16: Trainer(precision='bf16-mixed').",) if precision == "32-true" else ()
+    compiled = () if overlaps else (COMPILE.filled(module=heaviest.module),)
+    lower = (BFLOAT16,) if precision == "32-true" else ()
     return faster_by(heaviest, lower, compiled, is_cpu=rank.facts.is_cpu)
 
 
 def faster_by(
-    heaviest: Heaviest, lower: tuple[str, ...], compiled: tuple[str, ...], *, is_cpu: bool
-) -> tuple[str, ...]:
+    heaviest: Heaviest, lower: tuple[Remedy, ...], compiled: tuple[Remedy, ...], *, is_cpu: bool
+) -> tuple[Remedy, ...]:
     """Return what makes the operators of a module faster, the best first.
+
+    On a CPU, bfloat16 is slower without units for it, and channels_last for some convolutions.
 
     Args:
         heaviest: the module.
@@ -241,11 +241,12 @@ def faster_by(
         compiled: how to compile it, where it is not compiled.
         is_cpu: whether it runs on a CPU.
     """
+    less = (LESS_WORK.filled(module=heaviest.module, family=heaviest.family),) if is_cpu else ()
+    lower = () if is_cpu else lower
     if heaviest.family == "convolution" and not (SIGNALS in heaviest.operators and not IMAGES & heaviest.operators):
         library = (WITH_LIBRARY,) if is_cpu and any(map(FALLBACK.match, heaviest.operators)) else ()
-        return (*library, LAYOUT, *lower)
+        return (*library, *less, COMPARE_CHANNELS_LAST) if is_cpu else (*lower, CHANNELS_LAST)
     if heaviest.family in ARITHMETIC and heaviest.family_ns >= EXPLAINS * heaviest.ns:
-        less = (LESS.format(module=heaviest.module, family=heaviest.family),) if is_cpu else ()
         return (*less, *lower, *compiled)
     return (*compiled, *lower)
 

@@ -10,9 +10,9 @@ from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import MOVE_LESS
+from lightning_memprof.judge.remedies import CHANNELS_LAST, MOVE_LESS
 from lightning_memprof.judge.rules.gpu.waits import COPY
-from lightning_memprof.judge.rules.modules import LAYOUT, POINTWISE, operator_family
+from lightning_memprof.judge.rules.modules import POINTWISE, operator_family
 from lightning_memprof.judge.traces import (
     LATER,
     Remedy,
@@ -171,7 +171,7 @@ def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple
     elif achieved.by_memory:
         choices = (FUSE, *lower)
     elif achieved.share is not None and achieved.share < NEAR:
-        choices = (*((LAYOUT,) if family == "convolution" else ()), *lower, SHAPE)
+        choices = (*((CHANNELS_LAST.text,) if family == "convolution" else ()), *lower, SHAPE)
     else:
         choices = (*lower, COMPILE)
     return tuple(step for step in remedies(trace, *choices) if step != open_trace(trace))
