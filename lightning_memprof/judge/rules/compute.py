@@ -13,7 +13,7 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.measures import core_use, ranks_on_host, torch_threads
+from lightning_memprof.judge.measures import core_load, ranks_on_host, torch_threads
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     ACCUMULATE,
@@ -147,14 +147,13 @@ def _cores_for(facts: Facts, rank: Rank) -> int:
     0 where the use of the cores was not recorded.
     """
     cores, physical = rank.facts.cpu_count or 0, rank.facts.environment.get("physical_cpus")
-    others = core_use(facts, rank).others
-    if others is None:
+    if (load := core_load(facts, rank)) is None:
         return 0
     here = len(ranks_on_host(facts, rank))
     loaders = rank.training.dataloaders if rank.training else []
     workers = max((loader.num_workers or 0 for loader in loaders), default=0)
     alone = min(cores, physical) if isinstance(physical, int) else cores // 2
-    return min(alone, round(cores - others)) // here - workers
+    return min(alone, round(load.free)) // here - workers
 
 
 def anomaly_detection(facts: Facts) -> Found | None:
