@@ -141,11 +141,6 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
         """Whether the run is a training run, not ``validate``, ``test`` or ``predict``."""
         return self.run.lead.facts.stage == "fit"
 
-    def worst(self, phase: str) -> tuple[Rank, PulseStatistics] | None:
-        """Return the rank that spends the largest share of its step in a phase."""
-        candidates = [(rank, self.statistics[rank.rank]) for rank in self.run.ranks if rank.rank in self.statistics]
-        return max(candidates, key=lambda pair: pair[1].share(phase), default=None)
-
     def pulse(self, rank: Rank, steps: Collection[int] = ()) -> Evidence:
         """Return a rank's pulse as evidence, from the first to the last of ``steps``; all steps if it is empty."""
         rows = [row for row in rank.pulse if row["step"] is not None and (not steps or row["step"] in steps)]
