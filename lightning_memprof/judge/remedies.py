@@ -41,12 +41,12 @@ MORE_WORKERS: Final = Remedy(
     change="workers={workers}",
 )
 MORE_FOR_WAITS: Final = Remedy(
-    id="more_workers",
+    id="more_workers_than_cores",
     text="If {owner} waits for disk or network, use more workers than cores: DataLoader(num_workers={workers}).",
     change="workers={workers}",
 )
 MORE_OF_TRACE: Final = Remedy(
-    id="more_workers",
+    id="more_workers_per_rank",
     text="Use more worker processes, up to the cores of each rank: a higher DataLoader(num_workers=...).",
 )
 FEWER_WORKERS: Final = Remedy(
@@ -368,7 +368,9 @@ NO_TEXT: Final = Remedy(
     id="no_text",
     text='Write tensors as text once in many steps, and in messages that are read: logger.debug("%s", tensor).',
 )
-RECORD_STACKS: Final = Remedy(id="record_stacks", text="See the functions: ExtendedPyTorchProfiler(with_stack=True).")
+RECORD_FUNCTIONS: Final = Remedy(
+    id="record_functions", text="See the functions: ExtendedPyTorchProfiler(with_stack=True)."
+)
 CACHE_PARAMETERS: Final = Remedy(
     id="cache_parameters",
     text="Compute the parameters of {owner} once: with torch.nn.utils.parametrize.cached(): around the loop.",
@@ -539,10 +541,6 @@ SAME_SHAPE: Final = Remedy(
         "Give prediction and target the same shape, such as prediction.squeeze(-1) for (N, 1) and (N,): they broadcast "
         "to (N, N)."
     ),
-)
-FREE_GRAPH: Final = Remedy(
-    id="free_graph",
-    text="Remove retain_graph=True, and keep loss.detach(), not the loss: a graph holds its activations.",
 )
 OWN_BUFFERS: Final = Remedy(
     id="own_buffers",
@@ -778,10 +776,6 @@ NO_GRAD: Final = Remedy(
     id="no_grad",
     text="Call models in {name} under torch.no_grad() if nothing trains on their outputs, or in smaller batches.",
 )
-RECORD_STEP: Final = Remedy(
-    id="record_step",
-    text="Record that step: MemProfilerCallback(schedule=Schedule(steps=({step},), active=1)).",
-)
 RECORD_FROM_START: Final = Remedy(
     id="record_from_start",
     text="Record the memory from the start: lightning_memprof.start_memory_history() before the Trainer.",
@@ -868,7 +862,7 @@ REMOVE_TORCH_PROFILER: Final = Remedy(
     text='Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',
 )
 REMOVE_PYTHON_PROFILER: Final = Remedy(
-    id="remove_profiler",
+    id="remove_python_profiler",
     text=(
         "Remove the other profiler, or use it for a few steps: cProfile, sys.setprofile(...) or "
         'Trainer(profiler="advanced").'
@@ -903,7 +897,7 @@ WITHOUT_WORKERS: Final = Remedy(
     change="workers=0",
 )
 FEWER_WORKERS_OF_MEMORY: Final = Remedy(
-    id="fewer_workers",
+    id="fewer_workers_for_memory",
     text=(
         "The kernel kills processes when memory runs out: use fewer workers; `dmesg | grep -i oom` on the node "
         "confirms it."

@@ -519,9 +519,7 @@ def test_float64_without_gradients_is_found_in_the_time_of_its_module(
     tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sentence = shown(tmp_path, Prepared(dtype), capsys).get("double_precision", "")
-    assert ("of the model's time is in float64, mostly in frontend" in sentence) == (
-        dtype is torch.float64
-    )
+    assert ("of the model's time is in float64, mostly in frontend" in sentence) == (dtype is torch.float64)
 
 
 class Described(Wide):

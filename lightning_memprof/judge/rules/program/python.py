@@ -29,7 +29,7 @@ from lightning_memprof.judge.remedies import (
     ON_GPU,
     PIN_MEMORY,
     READ_ONE_VALUE,
-    RECORD_STACKS,
+    RECORD_FUNCTIONS,
     REFRESH_LESS_OFTEN,
     RETURN_TENSORS,
     REUSE_OUTPUTS,
@@ -121,7 +121,7 @@ def python_time(facts: Facts) -> Finding | None:
             *((of_spot(at) or (WORK_LESS.filled(owner=at.function),)) if at else ()),
             LOG_AT_ONCE,
             *(() if python.reads else (WHOLE_TENSORS,)),
-            RECORD_STACKS,
+            RECORD_FUNCTIONS,
         ),
         evidence=facts.pulse_and_trace(rank),
         numbers={
