@@ -516,8 +516,8 @@ JOIN_GROUPS: Final = Remedy(
         "parameters."
     ),
 )
-DECOMPOSE_LESS: Final = Remedy(
-    id="decompose_less",
+DECOMPOSE_IN_STEP: Final = Remedy(
+    id="decompose_in_step",
     text="Decompose in {optimizer}.step less often, as in every 20th step, and reuse the factors in between.",
 )
 ACCUMULATE: Final = Remedy(
@@ -549,8 +549,8 @@ OWN_BUFFERS: Final = Remedy(
 PLAIN_ATTRIBUTE: Final = Remedy(
     id="plain_attribute", text="Keep {buffer} as a plain attribute, not as a registered buffer."
 )
-DETACH: Final = Remedy(
-    id="detach",
+DETACH_PARTS: Final = Remedy(
+    id="detach_parts",
     text="Cut the graph with detach() where a loss trains one part only: discriminator(generated.detach()).",
 )
 TOGGLE_OPTIMIZER: Final = Remedy(
@@ -626,9 +626,16 @@ NO_PAIRS: Final = Remedy(
     id="no_pairs",
     text="Make no tensor of all pairs: use torch.cdist, a matrix product, or a part of the pairs at a time.",
 )
-LARGER_BATCH: Final = Remedy(
-    id="larger_batch", text="Give each step more work, such as a larger batch, before looking for a bottleneck."
+MORE_WORK: Final = Remedy(
+    id="more_work", text="Give each step more work, such as a larger batch, before looking for a bottleneck."
 )
+RECORD_RANKS: Final = Remedy(
+    id="record_ranks", text="Record the other ranks too: a collective waits for the last rank to arrive."
+)
+RECORD_DEVICE: Final = Remedy(
+    id="record_device", text="Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
+)
+RECORD_RUN: Final = Remedy(id="record_run", text='Record a training run: Trainer(profiler="memprof").')
 RECORD_OPERATORS: Final = Remedy(
     id="record_operators", text='Record the operators of some steps too: Trainer(..., profiler="memprof")'
 )

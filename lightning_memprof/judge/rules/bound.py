@@ -24,11 +24,14 @@ from lightning_memprof.judge.remedies import (
     COMPILE,
     COMPILE_ALL,
     FORWARD_ONCE,
-    LARGER_BATCH,
     LAZY_PENALTY,
     MORE_STEPS,
+    MORE_WORK,
     NO_PAIRS,
+    RECORD_DEVICE,
     RECORD_OPERATORS,
+    RECORD_RANKS,
+    RECORD_RUN,
     VIEW_TRACE,
     Remedy,
 )
@@ -112,7 +115,7 @@ def nothing_found(facts: Facts) -> Finding:
             f"{early}The mean step takes {format_ns(ledger.step_ns)}; "
             f"{f'the second largest part: {runner_up}' if around is None else f'{dominant}, {runner_up}'}."
         ),
-        remedies=(*(() if around is None else (LARGER_BATCH,)), _look_further(run)),
+        remedies=(*(() if around is None else (MORE_WORK,)), _look_further(run)),
         numbers={"dominant": doing, "share": most, "duration_ns": ledger.step_ns},
     )
 
@@ -317,7 +320,7 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
         why="The snapshot has no device: its process allocated no device memory."
         if snapshots
         else "No trace and no snapshot is readable.",
-        remedies=("Record a training run: Trainer(profiler='memprof').",),
+        remedies=(RECORD_RUN,),
     )
 
 
@@ -327,8 +330,6 @@ IN_PYTHON: Final[Mapping[Part, str]] = {
     Part.GC_PAUSES: Part.GC_PAUSES.takes,
     Part.CHECKPOINT: Part.CHECKPOINT.takes,
 }
-RECORD_RANKS: Final = "Record the other ranks too: a collective waits for the last rank to arrive."
-RECORD_DEVICE: Final = "Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
 
 
 def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
@@ -350,8 +351,8 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     elif communicates_ns >= POLICY.bound * span_ns or (heaviest and heaviest.family.startswith(COLLECTIVE)):
         names = [found.name for found in sorted(trace.collectives, key=lambda found: -found.total_ns)]
         name = names[0] if names else heaviest.family if heaviest else "a collective"
-        share = percent(communicates_ns / span_ns)
-        sentence = titled("Communication-bound: {name} runs for {share} of the time.", name=name, share=share)
+        bound = "Communication-bound: " if communicates_ns >= POLICY.bound * span_ns else ""
+        sentence = titled(f"{bound}{{name}} runs for {percent(communicates_ns / span_ns)} of the time.", name=name)
         why = _of_collectives(trace, name) or why
         next_steps = (*((RECORD_RANKS,) if is_alone and (trace.world_size or 1) > 1 else ()), *next_steps)
     elif ledger is None or heaviest is None:
@@ -384,7 +385,7 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
             family=heaviest.family,
         )
         why = f"{format_ns(heaviest.ns)} of {format_ns(whole_ns)}; no device was recorded. {why}"
-        compiled = tuple(step for step in remedies(trace, COMPILE_ALL) if step != open_trace(trace))
+        compiled = () if trace.program.is_compiled else (COMPILE_ALL,)
         faster_on_host = faster_by(heaviest, (), compiled, is_cpu=True)
         next_steps = (*fitting(heaviest.family, None), *faster_on_host, *next_steps)
     return Finding(

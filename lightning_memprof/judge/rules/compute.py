@@ -17,7 +17,7 @@ from lightning_memprof.judge.measures import core_load, ranks_on_host, torch_thr
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     ACCUMULATE,
-    DECOMPOSE_LESS,
+    DECOMPOSE_IN_STEP,
     FLOAT32,
     FOREACH_IN_STEP,
     FOREACH_OPTIMIZER,
@@ -288,7 +288,7 @@ def _rarer(optimizer: OptimizerFacts, recorded: TimeLedger | None) -> tuple[Reme
     """Return how an optimizer without a faster form does less."""
     lines = _named(recorded.of("optimizer"), optimizer) if recorded else ()
     decomposed = total(line for line in lines if DECOMPOSES.match(line.operator or ""))
-    return (*((DECOMPOSE_LESS,) if decomposed > total(lines) / 2 else ()), ACCUMULATE)
+    return (*((DECOMPOSE_IN_STEP,) if decomposed > total(lines) / 2 else ()), ACCUMULATE)
 
 
 def _faster_optimizer(optimizer: OptimizerFacts, rank: Rank) -> tuple[Remedy, ...]:
@@ -483,7 +483,7 @@ ROWS: Final = (
             FOREACH_IN_STEP,
             JOIN_GROUPS,
             SPLIT_OPTIMIZER,
-            DECOMPOSE_LESS,
+            DECOMPOSE_IN_STEP,
             ACCUMULATE,
         ),
         saves=FASTER,

@@ -15,7 +15,7 @@ from lightning_memprof.artifacts.manifest import OptimizerFacts, TrainingFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.remedies import (
-    DETACH,
+    DETACH_PARTS,
     FREEZE,
     LAZY_PENALTY,
     NO_CREATE_GRAPH,
@@ -158,7 +158,7 @@ def _to_all(passes: int, optimizers: Sequence[OptimizerFacts], ledger: TimeLedge
             f"Each of them reaches all {len(optimizers)} optimizers without detach(), and one steps after it; backward "
             f"takes {', '.join(parts)}."
         ),
-        remedies=(DETACH, TOGGLE_OPTIMIZER),
+        remedies=(DETACH_PARTS, TOGGLE_OPTIMIZER),
         saves=(min(spent) / passes / whole, max(spent) * (passes - 1) / passes / whole),
     )
     return _backward(ledger, [module for optimizer in optimizers for module in optimizer.modules]), detail
@@ -170,7 +170,7 @@ def _computed_twice(optimizer: OptimizerFacts, ledger: TimeLedger) -> _Unused:
         says="Unused gradients: both backward passes of each step reach {modules}, {share}{rank}.",
         fields={"modules": names},
         why=f"The optimizer of {names} uses the gradients of one pass, and no detach() ends the other.",
-        remedies=(DETACH, TOGGLE_OPTIMIZER),
+        remedies=(DETACH_PARTS, TOGGLE_OPTIMIZER),
         saves=(FROZEN[0] / PAIR, FROZEN[1] / PAIR),
     )
     return lines, detail
@@ -194,7 +194,7 @@ ROWS: Final = (
         of=(Part.BACKWARD,),
         find=unused_gradients,
         says="Unused gradients take {share}{rank}.",
-        offers=(FREEZE, DETACH, TOGGLE_OPTIMIZER),
+        offers=(FREEZE, DETACH_PARTS, TOGGLE_OPTIMIZER),
         saves=FROZEN,
     ),
     Rule(

@@ -206,7 +206,7 @@ def test_the_call_of_a_collective_computes_nothing(tmp_path: Path) -> None:
         with made.inside("c10d::allreduce_", "cpu_op"), made.inside("gloo:all_reduce"):
             made.python(4_000)
         made.work(2_500, "aten::sin")
-    assert bound(made, tmp_path).title == "Communication-bound: all_reduce runs for 42% of the time."
+    assert bound(made, tmp_path).title == "all_reduce runs for 42% of the time."
 
 
 def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) -> None:

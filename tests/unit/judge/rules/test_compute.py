@@ -270,7 +270,7 @@ def test_of_an_optimizer_of_the_program_the_operators_that_have_a_form_for_lists
 def test_an_optimizer_that_decomposes_is_to_do_that_less_often(tmp_path: Path) -> None:
     finding = own_optimizer(tmp_path, ("aten::linalg_eigh", 23, 60), ("aten::mul_", 0.9, 60))
     assert finding is not None
-    assert [remedy.id for remedy in finding.remedies] == ["decompose_less", "accumulate"]
+    assert [remedy.id for remedy in finding.remedies] == ["decompose_in_step", "accumulate"]
 
 
 @pytest.mark.parametrize(("optimizer_ms", "is_bound"), [(6, False), (30, True)])

@@ -297,7 +297,7 @@ def test_passes_that_all_reach_two_optimizers_compute_gradients_in_vain(
     assert ("unused_gradients" in findings) == is_found
     if is_found:
         assert "3 backward passes per step reach all optimizers" in findings["unused_gradients"].title
-        assert findings["unused_gradients"].remedies[0].id == "detach"
+        assert findings["unused_gradients"].remedies[0].id == "detach_parts"
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_gradients_that_the_pass_for_another_optimizer_computes_too_are_named(
     if named:
         finding = findings["unused_gradients"]
         assert f"both backward passes of each step reach {named}, " in finding.title
-        assert finding.remedies[0].id == "detach"
+        assert finding.remedies[0].id == "detach_parts"
         assert finding.recovers is not None
         # 15 ms of backward for each part: one of its two passes.
         assert "15.0 ms of" in finding.why

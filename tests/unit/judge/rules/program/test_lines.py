@@ -193,7 +193,7 @@ def test_the_page_of_a_healthy_run_has_the_function_with_much_of_the_forward(tmp
     add_series(directory, "lines", [line(table, 30), line(OTHER, 70)])
     trace = trace_report(write_trace(tmp_path / "made.json", rows))
     first, *_ = examine(Facts.of(load_run(directory), (trace,)))
-    assert "Net.table (net.py:4) has 30% of the forward" in first.title
+    assert "Net.table (net.py:4) has 30% of the forward" in first.why
     assert "Net.table" in first.next
 
 
