@@ -132,6 +132,8 @@ def judged(name: str, directory: Path) -> Row:
     document = run.document()
     found = next((finding for finding in run.findings() if finding.rule in GROWTH), None)
     sentence = found.title if found is not None else ""
+    # A title has no room for the line of a long chain.
+    words = " ".join((found.title, found.why, found.next)) if found is not None else ""
     growth = found.numbers.get("added_bytes") if found is not None else None
     if name in HEALTHY:
         is_silent = found is None and document.section("holders") is None
@@ -143,7 +145,7 @@ def judged(name: str, directory: Path) -> Row:
     said = next((text.removeprefix(ORACLE) for text in lines if text.startswith(ORACLE)), "")
     agrees = set(wanted) <= set(re.findall(r"\w+", said)) if said else None
     return Row(
-        name, leak.holder in sentence, line in sentence, document.rule in GROWTH, growth, agrees, sentence
+        name, leak.holder in words, line in words, document.rule in GROWTH, growth, agrees, sentence
     )  # fmt: skip
 
 
