@@ -16,7 +16,7 @@ _LOADER: Final = "[DataLoader]"
 class Cause(NamedTuple):
     """The cause of a growth: its owner for the title, the evidence, and the remedy.
 
-    ``link`` stands before the owner, ``line`` after it; ``action`` is the Trainer's.
+    ``link`` stands before the owner, ``graph`` and ``line`` after it; ``action`` is the Trainer's.
     """
 
     owner: str
@@ -24,6 +24,7 @@ class Cause(NamedTuple):
     remedy: Remedy
     action: str | None = None
     link: str = " in "
+    graph: str = ""
     line: str = ""
 
 
@@ -39,7 +40,7 @@ def holder_cause(holder: HolderRow) -> Cause:
         "; store .detach() or .item() where the tensor is not needed" if "Tensor" in (holder.content or "") else ""
     )
     remedy = BOUND_HOLDER.filled(place=place, assigned=assigned_in(holder), detached=detached)
-    return Cause(place, why, remedy, line=f"{graph}{line}")
+    return Cause(place, why, remedy, graph=graph, line=line)
 
 
 def place_of(holder: HolderRow) -> str:

@@ -834,14 +834,11 @@ EVEN_LENGTHS: Final = Remedy(
     id="even_lengths",
     text="Pad batches to a few lengths, or set MALLOC_ARENA_MAX=2 before the training.",
 )
-DETACH: Final = Remedy(
-    id="detach",
+STORE_DETACHED: Final = Remedy(
+    id="store_detached",
     text="Store loss.item() or loss.detach(), not the loss, and clear lists of outputs in on_train_epoch_end.",
 )
 FIND_APPENDS: Final = Remedy(id="find_appends", text="Find callbacks and metrics that append to a list in each batch.")
-RECORD_STACKS: Final = Remedy(
-    id="record_stacks", text="Record the stacks: MemProfilerCallback(collectors=[AllocatorHistory()])."
-)
 
 # Traces and devices
 

@@ -133,7 +133,7 @@ def judged(name: str, directory: Path) -> Row:
     found = next((finding for finding in run.findings() if finding.rule in GROWTH), None)
     sentence = found.title if found is not None else ""
     # A title has no room for the line of a long chain.
-    words = " ".join((found.title, found.why, found.next)) if found is not None else ""
+    words = f"{found.title} {found.why} {found.next}" if found is not None else ""
     growth = found.numbers.get("added_bytes") if found is not None else None
     if name in HEALTHY:
         is_silent = found is None and document.section("holders") is None

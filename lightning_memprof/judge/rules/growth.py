@@ -29,12 +29,12 @@ from lightning_memprof.judge.measures import sample_method, steps_until_full
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     BOUND_SAMPLES,
-    DETACH,
     DROP_GRAPH,
     EVEN_LENGTHS,
     FIND_APPENDS,
     RELEASE_NATIVE,
     RELEASE_TENSORS,
+    STORE_DETACHED,
     STORE_LESS,
     TRACE_NATIVE,
 )
@@ -127,7 +127,7 @@ def memory_growth(facts: Facts) -> Finding | None:
             f"The {source} rose steadily by {format_bytes(growth.added_bytes)} in {growth.steps} steps: 1 GiB every "
             f"{GIB / growth.bytes_per_step:,.0f} steps.{f' {text[0].upper()}{text[1:]}.' if text else ''}"
         ),
-        remedies=(cause.remedy,) if cause is not None else (DETACH, FIND_APPENDS),
+        remedies=(cause.remedy,) if cause is not None else (STORE_DETACHED, FIND_APPENDS),
         evidence=(facts.pulse(rank), *sources.values()),
         numbers={
             "rank": rank.rank,
@@ -149,9 +149,10 @@ def _title(says: str, cause: Cause | None) -> str:
     """Return a title with its cause, and the line of this one where there is room for it."""
     if cause is None:
         return f"{says}."
-    whole = f"{says}{cause.link}{cause.owner}{cause.line}."
-    template = "{says}{link}{owner}."
-    return whole if len(whole) <= POLICY.title else titled(template, says=says, link=cause.link, owner=cause.owner)
+    whole = f"{says}{cause.link}{cause.owner}{cause.graph}{cause.line}."
+    if len(whole) <= POLICY.title:
+        return whole
+    return titled("{says}{link}{owner}{graph}.", says=says, link=cause.link, owner=cause.owner, graph=cause.graph)
 
 
 def _bounded(rows: Iterable[HolderRow], rank: Rank) -> list[HolderRow]:
