@@ -187,7 +187,8 @@ def test_a_batch_of_numbers_that_the_transfer_visits_is_named(shown: Any, kind: 
     found = shown("run", Model(), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     assert ("transfer_bound" in found) == (kind == "numbers")
     if kind == "numbers":
-        assert "batch_to_device: it visits each object" in found["transfer_bound"]["title"]
+        assert "batch_to_device" in found["transfer_bound"]["title"]
+        assert "visits each object" in found["transfer_bound"]["why"]
         assert "tensors from collate_fn" in found["transfer_bound"]["remedies"][0]["text"]
 
 

@@ -13,6 +13,7 @@ from kineto import write_trace
 from ledger_lines import out_of_bounds
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.ranks import across_ranks, log_waits
+from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Facts, examine, examine_files
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.trace.model import TraceReport
@@ -219,8 +220,8 @@ def test_waits_in_several_collectives_of_self_log_are_the_cost_of_logging(
     for rank in range(2):
         (directory / f"actions.rank{rank:05d}.jsonl").write_text(json.dumps(row) + "\n")
     lines = (
-        TimeLine(part="rank_wait", name="Net.log", ns=63, count=meetings),
-        TimeLine(part="self_log", name="Net.log", ns=27, count=meetings),
+        TimeLine(part=Part.RANK_WAIT, name="Net.log", ns=63, count=meetings),
+        TimeLine(part=Part.SELF_LOG, name="Net.log", ns=27, count=meetings),
     )
     recorded = TimeLedger(step_ns=90, median_ns=90, steps=2, basis="recorded", lines=lines)
     found = log_waits(load_run(directory).ranks, {0: recorded}, has_straggler=has_straggler)
