@@ -84,11 +84,6 @@ class Session:
         return self._recording.window if self._recording is not None else None
 
     @property
-    def windows(self) -> int:
-        """Number of windows so far, including an open one."""
-        return self._planner.windows
-
-    @property
     def position(self) -> Position | None:
         """Where the current step began, or None between steps."""
         return self._progress.position

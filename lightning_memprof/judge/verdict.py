@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.facts import Facts, Judge
-from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity
+from lightning_memprof.judge.finding import Finding, Severity
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.rules import (
@@ -27,24 +27,12 @@ from lightning_memprof.judge.rules import (
     profiler,
     snapshot,
 )
-from lightning_memprof.judge.rules.bound import nothing_found, nothing_in_files
+from lightning_memprof.judge.rules.bound import nothing_found
 from lightning_memprof.judge.rules.gpu import allocator, collectives, holders, idle, waits
 from lightning_memprof.judge.rules.program import lines, loops, passes, python, slowing
 from lightning_memprof.read.run.model import Run
 from lightning_memprof.read.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.read.trace.model import TraceReport
-
-__all__ = [
-    "NOTHING_FOUND",
-    "TRACE_RULES",
-    "Evidence",
-    "Facts",
-    "Finding",
-    "Severity",
-    "examine",
-    "examine_files",
-    "nothing_in_files",
-]
 
 # About memory and the end of a run: valid after any number of steps.
 RULES: Final[tuple[Judge, ...]] = (

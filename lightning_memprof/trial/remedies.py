@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from lightning_memprof.errors import ConfigError
+from lightning_memprof.judge.remedies import Remedy as Advice
 from lightning_memprof.trial.remedy import RefusedError, Remedy
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class _Workers(_Number):
     name = "workers"
     change = "DataLoader(..., num_workers={value}{names})"
     names = ", persistent_workers=True"
-    advice = r"num_workers=(\d+)"
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
         had = loader.num_workers
@@ -59,7 +58,6 @@ class _Workers(_Number):
 class _PersistentWorkers(Remedy):
     name = "persistent_workers"
     change = "DataLoader(..., persistent_workers=True)"
-    advice = r"DataLoader\(persistent_workers=True\)"
     is_per_epoch = True
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
@@ -70,7 +68,6 @@ class _PersistentWorkers(Remedy):
 class _Prefetch(_Number):
     name = "prefetch"
     change = "DataLoader(..., prefetch_factor={value})"
-    advice = r"prefetch_factor=(\d+)"
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
         _require_workers(loader)
@@ -80,7 +77,6 @@ class _Prefetch(_Number):
 class _PinMemory(Remedy):
     name = "pin_memory"
     change = "DataLoader(..., pin_memory=True)"
-    advice = r"pin_memory=True"
 
     def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         if trainer.strategy.root_device.type == "cpu":
@@ -114,18 +110,15 @@ class _OptimizerFlag(Remedy):
 
 class _FusedOptimizer(_OptimizerFlag):
     name = "fused_optimizer"
-    advice = r"fused=True"
 
 
 class _ForeachOptimizer(_OptimizerFlag):
     name = "foreach_optimizer"
-    advice = r"foreach=True"
 
 
 class _Threads(_Number):
     name = "threads"
     change = "torch.set_num_threads({value})"
-    advice = r"set_num_threads\((\d+)\)"
     tolerance = _ROUNDING
 
     def on_start(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
@@ -139,7 +132,6 @@ class _Precision(Remedy):
     name = "precision"
     example = "bf16-mixed"
     change = 'Trainer(..., precision="{value}")'
-    advice = r"precision=[\"'](bf16-mixed|16-mixed)[\"']"
     tolerance = _LOW_PRECISION
 
     def is_valid(self, value: str) -> bool:
@@ -161,7 +153,6 @@ class _MatmulPrecision(Remedy):
     name = "matmul_precision"
     example = "high"
     change = 'torch.set_float32_matmul_precision("{value}")'
-    advice = r"set_float32_matmul_precision\([\"'](high|medium)[\"']\)"
     tolerance = _LOW_PRECISION
 
     def is_valid(self, value: str) -> bool:
@@ -180,7 +171,6 @@ class _Compile(Remedy):
         "for child in [{names}]: child.forward = torch.compile(child.forward)"
     )
     names = "*self.children()"
-    advice = r"\btorch\.compile\("
     tolerance = _ROUNDING
 
     def make_comparable(self) -> None:
@@ -208,7 +198,6 @@ class _Checkpointing(Remedy):
         "for block in [{names}]: block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
     )
     names = "*self.blocks"
-    advice = r"checkpoint\.checkpoint\("
 
     def on_model(self, model: LightningModule) -> None:
         from lightning_memprof.estimation.changes import checkpoint_blocks, repeated_blocks
@@ -246,7 +235,6 @@ class _Accumulate(_Number):
 class _ChannelsLast(Remedy):
     name = "channels_last"
     change = "model.to(memory_format=torch.channels_last)"
-    advice = r"memory_format=torch\.channels_last"
     tolerance = _ROUNDING
 
     def on_model(self, model: LightningModule) -> None:
@@ -258,7 +246,6 @@ class _ChannelsLast(Remedy):
 class _NoAnomalyDetection(Remedy):
     name = "no_anomaly_detection"
     change = "Trainer(..., detect_anomaly=False)  # and no torch.autograd.set_detect_anomaly(True)"
-    advice = r"detect_anomaly=False"
 
     def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         import torch
@@ -287,7 +274,6 @@ class _WithoutCallback(Remedy):
 class _RareCallback(Remedy):
     name = "rare_callback"
     example = "MyCallback"
-    advice = r"Do the work of (\w+)\.\w+ every N batches"
     family = "callback"
 
     def __init__(self, value: str = "") -> None:
@@ -325,7 +311,6 @@ class _LogEvery(_Number):
     name = "log_every"
     example = "50"
     change = "Trainer(..., log_every_n_steps={value})"
-    advice = r"log_every_n_steps=(\d+)"
 
     def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         trainer.log_every_n_steps = int(self.value)  # type: ignore[attr-defined]  # set by a connector
@@ -334,7 +319,6 @@ class _LogEvery(_Number):
 class _FreezeGarbage(Remedy):
     name = "gc_freeze"
     change = "gc.collect(); gc.freeze()  # in on_train_start"
-    advice = r"gc\.freeze\(\)"
 
     def on_start(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         gc.collect()
@@ -361,7 +345,6 @@ class _DDPOption(Remedy):
 class _StaticGraph(_DDPOption):
     name = "static_graph"
     options: ClassVar = {"static_graph": True, "find_unused_parameters": False}
-    advice = r"static_graph=True"
 
 
 class _NoUnusedSearch(_DDPOption):
@@ -377,7 +360,6 @@ class _BucketView(_DDPOption):
 class _ExpandableSegments(Remedy):
     name = "expandable_segments"
     change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    advice = r"expandable_segments:True"
 
     def environment(self) -> Mapping[str, str]:
         name = "PYTORCH_CUDA_ALLOC_CONF"
@@ -411,16 +393,13 @@ def parse_remedy(text: str) -> Remedy:
     raise ConfigError(f"--remedy {text}: unknown; known are {known}")
 
 
-def advised(next_steps: Sequence[str]) -> list[Remedy]:
-    """Return the remedies that next steps of a finding mean, in their order."""
+def advised(remedies: Iterable[Advice]) -> list[Remedy]:
+    """Return what can be tried of a finding's remedies, in their order; the first of a kind."""
     found: dict[str, Remedy] = {}
-    for step in next_steps:
-        kinds = [kind for kind in REMEDIES if kind.advice]
-        matches = [(match.start(), kind, match) for kind in kinds if (match := re.search(kind.advice, step))]
-        for _, kind, match in sorted(matches, key=lambda entry: entry[0]):
-            value = match[1] if match.re.groups else ""
-            if bool(value) == bool(kind.example) and kind.name not in found:
-                found[kind.name] = kind(value)
+    for advice in remedies:
+        if advice.change:
+            remedy = parse_remedy(advice.change)
+            found.setdefault(remedy.name, remedy)
     return list(found.values())
 
 

@@ -24,7 +24,6 @@ class Remedy:
         example: a value for messages; empty where the remedy takes none.
         change: the code to paste, with ``{value}``, and ``{names}`` of what is changed in the training.
         names: that of any training, before the training is known.
-        advice: a pattern of the next steps of findings that mean this remedy; its group is the value. Empty for none.
         tolerance: the largest difference of a step's loss that it may cause, as a share of the mean loss.
         family: remedies of one family replace each other.
         is_per_epoch: whether it acts between epochs only.
@@ -40,7 +39,6 @@ class Remedy:
     name: ClassVar[str]
     change: ClassVar[str]
     example: ClassVar[str] = ""
-    advice: ClassVar[str] = ""
     tolerance: ClassVar[float] = 0.0
     family: ClassVar[str] = ""
     is_per_epoch: ClassVar[bool] = False

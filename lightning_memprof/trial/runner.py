@@ -346,9 +346,9 @@ def advice(findings: Sequence[Finding]) -> list[Candidate]:
         worth = finding.recovers
         is_time = worth is not None and worth.unit == "ns" and worth.whole > 0
         promised = (worth.min / worth.whole, worth.max / worth.whole) if worth is not None and is_time else None
-        # The promise is that of the first next step.
-        first = {remedy.label for remedy in advised(finding.next_steps[:1])}
-        for remedy in advised(finding.next_steps):
+        # The promise is that of the first remedy.
+        first = {remedy.label for remedy in advised(finding.remedies[:1])}
+        for remedy in advised(finding.remedies):
             mine = promised if remedy.label in first else None
             found.setdefault(remedy.name, Candidate(remedies=(remedy,), rule=finding.rule, promised=mine))
     return list(found.values())

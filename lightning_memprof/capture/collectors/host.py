@@ -60,7 +60,7 @@ _THREADS_NS: Final = 300_000_000
 _SAMPLES: Final = 32
 _LATE_STEPS: Final = 64
 _MOST_VALIDATIONS: Final = 1000
-# Of peaks of actions outside the training steps: a smaller rise is no peak.
+# A smaller rise of the peak RSS outside the training steps is the allocator's.
 _RISE: Final = 16 * MIB
 _MOST_PEAKS: Final = 100
 _OWNERS: Final = ("[Callback]", "[LightningModule]")

@@ -308,7 +308,7 @@ def _more_workers(facts: Facts, fact: Fact, faster: Remedy) -> tuple[Remedy, ...
 def loading_of(trace: TraceReport) -> tuple[Spent, Detail] | None:
     """Return loading while the device is idle; without a device, loading that takes much of the steps.
 
-    Recovers half to all of it: workers load while the step runs, as far as there are cores for them.
+    Recovers half of it or more: workers load while the step runs, as far as there are cores for them.
     """
     found = exposed_loading(trace)
     if found is None:

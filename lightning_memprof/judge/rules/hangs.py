@@ -46,7 +46,7 @@ SILENT: Final = {
 
 
 class Told(NamedTuple):
-    """What is said of a rank."""
+    """The title, the evidence and the remedy of a rank."""
 
     title: str
     why: str

@@ -92,7 +92,7 @@ def core_wait(facts: Facts) -> Finding | None:
             "cores_of_training": use.load and use.load.own,
             "cores_of_others": use.load and use.load.others,
         },
-        # Of the warnings the last one: the training has to be changed first, whoever else uses the machine.
+        # The last one of the warnings: changes of the training itself come first.
         weight=0.0 if use.by_others else worth.share,
         recovers=worth,
     )

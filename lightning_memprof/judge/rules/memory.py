@@ -95,7 +95,7 @@ def worker_memory(facts: Facts) -> Finding | None:
     start = growth.start_bytes + (ledger.peak_bytes - ledger.bytes("workers") if ledger is not None else 0)
     workers, name = max(row.workers or 0 for row in rows), dataset_name(rank)
     held, copied = max(row.private_bytes or 0 for row in rows), copied_on_write(rows)
-    # Mostly: then the cache of a worker is no fault of its own.
+    # Then the memory of a worker is a copy, not a cache.
     is_copy = copied >= POLICY.bound
     is_harmless = is_copy and (ledger is None or not ledger.is_under_pressure)
     recovers = recovered(ledger, growth.added_bytes, "workers")
