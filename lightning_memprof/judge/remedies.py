@@ -898,7 +898,6 @@ DUMP_STACKS: Final = Remedy(id="dump_stacks", text="Look where it is: `py-spy du
 WITHOUT_WORKERS: Final = Remedy(
     id="without_workers",
     text="Run with DataLoader(num_workers=0): the main process then shows the error with its line.",
-    change="workers=0",
 )
 FEWER_WORKERS_OF_MEMORY: Final = Remedy(
     id="fewer_workers_for_memory",
