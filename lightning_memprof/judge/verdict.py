@@ -51,7 +51,6 @@ RULES: Final[tuple[Judge, ...]] = (
 STEP_RULES: Final[tuple[Judge, ...]] = (
     communication.straggler,
     loops.synced_passes,
-    loops.repeated_backward,
     loops.python_loop,
     lines.costly_line,
     python.python_time,

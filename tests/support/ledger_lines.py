@@ -47,7 +47,6 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "private_pools": ("free_segments", "fragmentation"),
     "python_loop": PASSES,
     "python_time": (*WORK, "gc_pauses"),
-    "repeated_backward": ("backward",),
     "retained_graph": ("activation", "unattributed"),
     "slow_steps": ("stall", *WORK, "untracked"),
     "slower_steps": (*AWAKE, "validation", "checkpoint", "stall", "gc_pauses", "compile", "rank_wait"),

@@ -12,7 +12,7 @@ import msgspec
 from lightning_memprof.account.ledger.memory import ByteLedger
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, grouped, total
 from lightning_memprof.account.steps.events import Event, rank_events
-from lightning_memprof.artifacts.series import SavedTensorsRow, ThroughputRow
+from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery, titled
 from lightning_memprof.judge.measures import LOOP, VIEWS
@@ -24,7 +24,6 @@ from lightning_memprof.judge.remedies import (
     LARGER_BATCHES,
     REDUCE_LAST,
     STEP_LESS_OFTEN,
-    SUM_LOSSES,
     TRAINER_ACCUMULATES,
     VECTORIZE,
     Remedy,
@@ -363,49 +362,3 @@ def _is(event: Event, owner: str, method: str) -> bool:
 
 def _within(span: tuple[int, int], moments: Iterable[int]) -> int:
     return sum(span[0] <= moment < span[1] for moment in moments)
-
-
-# The passes after the first one may have a part of the graph of their own.
-SHARED: Final = (0.4, 1.0)
-
-
-def repeated_backward(facts: Facts) -> Finding | None:
-    """Find several backward passes through one graph, for the gradients of one optimizer: one pass of the sum does.
-
-    Of ``n`` passes, recovers 40% to 100% of ``n - 1`` of ``n`` parts of backward.
-    """
-    if (worst := facts.heaviest(lambda ledger: ledger.ns("backward"))) is None:
-        return None
-    rank, ledger = worst
-    rows = [row for window in rank.windows for row in window.read(SavedTensorsRow).recorded if row.modules]
-    # Since the pass before, no module has run.
-    again = [row for row in rows if row.activation_bytes and not any(cells[2] for cells in row.modules.values())]
-    optimizers = rank.training.optimizers if rank.training else []
-    if not again or len(optimizers) != 1:
-        return None
-    others = len(again) / len(rows)
-    spent = ledger.ns("backward") * others
-    worth = Recovery(unit="ns", min=spent * SHARED[0], max=spent * SHARED[1], whole=ledger.step_ns)
-    passes = round(1 / (1 - others)) if others < 1 else len(rows)
-    return Finding(
-        rule="repeated_backward",
-        title=titled(
-            "Repeated backward: {passes} passes per step run through the same graph: {share}{rank}.",
-            passes=passes,
-            share=ledger.share_text(ledger.ns("backward")),
-            rank=facts.on_rank(rank),
-        ),
-        why=(
-            f"Backward takes {format_ns(ledger.ns('backward'))} of {ledger.length_text}; {len(again)} of {len(rows)} "
-            "recorded passes follow another one without a forward (retain_graph=True)."
-        ),
-        remedies=(SUM_LOSSES,),
-        evidence=(facts.pulse(rank), *facts.recorded(rank, "saved_tensors")),
-        numbers={
-            "rank": rank.rank,
-            "passes": passes,
-            "backward_ns": ledger.ns("backward"),
-            "duration_ns": ledger.step_ns,
-        },
-        **worth.parts,
-    )

@@ -20,6 +20,7 @@ from lightning_memprof.judge.remedies import (
     LAZY_PENALTY,
     NO_CREATE_GRAPH,
     SAVE_ACTIVATIONS,
+    SUM_LOSSES,
     TOGGLE_OPTIMIZER,
 )
 from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
@@ -68,6 +69,27 @@ def double_backward(facts: Facts) -> Found | None:
         evidence=facts.pulse_and_trace(rank)[1:],
     )
     return Fact(rank=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=ledger.double_backward_ns),)), detail
+
+
+def repeated_backward(facts: Facts) -> Found | None:
+    """Return the part of backward in passes that follow another one without a forward, for the same optimizer."""
+    if (worst := facts.heaviest(lambda ledger: ledger.ns(Part.BACKWARD))) is None:
+        return None
+    rank, ledger = worst
+    rows = [row for window in rank.windows for row in window.read(SavedTensorsRow).recorded if row.modules]
+    again = [row for row in rows if row.activation_bytes and not any(cells[2] for cells in row.modules.values())]
+    optimizers = rank.training.optimizers if rank.training else []
+    if not again or len(optimizers) != 1:
+        return None
+    spent = ledger.ns(Part.BACKWARD) * len(again) / len(rows)
+    passes = f"{len(rows) / max(len(rows) - len(again), 1):.2g}"
+    detail = Detail(
+        fields={"passes": passes},
+        why=f"{len(again)} of {len(rows)} recorded passes follow another one without a forward (retain_graph=True).",
+        numbers={"passes": len(rows), "repeated": len(again)},
+        evidence=facts.recorded(rank, "saved_tensors"),
+    )
+    return Fact(rank=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=spent),)), detail
 
 
 # Of the peak: what the memory can hold is four times as much, so that activations fit that checkpointing does not save.
@@ -209,6 +231,20 @@ ROWS: Final = (
         says="Double backward: gradients of gradients take {share}{rank}.",
         remedies=(LAZY_PENALTY, NO_CREATE_GRAPH),
         saves=(1 / 2, 15 / 16),
+    ),
+    Rule(
+        id="repeated_backward",
+        about=(
+            "Several backward passes run through the same graph for one optimizer, as those of several losses with "
+            "retain_graph=True. The time is that of the passes after the first one. Needs the series saved_tensors."
+        ),
+        trade_off="None: the gradients of the sum are the same.",
+        of=(Part.BACKWARD,),
+        find=repeated_backward,
+        says="Repeated backward: {passes} passes through one graph, of which one would do: {share}{rank}.",
+        remedies=(SUM_LOSSES,),
+        # The other passes may have a part of the graph of their own.
+        saves=(0.4, 1.0),
     ),
     Rule(
         id="recomputation",
