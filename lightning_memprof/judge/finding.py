@@ -94,6 +94,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     recover, at most what the ledger's line holds; None where nobody can tell. ``weight`` orders findings of one
     severity: the share of the step, or of the memory, that is at stake. ``owner`` is the function whose time it is,
     empty where that is not a single one: a function's time is reported once.
+
+    Raises:
+        ValueError: the title is longer than a title may be; :func:`titled` cuts names.
     """
 
     rule: str
@@ -106,6 +109,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
     recovers: Recovery | None = None
     owner: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.title) > POLICY.title:
+            raise ValueError(f"a title has at most {POLICY.title} characters, not {len(self.title)}: {self.title!r}")
 
     @property
     def next_steps(self) -> tuple[str, ...]:
@@ -135,7 +142,8 @@ def titled(template: str, **names: object) -> str:
         if longest is None or len(texts[longest]) <= _LEAST_NAME:
             break
         texts[longest] = shortened(texts[longest], max(len(texts[longest]) - excess, _LEAST_NAME))
-    return template.format(**texts)
+    text = template.format(**texts)
+    return text if len(text) <= POLICY.title else f"{text[: POLICY.title - len(_CUT)]}{_CUT}"
 
 
 def shortened(name: str, characters: int) -> str:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.facts import Facts, Judge
-from lightning_memprof.judge.finding import Finding, Severity
+from lightning_memprof.judge.finding import Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.rules import (
@@ -195,8 +195,10 @@ def _guarded(
             Finding(
                 rule=RULE_FAILED,
                 severity=Severity.WARNING,
-                title=f"The rule {name or rule.__name__} failed ({type(error).__name__}: {error}).",
-                why="All other findings and figures are complete.",
+                title=titled(
+                    "The rule {rule} failed ({error}).", rule=name or rule.__name__, error=type(error).__name__
+                ),
+                why=f"{type(error).__name__}: {error}. All other findings and figures are complete.",
                 remedies=("Report this error to the developers of lightning-memprof.",),
                 numbers={"failed": name or rule.__name__},
             )

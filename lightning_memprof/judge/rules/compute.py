@@ -419,7 +419,7 @@ ROWS: Final = (
         trade_off="None: with two targets per prediction half of the work is needless, with thousands nearly all.",
         of=PASSES,
         find=broadcast_loss,
-        says="The loss broadcasts: {loss} gets a prediction and a target of different shapes, {share}{rank}.",
+        says="The loss broadcasts: {loss} gets tensors of two shapes: {share}{rank}.",
         remedies=(SAME_SHAPE,),
         saves=(0.5, 1.0),
     ),

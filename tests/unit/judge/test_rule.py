@@ -76,6 +76,7 @@ def test_the_title_of_a_row_fits_whatever_its_owner_is_called(facts: Facts, row:
     for owner in ("", "Owner.on_train_batch_end", "a_package.of_modules." * 8 + "Owner.method", "x" * 400):
         (finding,) = judged(facts, row, 0.5, owner=owner)
         assert len(finding.title) <= POLICY.title
+        assert not finding.title.endswith("…")
         assert "{" not in finding.title + finding.why + "".join(finding.next_steps)
 
 

@@ -96,7 +96,7 @@ def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(
 
     monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (gpu_idle,))
     view = viewed(trace(tmp_path / "rank0.json"))
-    assert "The rule gpu_idle failed (ValueError: negative time)" in view.verdict.title
+    assert "The rule gpu_idle failed (ValueError)" in view.verdict.title
     assert table_of(view, "kernels-0")
 
 

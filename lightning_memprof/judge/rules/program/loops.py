@@ -307,7 +307,7 @@ def synced_passes(facts: Facts) -> Finding | None:
     return Finding(
         rule="synced_passes",
         title=titled(
-            "DDP all-reduces gradients in each of {passes} backward passes per optimizer step: {share}{rank}.",
+            "DDP all-reduces in each of {passes} backward passes per optimizer step: {share}{rank}.",
             passes=f"{passes:.0f}",
             share=ledger.share_text(spent),
             rank=facts.on_rank(rank),

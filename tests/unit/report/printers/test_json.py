@@ -175,8 +175,9 @@ def test_sentence_figures_and_breakdown_are_of_one_step(tmp_path: Path) -> None:
     )
     shown = document(tmp_path, fake)
     share = shown["pulse"]["breakdown_ns"]["optimizer"] / shown["pulse"]["duration_ns"]["mean"]
-    assert shown["findings"][0]["numbers"]["optimizer_share"] == pytest.approx(share)
-    assert f"takes {share * 100:.0f}% of each step" in shown["verdict"]["title"]
+    (optimizer,) = [finding for finding in shown["findings"] if finding["rule"] == "optimizer_bound"]
+    assert optimizer["numbers"]["share"] == pytest.approx(share)
+    assert f"{share * 100:.0f}% of each step" in optimizer["title"]
 
 
 @pytest.mark.parametrize(("jump", "left"), [(64, 64 * MIB), (0, 0)])

@@ -324,7 +324,7 @@ def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(monkeypatch: pyt
 
     monkeypatch.setattr("lightning_memprof.judge.verdict.RULES", (straggler,))
     text = page(make_run(Path("logs").absolute()))
-    assert "The rule straggler failed (KeyError: 'lost')" in words(text)
+    assert "The rule straggler failed (KeyError)" in words(text)
     assert "Step time: median" in text
 
 
