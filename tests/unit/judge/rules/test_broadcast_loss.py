@@ -23,7 +23,7 @@ def loss(*inside: str, operator: str = "aten::mse_loss") -> list[dict[str, Any]]
 @pytest.mark.parametrize("operator", ["aten::mse_loss", "aten::l1_loss", "aten::huber_loss"])
 def test_a_loss_of_two_shapes_is_named(tmp_path: Path, operator: str) -> None:
     finding = found(tmp_path, *loss("aten::expand", "aten::expand", operator=operator))["broadcast_loss"]
-    assert finding.title.startswith(f"The loss broadcasts: {operator.removeprefix('aten::')} gets a prediction")
+    assert finding.title.startswith(f"The loss broadcasts: {operator.removeprefix('aten::')} gets")
     assert "squeeze(-1)" in finding.next_steps[0]
     assert finding.recovers is not None
     spent = finding.numbers["ns"]
