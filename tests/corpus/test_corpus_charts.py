@@ -28,5 +28,5 @@ def test_the_stretches_of_a_recorded_trace_add_up_to_its_reference():
     assert found is not None
     steps = reference_figures("traces")["kineto_resnet50_nw0"]
     known = next(step for step in steps if step["file"] == path.name)
-    busy = sum(sum(found.shares[name]) for name in ("compute", "communication", "memory_copy")) * found.stretch_ns
+    busy = sum(sum(found.shares[name]) for name in ("compute", "collective", "copy")) * found.stretch_ns
     assert busy == pytest.approx(1000 * known["gpu_window"]["busy_us"], rel=0.001)

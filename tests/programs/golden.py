@@ -49,6 +49,8 @@ RENAMES: dict[str, str] = {
     "system.figures.*.most": "max",
     "*events*.parts_ns.callbacks": "callback",
     "*events*.parts_ns.other": "untracked",
+    "changes.sentence": "title",
+    "limits.sentence": "title",
 }
 # Renamed values: a string that is no prose -> what it is now.
 RENAMED_VALUES: dict[str, str] = {

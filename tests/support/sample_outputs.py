@@ -60,7 +60,7 @@ def finding(directory: Path) -> str:
 
     make_run(directory / "run", FakeRun(phases=waiting, memory=None, trace=False))
     shown = json.loads(command("show", "run", "--format", "json"))["findings"][0]
-    kept = {name: shown[name] for name in ("rule", "severity", "title", "why", "next_steps")}
+    kept = {name: shown[name] for name in ("rule", "severity", "title", "why", "remedies")}
     return json.dumps(kept, indent=2, ensure_ascii=False)
 
 
