@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from lightning_memprof.judge.finding import Evidence, Finding, Severity
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 
 # Copying a recording to a laptop takes minutes from here on.
 NOTABLE_BYTES: Final = 10 * GIB
+FEWER_WINDOWS: Final = Remedy(
+    id="keep_fewer_windows",
+    text="Remove old windows: MemProfilerCallback(budget=Budget(keep_windows=10)).",
+)
 
 
 def large_recording(facts: Facts, notable_bytes: int = NOTABLE_BYTES) -> list[Finding]:
@@ -30,7 +35,7 @@ def large_recording(facts: Facts, notable_bytes: int = NOTABLE_BYTES) -> list[Fi
             severity=Severity.INFO,
             title=f"The recording takes {format_bytes(total)}, most of them from {name}.",
             why=f"{name} wrote {format_bytes(largest)} in {len(facts.run.artifacts)} files.",
-            remedies=("MemProfilerCallback(budget=Budget(keep_windows=10)) removes old windows.",),
+            remedies=(FEWER_WINDOWS,),
             evidence=tuple(
                 Evidence(artifact=artifact.path, rank=artifact.rank, window=artifact.window)
                 for artifact in facts.run.artifacts

@@ -103,7 +103,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     severity: Severity
     title: str
     why: str
-    remedies: tuple[Remedy | str, ...]
+    remedies: tuple[Remedy, ...]
     numbers: Mapping[str, Any] = msgspec.field(default_factory=dict)
     weight: float = 0.0
     evidence: tuple[Evidence, ...] = ()
@@ -117,13 +117,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def next_steps(self) -> tuple[str, ...]:
         """The texts of the remedies."""
-        return tuple(remedy if isinstance(remedy, str) else remedy.text for remedy in self.remedies)
+        return tuple(remedy.text for remedy in self.remedies)
 
     @property
-    def steps(self) -> tuple[dict[str, str | None], ...]:
+    def steps(self) -> tuple[dict[str, str], ...]:
         """The id and the text of each remedy, for programs."""
-        ids = (None if isinstance(remedy, str) else remedy.id for remedy in self.remedies)
-        return tuple({"id": id_, "text": text} for id_, text in zip(ids, self.next_steps, strict=True))
+        return tuple({"id": remedy.id, "text": remedy.text} for remedy in self.remedies)
 
     @property
     def next(self) -> str:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Set as AbstractSet
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec.structs import replace
+
+Need = Literal[
+    "lightning",
+    "other program",
+    "training",
+    "inference",
+    "eager",
+    "compiled",
+    "no graphs",
+    "stacks",
+    "no stacks",
+    "ranks",
+    "one rank",
+    "optimizer loop",
+    "sends float32",
+]
 
 
 class Remedy(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,18 +31,23 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: stable, unlike the text.
         text: one action that a person can type or paste; with the fields of :meth:`filled`.
-        needs: what has to hold of the program.
+        needs: what has to hold of the program of a trace or a snapshot.
         change: the argument of ``try --remedy`` that applies it (``workers={workers}``), empty where nothing can.
     """
 
     id: str
     text: str
-    needs: frozenset[str] = frozenset()
+    needs: frozenset[Need] = frozenset()
     change: str = ""
 
     def filled(self, **values: Any) -> Remedy:
         """Return the remedy with values in its text and its change."""
         return replace(self, text=self.text.format(**values), change=self.change.format(**values))
+
+
+def applicable(holds: AbstractSet[Need], *choices: Remedy) -> tuple[Remedy, ...]:
+    """Return the remedies for a program of which ``holds`` is true."""
+    return tuple(choice for choice in choices if choice.needs <= holds)
 
 
 # Loading
@@ -592,7 +614,10 @@ COMPILE: Final = Remedy(
     change="compile",
 )
 BFLOAT16: Final = Remedy(
-    id="bfloat16", text="Compute in bfloat16: Trainer(precision='bf16-mixed').", change="precision=bf16-mixed"
+    id="bfloat16",
+    text="Compute in bfloat16: Trainer(precision='bf16-mixed').",
+    needs=frozenset({"lightning", "training"}),
+    change="precision=bf16-mixed",
 )
 CHANNELS_LAST: Final = Remedy(
     id="channels_last",
@@ -842,7 +867,658 @@ FIND_APPENDS: Final = Remedy(id="find_appends", text="Find callbacks and metrics
 
 # Traces and devices
 
+OPEN_TRACE: Final = Remedy(
+    id="open_trace",
+    text="Open the trace: lightning-memprof view {file}.",
+)
+RECORD_LATER: Final = Remedy(
+    id="record_later",
+    text="Record later steps: Schedule(wait=10, warmup=2, active=3).",
+    needs=frozenset({"lightning"}),
+)
+RECORD_LATER_IN_TORCH: Final = Remedy(
+    id="record_later_in_torch",
+    text="Record later steps: torch.profiler.schedule(wait=10, warmup=2, active=3).",
+    needs=frozenset({"other program"}),
+)
+RECORD_REPLAY: Final = Remedy(
+    id="record_replay",
+    text="Record a replay of the graph: start the profiler when the graph is made. An idle GPU is expected here.",
+)
+RECORD_ALL_EVENTS: Final = Remedy(
+    id="record_all_events",
+    text="Use a trace with all events of a few steps.",
+)
+RECORD_SHAPES: Final = Remedy(
+    id="record_shapes",
+    text="Record the inputs of operators, for the FLOP/s that they reach: profile(record_shapes=True).",
+)
+RECORD_HOST: Final = Remedy(
+    id="record_host",
+    text="Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
+)
+RECORD_PYTHON_STACKS: Final = Remedy(
+    id="record_python_stacks",
+    text="Record the Python stacks with {profiler}(with_stack=True), then move that code out of the step.",
+    needs=frozenset({"no stacks"}),
+)
+MERGE_ALL_TRACES: Final = Remedy(
+    id="merge_all_traces",
+    text=(
+        "Merge the traces of all ranks and see which stream, copy or late rank the queued kernels wait for: "
+        "lightning-memprof merge."
+    ),
+    needs=frozenset({"ranks"}),
+)
+
+ALL_AT_ONCE: Final = Remedy(
+    id="update_all_at_once",
+    text="Update all parameters at once: torch.optim.{optimizer}(..., {kernels}=True).",
+    needs=frozenset({"training", "optimizer loop"}),
+    change="{kernels}_optimizer",
+)
+FUSE_MEMORY_BOUND: Final = Remedy(
+    id="fuse_memory_bound",
+    text="Fuse operators that are bound by memory: torch.compile(model).",
+    needs=frozenset({"eager"}),
+    change="compile",
+)
+FUSE_AROUND: Final = Remedy(
+    id="fuse_around",
+    text="Fuse the operators around them: torch.compile(model).",
+    needs=frozenset({"eager"}),
+    change="compile",
+)
+FUSE_KERNELS: Final = Remedy(
+    id="fuse_kernels",
+    text='Fuse them: torch.compile(model), or torch.compile(model, mode="reduce-overhead") with CUDA graphs.',
+    needs=frozenset({"eager"}),
+    change="compile",
+)
+LAUNCH_AS_GRAPHS: Final = Remedy(
+    id="launch_as_graphs",
+    text='Launch them as CUDA graphs: torch.compile(model, mode="reduce-overhead").',
+    needs=frozenset({"compiled", "no graphs"}),
+)
+LAUNCH_LESS: Final = Remedy(
+    id="launch_less",
+    text="Launch fewer and longer kernels: torch.compile(model{mode}).",
+    needs=frozenset({"eager", "no graphs"}),
+    change="compile",
+)
+LAUNCH_AT_ONCE: Final = Remedy(
+    id="launch_at_once",
+    text="Launch each compiled part at once: torch.compile(model{mode}).",
+    needs=frozenset({"compiled", "no graphs"}),
+)
+COMBINE_OPERATORS: Final = Remedy(
+    id="combine_operators",
+    text="Let the compiler combine them: torch.compile(model).",
+    needs=frozenset({"eager"}),
+    change="compile",
+)
+COMPILE_ONCE: Final = Remedy(
+    id="compile_once",
+    text=(
+        "Compile once, not in each step: TORCH_LOGS=recompiles prints why torch.compile starts again; for varying "
+        "sizes torch.compile(dynamic=True), for a number that changes a tensor."
+    ),
+)
+CHECK_FEWER_GUARDS: Final = Remedy(
+    id="check_fewer_guards",
+    text=(
+        "Check fewer guards: compile fewer and larger parts (TORCH_LOGS=graph_breaks), and after the first steps "
+        "torch.compiler.set_stance(skip_guard_eval_unsafe=True)."
+    ),
+)
+REPLAY_GRAPHS: Final = Remedy(
+    id="replay_graphs",
+    text="Record each graph of kernels once and replay it: pad batches to a few shapes.",
+)
+BATCH_OPERATORS: Final = Remedy(
+    id="batch_operators",
+    text="Batch the tiny operators: stack their inputs and call one operator, or torch.compile(model).",
+    needs=frozenset({"eager"}),
+    change="compile",
+)
+WITHOUT_LOOPS: Final = Remedy(
+    id="without_loops",
+    text="Replace loops by one operator: torch.stack the tensors, or torch.vmap the function.",
+)
+LARGER_OPERATORS: Final = Remedy(
+    id="larger_operators",
+    text="Give each operator more work: a larger DataLoader(batch_size=...).",
+)
+LARGER_SHAPES: Final = Remedy(
+    id="larger_shapes",
+    text="Give each operator more work: a larger batch, and sizes that are multiples of 8.",
+)
+LARGER_KERNELS: Final = Remedy(
+    id="larger_kernels",
+    text="Give each kernel more work: a larger batch, scaled_dot_product_attention, fused norms.",
+)
+LARGER_STEPS: Final = Remedy(
+    id="larger_steps",
+    text="Give each step more work: a larger batch.",
+    needs=frozenset({"training"}),
+)
+LARGER_CALLS: Final = Remedy(
+    id="larger_calls",
+    text="Give each call more work: a larger batch.",
+    needs=frozenset({"inference"}),
+)
+CONVOLUTION_LAYOUT: Final = Remedy(
+    id="convolution_layout",
+    text="Use the layout of the convolutions: model.to(memory_format=torch.channels_last).",
+    change="channels_last",
+)
+BFLOAT16_IN_TORCH: Final = Remedy(
+    id="bfloat16_in_torch",
+    text='Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).',
+    needs=frozenset({"other program"}),
+)
+MIXED_PRECISION: Final = Remedy(
+    id="mixed_precision",
+    text='Train in mixed precision: Trainer(precision="{precision}-mixed").',
+    needs=frozenset({"lightning", "training"}),
+    change="precision={precision}-mixed",
+)
+LOWER_PRECISION: Final = Remedy(
+    id="lower_precision",
+    text='Compute in half precision: Trainer(precision="{precision}-true").',
+    needs=frozenset({"lightning", "inference"}),
+)
+MIXED_PRECISION_IN_TORCH: Final = Remedy(
+    id="mixed_precision_in_torch",
+    text='Train in mixed precision: torch.autocast("cuda", torch.{dtype}){scaler}.',
+    needs=frozenset({"other program", "training"}),
+)
+LOWER_PRECISION_IN_TORCH: Final = Remedy(
+    id="lower_precision_in_torch",
+    text="Compute in half precision: model.to(torch.{dtype}).",
+    needs=frozenset({"other program", "inference"}),
+)
+TF32: Final = Remedy(
+    id="tf32",
+    text='Or keep 32 bits and multiply in TF32: torch.set_float32_matmul_precision("high").',
+    change="matmul_precision=high",
+)
+MULTIPLES_OF_8: Final = Remedy(
+    id="multiples_of_8",
+    text="Make the sizes of layers and batches multiples of 8.",
+)
+UNDER_AUTOCAST: Final = Remedy(
+    id="under_autocast",
+    text="Let autocast run it in half precision: remove .float() and autocast(enabled=False) before it.",
+)
+DEVICES_AT_ONCE: Final = Remedy(
+    id="devices_at_once",
+    text=(
+        "Let the GPUs work at once: a part of each batch on each one, or micro-batches in torch.distributed.pipelining."
+    ),
+)
+COPY_BETWEEN_LESS: Final = Remedy(
+    id="copy_between_less",
+    text="Copy less between GPUs: keep a layer and its inputs on one, and copy each tensor once per step.",
+)
+FILL_LESS: Final = Remedy(
+    id="fill_less",
+    text="Fill less: torch.empty where every element is written, optimizer.zero_grad(set_to_none=True).",
+)
+
+KEEP_ON_DEVICE: Final = Remedy(
+    id="keep_on_device",
+    text=(
+        "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if, self.log(name, "
+        "tensor) with Trainer(log_every_n_steps=50)."
+    ),
+    needs=frozenset({"lightning"}),
+    change="log_every=50",
+)
+KEEP_ON_DEVICE_IN_TORCH: Final = Remedy(
+    id="keep_on_device_in_torch",
+    text=(
+        "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if; read them every "
+        "50 steps."
+    ),
+    needs=frozenset({"other program"}),
+)
+NO_BRANCH: Final = Remedy(
+    id="no_branch",
+    text="Do not branch on a tensor's value in a step: torch.where instead of if.",
+)
+NO_BOOLEAN_INDEX: Final = Remedy(
+    id="no_boolean_index",
+    text="Avoid value-dependent sizes, which stop the host: torch.where instead of a boolean index.",
+)
+NO_MASKED_SELECT: Final = Remedy(
+    id="no_masked_select",
+    text="Avoid value-dependent sizes, which stop the host: torch.where instead of masked_select.",
+)
+UNIQUE_IN_WORKERS: Final = Remedy(
+    id="unique_in_workers",
+    text="Avoid value-dependent sizes, which stop the host: call unique in the DataLoader's workers.",
+)
+NON_BLOCKING_TO: Final = Remedy(
+    id="non_blocking_to",
+    text="Copy without blocking: tensor.to(device, non_blocking=True) from DataLoader(pin_memory=True).",
+    change="pin_memory",
+)
+NON_BLOCKING_COPY: Final = Remedy(
+    id="non_blocking_copy",
+    text="Copy without blocking: tensor.copy_(other, non_blocking=True) with pinned memory.",
+)
+NO_SYNCHRONIZE: Final = Remedy(
+    id="no_synchronize",
+    text="Remove torch.cuda.synchronize() from the steps: time them with torch.cuda.Event.",
+)
+READ_EVENTS_LATER: Final = Remedy(
+    id="read_events_later",
+    text="Read event times after several steps, not in each: event.synchronize() stops the host.",
+)
+FIND_SYNC_CALLS: Final = Remedy(
+    id="find_sync_calls",
+    text='Find the calls: torch.cuda.set_sync_debug_mode("warn") prints the line of each.',
+)
+COPY_FROM_PINNED: Final = Remedy(
+    id="copy_from_pinned",
+    text="Copy from pinned memory without blocking: tensor.pin_memory().to(device, non_blocking=True).",
+)
+PIN_BATCHES: Final = Remedy(
+    id="pin_batches",
+    text="Pin the batches: DataLoader(pin_memory=True); Lightning then copies them without blocking.",
+    needs=frozenset({"lightning"}),
+    change="pin_memory",
+)
+PIN_BATCHES_IN_TORCH: Final = Remedy(
+    id="pin_batches_in_torch",
+    text="Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).",
+    needs=frozenset({"other program"}),
+)
+PIN_OWN_TENSORS: Final = Remedy(
+    id="pin_own_tensors",
+    text="Pin the program's own tensors: tensor.pin_memory().to(device, non_blocking=True).",
+)
+MOVE_RESULTS_LESS_OFTEN: Final = Remedy(
+    id="move_results_less_often",
+    text="Move results to the host less often: .cpu() every N steps, self.log(name, tensor) instead of a list.",
+    needs=frozenset({"lightning"}),
+)
+MOVE_RESULTS_LESS_OFTEN_IN_TORCH: Final = Remedy(
+    id="move_results_less_often_in_torch",
+    text="Move results to the host less often: .cpu() every N steps.",
+    needs=frozenset({"other program"}),
+)
+COPY_INTO_PINNED: Final = Remedy(
+    id="copy_into_pinned",
+    text="Copy into pinned memory: torch.empty(shape, pin_memory=True).copy_(x, non_blocking=True).",
+)
+KEEP_PINNED: Final = Remedy(
+    id="keep_pinned",
+    text="Keep pinned memory from step to step: make the tensor once with pin_memory=True, and copy into it.",
+)
+STAY_ON_GPU: Final = Remedy(
+    id="stay_on_gpu",
+    text="Leave it on the GPU: remove the .to(device) and .cpu() of a module or tensor from the steps.",
+)
+COPY_FEWER_BYTES: Final = Remedy(
+    id="copy_fewer_bytes",
+    text="Copy fewer bytes: uint8 images, bfloat16 tensors, int32 indices; keep what fits on the GPU.",
+)
+COPY_IN_STREAM: Final = Remedy(
+    id="copy_in_stream",
+    text=(
+        "Overlap copies with kernels: start each copy early in a torch.cuda.Stream(), and wait for its event before "
+        "using it."
+    ),
+)
+MAKE_ON_GPU: Final = Remedy(
+    id="make_on_gpu",
+    text="Make the tensor on the GPU: {call}(..., device={device}); {operator} runs on the CPU.",
+)
+RUN_ON_GPU: Final = Remedy(
+    id="run_on_gpu",
+    text="Run {operator} on the GPU: move its tensors there once, tensor.to({device}); it runs on the CPU.",
+)
+COLLECT_BETWEEN_STEPS: Final = Remedy(
+    id="collect_between_steps",
+    text="Collect garbage between steps: gc.freeze() after setup, gc.disable(), gc.collect() every 100 steps.",
+    change="gc_freeze",
+)
+MOVE_OUT_OF_STEP: Final = Remedy(
+    id="move_out_of_step",
+    text="Move this code out of the step: {place}.",
+)
+CALL_LESS_OFTEN: Final = Remedy(
+    id="call_less_often",
+    text="Call it less often, or elsewhere: {place}.",
+)
+CALL_ONCE: Final = Remedy(
+    id="call_once",
+    text="Call {call} once, before the steps: it takes up to {longest} on the host.",
+)
+FIND_SLOW_LINES: Final = Remedy(
+    id="find_slow_lines",
+    text="Find the slow lines in {place}: python -m cProfile shows the functions that it calls.",
+)
+SAVE_IN_BACKGROUND: Final = Remedy(
+    id="save_in_background",
+    text="Save checkpoints less often, or in the background: torch.distributed.checkpoint.async_save.",
+)
+
+EXPANDABLE_SEGMENTS: Final = Remedy(
+    id="expandable_segments",
+    text="Let segments grow instead of being returned: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    change="expandable_segments",
+)
+FREE_MEMORY: Final = Remedy(
+    id="free_memory",
+    text="Free memory: a smaller batch with Trainer(accumulate_grad_batches=2), or activation checkpointing.",
+    needs=frozenset({"lightning", "training"}),
+    change="accumulate=2",
+)
+FREE_MEMORY_IN_TORCH: Final = Remedy(
+    id="free_memory_in_torch",
+    text="Free memory: a smaller batch with gradient accumulation, or activation checkpointing.",
+    needs=frozenset({"other program", "training"}),
+)
+FREE_MEMORY_OF_BATCH: Final = Remedy(
+    id="free_memory_of_batch",
+    text="Free memory: a smaller batch.",
+    needs=frozenset({"inference"}),
+)
+KEEP_CACHE: Final = Remedy(
+    id="keep_cache",
+    text="Do not call torch.cuda.empty_cache() in steps, and pad batches to a few lengths.",
+)
+CACHING_ALLOCATOR: Final = Remedy(
+    id="caching_allocator",
+    text=(
+        "Use the caching allocator: unset PYTORCH_NO_CUDA_MEMORY_CACHING (on ROCm also PYTORCH_NO_HIP_MEMORY_CACHING)."
+    ),
+)
+NATIVE_ALLOCATOR: Final = Remedy(
+    id="native_allocator",
+    text="Use PyTorch's native allocator: unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF.",
+)
+
+SMALLER_BUCKETS: Final = Remedy(
+    id="smaller_buckets",
+    text="Send gradients earlier, in smaller buckets: DDPStrategy(bucket_cap_mb={size}).",
+    needs=frozenset({"lightning", "training"}),
+)
+SMALLER_BUCKETS_IN_TORCH: Final = Remedy(
+    id="smaller_buckets_in_torch",
+    text="Send gradients earlier, in smaller buckets: DistributedDataParallel(model, bucket_cap_mb={size}).",
+    needs=frozenset({"other program", "training"}),
+)
+OVERLAP_GRADIENTS: Final = Remedy(
+    id="overlap_gradients",
+    text="Overlap gradients with backward: DDPStrategy(bucket_cap_mb=50, static_graph=True).",
+    needs=frozenset({"lightning", "training"}),
+    change="static_graph",
+)
+OVERLAP_GRADIENTS_IN_TORCH: Final = Remedy(
+    id="overlap_gradients_in_torch",
+    text="Overlap gradients with backward: DistributedDataParallel(model, bucket_cap_mb=50, static_graph=True).",
+    needs=frozenset({"other program", "training"}),
+)
+PREFETCH_PARAMETERS: Final = Remedy(
+    id="prefetch_parameters",
+    text="Prefetch parameters: FSDPStrategy(forward_prefetch=True), or fully_shard's set_modules_to_forward_prefetch.",
+    needs=frozenset({"lightning"}),
+)
+PREFETCH_PARAMETERS_IN_TORCH: Final = Remedy(
+    id="prefetch_parameters_in_torch",
+    text="Prefetch parameters: module.set_modules_to_forward_prefetch([next_module]) of FSDP2.",
+    needs=frozenset({"other program"}),
+)
+EARLY_ALL_TO_ALL: Final = Remedy(
+    id="early_all_to_all",
+    text="Start the all-to-all early and wait late (async_op=True), with work of another layer or batch in between.",
+)
+FILL_PIPELINE: Final = Remedy(
+    id="fill_pipeline",
+    text=(
+        "Fill the pipeline: more micro-batches per step, stages that take as long, or an interleaved schedule "
+        "(torch.distributed.pipelining.ScheduleInterleaved1F1B)."
+    ),
+)
+EARLY_TRANSFER: Final = Remedy(
+    id="early_transfer",
+    text="Start the transfer early and wait late (async_op=True), with work in between.",
+)
+SEND_LESS_OFTEN: Final = Remedy(
+    id="send_less_often",
+    text="Send less often: Trainer(accumulate_grad_batches=2).",
+    needs=frozenset({"lightning", "training"}),
+)
+SEND_LESS_OFTEN_IN_TORCH: Final = Remedy(
+    id="send_less_often_in_torch",
+    text="Send less often: accumulate gradients under model.no_sync().",
+    needs=frozenset({"other program", "training"}),
+)
+SEND_BFLOAT16: Final = Remedy(
+    id="send_bfloat16",
+    text=(
+        "Send bfloat16: "
+        "DDPStrategy(ddp_comm_hook=torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook)."
+    ),
+    needs=frozenset({"lightning", "training", "sends float32"}),
+)
+SEND_BFLOAT16_IN_TORCH: Final = Remedy(
+    id="send_bfloat16_in_torch",
+    text=(
+        "Send bfloat16: model.register_comm_hook(None, "
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook)."
+    ),
+    needs=frozenset({"other program", "training", "sends float32"}),
+)
+SEND_LESS_PER_TOKEN: Final = Remedy(
+    id="send_less_per_token",
+    text="Send less per token: split layers over fewer devices, or use larger batches.",
+    needs=frozenset({"inference"}),
+)
+SHARD_IN_NODE: Final = Remedy(
+    id="shard_in_node",
+    text='Shard within a node only: FSDPStrategy(sharding_strategy="HYBRID_SHARD"), or "SHARD_GRAD_OP" if it fits.',
+    needs=frozenset({"lightning", "training"}),
+)
+GATHER_ONCE: Final = Remedy(
+    id="gather_once",
+    text=(
+        "Gather parameters once per step if they fit: fully_shard(module, reshard_after_forward=False); or shard "
+        "within a node only (mesh=..., 2-D)."
+    ),
+    needs=frozenset({"other program", "training"}),
+)
+SEND_HALF: Final = Remedy(
+    id="send_half",
+    text="Send bfloat16 instead of float32.",
+    needs=frozenset({"sends float32"}),
+)
+STAY_IN_NODE: Final = Remedy(
+    id="stay_in_node",
+    text="Keep more of what is sent on the same node.",
+)
+SEND_FEWER_BYTES: Final = Remedy(
+    id="send_fewer_bytes",
+    text="Send less: split layers over fewer devices, or give each step a larger batch.",
+)
+FIND_LATE_RANK: Final = Remedy(
+    id="find_late_rank",
+    text="Find the late rank: the same {collective} takes {median} or {longest}. Record all ranks and compare them.",
+)
+FIND_WAITING_RANK: Final = Remedy(
+    id="find_waiting_rank",
+    text=(
+        "Find the late rank: {collective} takes {fewer} and {more}, so most of that is waiting. Record all ranks and "
+        "compare them."
+    ),
+)
+COMBINE_COLLECTIVES: Final = Remedy(
+    id="combine_collectives",
+    text="Combine {count} collectives of less than {size}.",
+)
+
 # Snapshots
+
+SMALLER_BATCHES: Final = Remedy(
+    id="smaller_batches",
+    text="Use a smaller batch with Trainer(accumulate_grad_batches=2): saved activations shrink with it.",
+    needs=frozenset({"lightning", "training"}),
+    change="accumulate=2",
+)
+SMALLER_BATCHES_IN_TORCH: Final = Remedy(
+    id="smaller_batches_in_torch",
+    text="Use a smaller batch, and step the optimizer after several: saved activations shrink with it.",
+    needs=frozenset({"other program", "training"}),
+)
+SMALLER_INPUT: Final = Remedy(
+    id="smaller_input",
+    text="Use a smaller batch or shorter inputs: activations and caches shrink with them.",
+    needs=frozenset({"inference"}),
+)
+HALF_THE_BYTES: Final = Remedy(
+    id="half_the_bytes",
+    text="Train in mixed precision: Trainer(precision='bf16-mixed').",
+    needs=frozenset({"lightning", "training"}),
+    change="precision=bf16-mixed",
+)
+HALF_THE_BYTES_IN_TORCH: Final = Remedy(
+    id="half_the_bytes_in_torch",
+    text="Train in mixed precision: torch.autocast('cuda', dtype=torch.bfloat16) around forward and loss.",
+    needs=frozenset({"other program", "training"}),
+)
+SMALLER_WEIGHTS_OR_CACHE: Final = Remedy(
+    id="smaller_weights_or_cache",
+    text="If these are weights, load them in fewer bytes (dtype=torch.bfloat16); if it is a cache, make it smaller.",
+    needs=frozenset({"inference"}),
+)
+SMALLER_WEIGHTS: Final = Remedy(
+    id="smaller_weights",
+    text="Load the weights in fewer bytes: dtype=torch.bfloat16.",
+)
+CHECKPOINT_MODULES: Final = Remedy(
+    id="checkpoint_modules",
+    text="Save fewer activations: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False).",
+    needs=frozenset({"training"}),
+    change="checkpointing",
+)
+WITHOUT_GRADIENTS: Final = Remedy(
+    id="without_gradients",
+    text=(
+        "Run the model under torch.no_grad() if it does not train; else save fewer activations: "
+        "torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)."
+    ),
+    needs=frozenset({"inference"}),
+)
+SMALLER_CACHE: Final = Remedy(
+    id="smaller_cache",
+    text=(
+        "Make the cache smaller: a shorter maximum length, or fewer sequences at once; with vLLM, "
+        "LLM(gpu_memory_utilization=..., max_model_len=...)."
+    ),
+)
+FREE_GRADIENTS: Final = Remedy(
+    id="free_gradients",
+    text=(
+        "Free gradients earlier: step each parameter in backward (Tensor.register_post_accumulate_grad_hook); with "
+        "several GPUs, shard them: {sharded}."
+    ),
+)
+SMALLER_STATES: Final = Remedy(
+    id="smaller_states",
+    text="Use an optimizer with smaller states, such as 8-bit Adam; with several GPUs, shard them: {sharded}.",
+)
+FUSE_GRADIENTS: Final = Remedy(
+    id="fuse_gradients",
+    text=(
+        "If these are gradients of activations, use one fused operator in place of several, such as torch.softmax or "
+        "torch.nn.functional.scaled_dot_product_attention, or a smaller batch."
+    ),
+)
+CLEAR_GRADIENTS: Final = Remedy(
+    id="clear_gradients",
+    text=(
+        "Gradients of the last backward are live in forward: unless you accumulate them, call "
+        "optimizer.zero_grad(set_to_none=True) before it."
+    ),
+)
+FREE_GROWTH: Final = Remedy(
+    id="free_growth",
+    text=(
+        "Find what keeps the tensors of {site}, such as a list: store numbers (.item()) or copies on the host "
+        "(.detach().cpu()), or clear it."
+    ),
+)
+NAME_HOLDER: Final = Remedy(
+    id="name_holder",
+    text="Record a run with MemProfilerCallback(): if memory grows, its page names the variable that keeps it.",
+    needs=frozenset({"lightning"}),
+)
+LOOK_AT_SITE: Final = Remedy(
+    id="look_at_site",
+    text="Look at {site}: it has the most live bytes.",
+)
+START_WITH_SITE: Final = Remedy(
+    id="start_with_site",
+    text="To lower the peak, start with {site}.",
+)
+GROW_SEGMENTS: Final = Remedy(
+    id="grow_segments",
+    text="Let segments grow: PYTORCH_CUDA_ALLOC_CONF={settings}.",
+    change="expandable_segments",
+)
+ROUND_ALLOCATIONS: Final = Remedy(
+    id="round_allocations",
+    text="Or round allocations: PYTORCH_CUDA_ALLOC_CONF={settings}.",
+)
+FEW_LENGTHS: Final = Remedy(
+    id="few_lengths",
+    text="Pad batches to a few lengths: sizes that change with every batch leave pieces that fit nothing else.",
+)
+RETURN_CACHE: Final = Remedy(
+    id="return_cache",
+    text="Return the allocator's cache before another program needs it: torch.cuda.empty_cache().",
+)
+NO_EMPTY_CACHE: Final = Remedy(
+    id="no_empty_cache",
+    text="Remove torch.cuda.empty_cache() from the training loop: the allocator reuses its cache.",
+)
+LIMIT_ALL_GATHERS: Final = Remedy(
+    id="limit_all_gathers",
+    text="With FSDP1, keep FullyShardedDataParallel(limit_all_gathers=True); FSDP2 does not use record_stream.",
+)
+WAIT_FOR_EVENT: Final = Remedy(
+    id="wait_for_event",
+    text="With a stream of your own, wait for its event before the tensor is freed instead of record_stream.",
+)
+ONE_POOL: Final = Remedy(
+    id="one_pool",
+    text="Capture graphs that never run at the same time into one pool: torch.cuda.graph(graph, pool=other.pool()).",
+)
+FEW_INPUT_SHAPES: Final = Remedy(
+    id="few_input_shapes",
+    text="With torch.compile(mode='reduce-overhead'), use few input shapes: each has its own graph.",
+)
+LESS_FRAGMENTATION: Final = Remedy(
+    id="less_fragmentation",
+    text="Reduce fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and batches of few different shapes.",
+    change="expandable_segments",
+)
+FIND_ALLOCATIONS: Final = Remedy(
+    id="find_allocations",
+    text="Find the allocation sites at the peak: MemProfilerCallback(collectors=[AllocatorHistory()]).",
+)
+RECORD_ALLOCATION_STACKS: Final = Remedy(
+    id="record_allocation_stacks",
+    text="Record stacks: AllocatorHistory(), or torch.cuda.memory._record_memory_history(stacks='python').",
+)
+RECORD_STACKS_FROM_START: Final = Remedy(
+    id="record_stacks_from_start",
+    text="Record stacks from the start of the program: {share} of the {whole} has none.",
+)
 
 # Recording
 
@@ -871,6 +1547,25 @@ REMOVE_PYTHON_PROFILER: Final = Remedy(
         "Remove the other profiler, or use it for a few steps: cProfile, sys.setprofile(...) or "
         'Trainer(profiler="advanced").'
     ),
+)
+
+RECORD_WITHOUT: Final = Remedy(
+    id="record_without",
+    text="Record less per step: {profiler}({less}).",
+)
+COMPARE_WITH_PULSE: Final = Remedy(
+    id="compare_with_pulse",
+    text="Compare with the steps outside windows, which the pulse has, before acting on idle times.",
+    needs=frozenset({"lightning"}),
+)
+COMPARE_WITH_BARE: Final = Remedy(
+    id="compare_with_bare",
+    text="Compare with the step time without the profiler before acting on idle times.",
+    needs=frozenset({"other program"}),
+)
+REPORT_ERROR: Final = Remedy(
+    id="report_error",
+    text="Report this error to the developers of lightning-memprof.",
 )
 
 # Hangs

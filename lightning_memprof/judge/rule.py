@@ -112,7 +112,7 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     fields: Mapping[str, object] = msgspec.field(default_factory=dict)
     measured: str = ""
     why: str = ""
-    remedies: tuple[Remedy | str, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
     saves: tuple[float, float] | None = None
     recovers: Recovery | msgspec.UnsetType | None = msgspec.UNSET
     is_note: bool = False

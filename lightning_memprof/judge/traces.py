@@ -6,14 +6,24 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import Evidence, Recovery, Severity
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import MORE_OF_TRACE, SLOW_BATCH, WORKERS
-from lightning_memprof.judge.remedies import Remedy as LoaderRemedy
+from lightning_memprof.judge.remedies import (
+    MORE_OF_TRACE,
+    OPEN_TRACE,
+    RECORD_LATER,
+    RECORD_LATER_IN_TORCH,
+    RECORD_REPLAY,
+    SLOW_BATCH,
+    WORKERS,
+    Need,
+    Remedy,
+    applicable,
+)
 from lightning_memprof.judge.rules.compute import FOREACH, FUSED
 from lightning_memprof.read.trace.idle import COMPILES
 from lightning_memprof.read.trace.kernel_names import kernel_name, kernel_names
@@ -45,54 +55,18 @@ MIN_TRACE_STEPS: Final = 2
 SHORT_WINDOW_NS: Final = 1_000_000
 LONGEST_NAME: Final = 72
 
-
-Need = Literal[
-    "lightning",
-    "other program",
-    "training",
-    "inference",
-    "eager",
-    "compiled",
-    "no graphs",
-    "stacks",
-    "no stacks",
-    "ranks",
-    "one rank",
-    "optimizer loop",
-    "sends float32",
-]
-
-
-OPTIMIZER: Final = "{optimizer}"
-"""Placeholder in a remedy for an optimizer loop: the call that replaces the loop."""
 # Of the names of kernels that send numbers of 16 bits.
 HALF: Final = re.compile(r"_b?f16|bfloat16|half", re.IGNORECASE)
-AT_ONCE: Final = "{mode}"
-"""Placeholder in a remedy: the mode of a compiled model that launches its kernels at once, where the device can."""
-PROFILER: Final = "{profiler}"
-"""Placeholder in a remedy: the class that records the program."""
+LATER: Final = (RECORD_LATER, RECORD_LATER_IN_TORCH)
 
 
-class Remedy(NamedTuple):
-    """A next step, and the traces to which it applies."""
-
-    text: str
-    needs: frozenset[Need]
-
-
-def remedy(text: str, *needs: Need) -> Remedy:
-    """Return a next step that applies where all of ``needs`` hold."""
-    return Remedy(text, frozenset(needs))
-
-
-LATER: Final = (
-    remedy("Record later steps: Schedule(wait=10, warmup=2, active=3).", "lightning"),
-    remedy("Record later steps: torch.profiler.schedule(wait=10, warmup=2, active=3).", "other program"),
-)
-
-
-def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
+def remedies(trace: TraceReport, *choices: Remedy) -> tuple[Remedy, ...]:
     """Return the next steps that apply to the recorded program; if none does, the step is to open the trace."""
+    return fitting(trace, *choices) or (OPEN_TRACE.filled(file=quoted(trace.file)),)
+
+
+def fitting(trace: TraceReport, *choices: Remedy) -> tuple[Remedy, ...]:
+    """Return the next steps that apply to the recorded program, with its optimizer and profiler."""
     program = trace.program
     several = (trace.world_size or 1) > 1 or bool(trace.collectives)
     stacks = program.has_stacks or "with_stack" in trace.recorded_with
@@ -108,32 +82,28 @@ def remedies(trace: TraceReport, *choices: Remedy | str) -> tuple[str, ...]:
     holds |= set() if any(map(HALF.search, sent)) else {"sends float32"}
     optimizer = program.loop_optimizer
     holds |= {"optimizer loop"} if optimizer in FOREACH else set()
-    placeholders = {
-        OPTIMIZER: f"torch.optim.{optimizer}(..., {'fused' if optimizer in FUSED else 'foreach'}=True)",
-        PROFILER: "ExtendedPyTorchProfiler" if program.is_lightning else "torch.profiler.profile",
-        AT_ONCE: ', mode="reduce-overhead"' if has_graphs(trace) else "",
+    values = {
+        "optimizer": optimizer,
+        "kernels": "fused" if optimizer in FUSED else "foreach",
+        "profiler": profiler_of(trace),
+        "mode": ', mode="reduce-overhead"' if has_graphs(trace) else "",
     }
-    fitting = []
-    for choice in choices:
-        if isinstance(choice, str) or choice.needs <= holds:
-            text = choice if isinstance(choice, str) else choice.text
-            for placeholder, value in placeholders.items():
-                text = text.replace(placeholder, value)
-            fitting.append(text)
-    return tuple(dict.fromkeys(fitting)) or (open_trace(trace),)
+    # Others have their values, in which a brace is a brace.
+    steps = (
+        choice.filled(**values) if any(f"{{{name}}}" in choice.text for name in values) else choice
+        for choice in applicable(holds, *choices)
+    )
+    return tuple(dict.fromkeys(steps))
+
+
+def profiler_of(trace: TraceReport) -> str:
+    """Return the class that records the program."""
+    return "ExtendedPyTorchProfiler" if trace.program.is_lightning else "torch.profiler.profile"
 
 
 def has_graphs(trace: TraceReport) -> bool:
     """Return whether the device can run graphs of kernels: one of NVIDIA or AMD, which torch calls ``cuda``."""
     return not trace.runtime_calls or any(call.name.startswith(("cu", "hip")) for call in trace.runtime_calls)
-
-
-ALL_AT_ONCE: Final = remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop")
-
-
-def open_trace(trace: TraceReport) -> str:
-    """Return the command that shows the trace."""
-    return f"Open the trace: lightning-memprof view {quoted(trace.file)}."
 
 
 def seen_in(trace: TraceReport, start_ns: int | None = None, duration_ns: int = 0) -> tuple[Evidence, ...]:
@@ -188,7 +158,6 @@ def idle_time(trace: TraceReport) -> IdleTime | None:
 
 
 _GRAPH: Final = re.compile("StreamBeginCapture|GraphInstantiate")
-REPLAY: Final = "Record a replay of the graph: start the profiler when the graph is made. An idle GPU is expected here."
 
 
 def cold_start_of(cause: IdleCause) -> str:
@@ -200,9 +169,9 @@ def cold_start_of(cause: IdleCause) -> str:
     return f"the host is in {shorter_name(cause.example)}" if cause.example else "the host is in its first calls"
 
 
-def after_start(trace: TraceReport, cause: IdleCause) -> tuple[str, ...]:
+def after_start(trace: TraceReport, cause: IdleCause) -> tuple[Remedy, ...]:
     """Return how to record a program after a cold start."""
-    return (REPLAY,) if _GRAPH.search(cause.example) else remedies(trace, *LATER)
+    return (RECORD_REPLAY,) if _GRAPH.search(cause.example) else remedies(trace, *LATER)
 
 
 # A single call may be the program's end, or the profiler's.
@@ -433,7 +402,7 @@ def steps_ns(trace: TraceReport) -> int:
     return max((window.window_ns for window in (trace.work_window, trace.gpu_window) if window), default=0)
 
 
-def workers_in(ledger: TimeLedger | None, *, in_one: bool) -> LoaderRemedy:
+def workers_in(ledger: TimeLedger | None, *, in_one: bool) -> Remedy:
     """Return the remedy for the workers that the iterators of a trace show; ``in_one`` batch most of the loading is."""
     names = " ".join(line.name for line in ledger.of("idle_data", "data_wait")) if ledger else ""
     if "_MultiProcessing" not in names:

@@ -13,6 +13,7 @@ from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.facts import Facts, Judge
 from lightning_memprof.judge.finding import Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import REPORT_ERROR
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.rules import (
     communication,
@@ -199,7 +200,7 @@ def _guarded(
                     "The rule {rule} failed ({error}).", rule=name or rule.__name__, error=type(error).__name__
                 ),
                 why=f"{type(error).__name__}: {error}. All other findings and figures are complete.",
-                remedies=("Report this error to the developers of lightning-memprof.",),
+                remedies=(REPORT_ERROR,),
                 numbers={"failed": name or rule.__name__},
             )
         ]

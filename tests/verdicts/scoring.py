@@ -213,7 +213,7 @@ def found_of(row: Mapping[str, Any]) -> Found:
         sentence=row["title"],
         why=row["why"],
         next_step=next((remedy["text"] for remedy in row["remedies"]), ""),
-        remedies=tuple(remedy["id"] or "" for remedy in row["remedies"]),
+        remedies=tuple(remedy["id"] for remedy in row["remedies"]),
         severity=row["severity"],
         share=recovers["max"] / recovers["whole"] if recovers and recovers["whole"] else 0.0,
     )

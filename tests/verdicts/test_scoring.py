@@ -122,11 +122,11 @@ def test_accusations_can_be_narrower_than_the_causes():
 
 def test_a_page_is_read_from_the_json_of_show_without_findings_that_report_no_problem():
     recovers = {"min": 1, "max": 2, "whole": 10}
-    remedies = [{"id": None, "text": "do"}]
+    remedies = [{"id": "act", "text": "do"}]
     row = {"rule": "a", "title": "b", "why": "c", "remedies": remedies, "recovers": recovers, "severity": "info"}
     quiet = {**row, "rule": "none", "recovers": None, "severity": "none", "remedies": [{"id": "wait", "text": "do"}]}
     page = page_of({"findings": [quiet, row]})
-    problem = Found(rule="a", sentence="b", why="c", next_step="do", remedies=("",), share=0.2)
+    problem = Found(rule="a", sentence="b", why="c", next_step="do", remedies=("act",), share=0.2)
     assert page.verdict == replace(problem, rule="none", remedies=("wait",), severity="none", share=0)
     assert page.problems == (problem,)
 

@@ -21,23 +21,28 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
+    ALL_AT_ONCE,
+    BATCH_OPERATORS,
+    COLLECT_BETWEEN_STEPS,
     COMPILE,
     COMPILE_ALL,
     FORWARD_ONCE,
     LAZY_PENALTY,
     MORE_STEPS,
     MORE_WORK,
+    MOVE_OUT_OF_STEP,
     NO_PAIRS,
     RECORD_DEVICE,
     RECORD_OPERATORS,
+    RECORD_PYTHON_STACKS,
     RECORD_RANKS,
     RECORD_RUN,
+    SAVE_IN_BACKGROUND,
     VIEW_TRACE,
     Remedy,
 )
-from lightning_memprof.judge.rules.gpu.busy import BATCH, busy, look, of_device
+from lightning_memprof.judge.rules.gpu.busy import busy, look, of_device
 from lightning_memprof.judge.rules.gpu.holders import of_memory
-from lightning_memprof.judge.rules.gpu.idle import MOVE, NEXT, SAVE
 from lightning_memprof.judge.rules.modules import (
     ROOT,
     Heaviest,
@@ -48,14 +53,13 @@ from lightning_memprof.judge.rules.modules import (
     in_compiled,
     operator_family,
 )
-from lightning_memprof.judge.rules.program.lines import fitting, has, of_action, of_forward
+from lightning_memprof.judge.rules.program.lines import fitting as fitting_line
+from lightning_memprof.judge.rules.program.lines import has, of_action, of_forward
 from lightning_memprof.judge.rules.program.passes import ACCUMULATE
 from lightning_memprof.judge.traces import (
-    ALL_AT_ONCE,
     LATER,
     SHORT_WINDOW_NS,
-    open_trace,
-    remedies,
+    fitting,
     times,
 )
 from lightning_memprof.read.run.locate import shown_place
@@ -233,17 +237,17 @@ def _bound_why(seen: _Seen, early: str) -> str:
     return f"{early}{work}" if early else f"{work} {achieved.text if achieved else passes}"
 
 
-def _next_for(seen: _Seen) -> tuple[Remedy | str, ...]:
+def _next_for(seen: _Seen) -> tuple[Remedy, ...]:
     """Return what makes the module faster, the best first."""
     heaviest, achieved = seen.heaviest, seen.achieved
     if heaviest is None:
         return ()
-    batch = (NO_PAIRS,) if achieved and achieved.pairs else (BATCH,) if achieved and achieved.is_tiny else ()
+    batch = (NO_PAIRS,) if achieved and achieved.pairs else (BATCH_OPERATORS,) if achieved and achieved.is_tiny else ()
     # torch.compile has no gradients of gradients.
     able = tuple(
         step for step in faster(heaviest, seen.rank) if not (seen.ledger.double_backward_ns and step.id == COMPILE.id)
     )
-    return (*((LAZY_PENALTY,) if seen.is_double else ()), *batch, *fitting(heaviest.family, seen.line[0]), *able)
+    return (*((LAZY_PENALTY,) if seen.is_double else ()), *batch, *fitting_line(heaviest.family, seen.line[0]), *able)
 
 
 def _longest_line(rank: Rank, ledger: TimeLedger) -> tuple[Spot | None, str]:
@@ -342,7 +346,7 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     heaviest = heaviest_module(ledger.of("forward", "backward")) if ledger is not None else None
     span = "each step" if trace.steps else "the recorded time"
     why = f"In {format_ns(span_ns)} the trace has {format_count(trace.host_events, 'event')} on the host."
-    next_steps: tuple[Remedy | str, ...] = (look(trace),)
+    next_steps: tuple[Remedy, ...] = (look(trace),)
     whole_ns = ledger.step_ns if ledger is not None and trace.steps else span_ns
     if trace.device_use:
         sentence = f"Device activity was not recorded: the host {trace.device_use}."
@@ -361,12 +365,12 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         events = format_count(trace.host_events, "event")
         sentence = f"Too little was recorded for a verdict: {events} in {format_ns(span_ns)}."
         why = f"{heaviest.module} takes {format_ns(heaviest.ns)} ({percent(heaviest.ns / whole_ns)}) of {span}."
-        next_steps = (*remedies(trace, *LATER), *next_steps)
+        next_steps = (*fitting(trace, *LATER), *next_steps)
     elif (optimizer := ledger.ns("optimizer")) > heaviest.ns:
         bound = "Optimizer-bound on the host: the" if optimizer >= POLICY.bound * whole_ns else "The"
         sentence = f"{bound} optimizer takes {percent(optimizer / whole_ns)} of {span}."
         why = f"{format_ns(optimizer)} of {format_ns(whole_ns)}; no device was recorded. {why}"
-        next_steps = (*(step for step in remedies(trace, ALL_AT_ONCE) if step != open_trace(trace)), *next_steps)
+        next_steps = (*fitting(trace, ALL_AT_ONCE), *next_steps)
     elif (python := _in_python(ledger, heaviest)) is not None:
         part, ns, place = python
         share = percent(ns / whole_ns)
@@ -387,7 +391,7 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         why = f"{format_ns(heaviest.ns)} of {format_ns(whole_ns)}; no device was recorded. {why}"
         compiled = () if trace.program.is_compiled else (COMPILE_ALL,)
         faster_on_host = faster_by(heaviest, (), compiled, is_cpu=True)
-        next_steps = (*fitting(heaviest.family, None), *faster_on_host, *next_steps)
+        next_steps = (*fitting_line(heaviest.family, None), *faster_on_host, *next_steps)
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
@@ -421,12 +425,10 @@ def _has_backward(ledger: TimeLedger) -> bool:
     return any(line.operator and line.operator != ACCUMULATE for line in ledger.of("backward"))
 
 
-def _less_python(trace: TraceReport, part: Part, place: str) -> tuple[str, ...]:
-    if part == "forward" and place:
-        return (MOVE.format(place=place),)
-    collects = part == Part.GC_PAUSES
-    choices = SAVE if part == Part.CHECKPOINT else NEXT[Part.IDLE_GC_PAUSES if collects else Part.IDLE_PYTHON]
-    return tuple(step for step in remedies(trace, *choices) if step != open_trace(trace))
+def _less_python(trace: TraceReport, part: Part, place: str) -> tuple[Remedy, ...]:
+    if part == Part.FORWARD:
+        return (MOVE_OUT_OF_STEP.filled(place=place),) if place else fitting(trace, RECORD_PYTHON_STACKS)
+    return (COLLECT_BETWEEN_STEPS,) if part == Part.GC_PAUSES else (SAVE_IN_BACKGROUND,)
 
 
 def _of_collectives(trace: TraceReport, name: str) -> str:

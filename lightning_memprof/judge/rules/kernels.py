@@ -8,16 +8,32 @@ from typing import Final
 from lightning_memprof.account.ledger.model import grouped
 from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import FUSED_ATTENTION
+from lightning_memprof.judge.remedies import (
+    ALL_AT_ONCE,
+    COMBINE_OPERATORS,
+    CONVOLUTION_LAYOUT,
+    FUSE_KERNELS,
+    FUSED_ATTENTION,
+    LARGER_KERNELS,
+    LARGER_OPERATORS,
+    LAUNCH_AS_GRAPHS,
+    LOWER_PRECISION,
+    LOWER_PRECISION_IN_TORCH,
+    MIXED_PRECISION,
+    MIXED_PRECISION_IN_TORCH,
+    MULTIPLES_OF_8,
+    TF32,
+    UNDER_AUTOCAST,
+    WITHOUT_LOOPS,
+    Remedy,
+)
 from lightning_memprof.judge.rules.compute import FOREACH
 from lightning_memprof.judge.traces import (
-    ALL_AT_ONCE,
     computing,
     listed,
     on_rank,
     recovered_ns,
     remedies,
-    remedy,
     seen_in,
     share_of_time,
     shorter_name,
@@ -39,18 +55,10 @@ MANY_KERNELS: Final = 300
 # The for-loop of an optimizer, of gradient clipping or of weight averaging: a few kernels per parameter.
 SIMPLE: Final = ("elementwise_kernel", "reduce_kernel", "fill")
 FUSED: Final = "multi_tensor_apply"
-FUSE: Final = (
-    remedy(
-        'Fuse them: torch.compile(model), or torch.compile(model, mode="reduce-overhead") with CUDA graphs.', "eager"
-    ),
-    remedy('Launch them as CUDA graphs: torch.compile(model, mode="reduce-overhead").', "compiled", "no graphs"),
-)
 # Convolutions that need channels-last input and get channels-first: a copy before and after each.
 MOVING: Final = ("batched_transpose", "nchwToNhwc", "nhwcToNchw")
-LAYOUT: Final = "Use the layout of the convolutions: model.to(memory_format=torch.channels_last)."
 # A fused kernel reads and writes once what four in a row read and write; not all of them can be fused.
 FUSED_TIME: Final = (0.0, 0.75)
-LARGER_KERNELS: Final = "Give each kernel more work: a larger batch, scaled_dot_product_attention, fused norms."
 
 
 def many_small_kernels(trace: TraceReport) -> Finding | None:
@@ -95,13 +103,13 @@ def many_small_kernels(trace: TraceReport) -> Finding | None:
     )
 
 
-def _next_for_kernels(trace: TraceReport, simple: int, count: int) -> tuple[str, ...]:
+def _next_for_kernels(trace: TraceReport, simple: int, count: int) -> tuple[Remedy, ...]:
     """Return the next steps; many elementwise kernels and no multi-tensor kernel suggest an optimizer loop."""
     moved = sum(kernel.count for kernel in trace.kernels if any(part in kernel.name for part in MOVING))
-    layout = (LAYOUT,) if moved * 10 >= count else ()
+    layout = (CONVOLUTION_LAYOUT,) if moved * 10 >= count else ()
     fused = any(FUSED in kernel.name or "fused" in kernel.name.lower() for kernel in trace.kernels)
     optimizer = (ALL_AT_ONCE,) if simple * 2 >= count and not fused else ()
-    return remedies(trace, *layout, *FUSE, *optimizer, LARGER_KERNELS)
+    return remedies(trace, *layout, FUSE_KERNELS, LAUNCH_AS_GRAPHS, *optimizer, LARGER_KERNELS)
 
 
 # A small model's healthy step calls 100 to 300 operators; a thousand at 3 µs or more each justify a change of code.
@@ -113,9 +121,6 @@ EVENT_NS: Final = 1_500
 # Compiled C++ calls the operators that are left; arithmetic and what cannot be compiled stay.
 CALLED_LESS: Final = (0.2, 0.8)
 IN_OPTIMIZER: Final = "Optimizer.step#"
-COMPILE: Final = remedy("Let the compiler combine them: torch.compile(model).", "eager")
-VECTORIZE: Final = "Replace loops by one operator: torch.stack the tensors, or torch.vmap the function."
-LARGER_OPERATORS: Final = "Give each operator more work: a larger DataLoader(batch_size=...)."
 
 
 def many_small_operators(trace: TraceReport) -> Finding | None:
@@ -143,7 +148,7 @@ def many_small_operators(trace: TraceReport) -> Finding | None:
         why=_why_operators(found, recording_ns),
         remedies=remedies(
             trace,
-            *((ALL_AT_ONCE, COMPILE) if is_optimizer else (COMPILE, VECTORIZE, ALL_AT_ONCE)),
+            *((ALL_AT_ONCE, COMBINE_OPERATORS) if is_optimizer else (COMBINE_OPERATORS, WITHOUT_LOOPS, ALL_AT_ONCE)),
             LARGER_OPERATORS,
         ),
         evidence=seen_in(trace),
@@ -208,8 +213,6 @@ EARLY: Final = re.compile(r"\b(V100|T4|TITAN (V|RTX)|Quadro (GV|RTX))\b|^volta_|
 # Kernels of half precision: a few may be the program's own casts.
 SOME_HALF: Final = 0.1
 HALF: Final = re.compile(r"bf16|bfloat16|f16f16|hgemm|_h\d+cudnn|nvjet_\w+?_[th]s[th]_")
-AUTOCAST: Final = "Let autocast run it in half precision: remove .float() and autocast(enabled=False) before it."
-MULTIPLES: Final = "Make the sizes of layers and batches multiples of 8."
 
 
 def tensor_cores_unused(trace: TraceReport) -> Finding | None:
@@ -255,7 +258,7 @@ def tensor_cores_unused(trace: TraceReport) -> Finding | None:
             f"{format_ns(tensor_ns) if tensor_ns else 'none'} with tensor cores."
             f"{' The program uses half precision elsewhere.' if is_mixed else ''}"
         ),
-        remedies=(AUTOCAST,) if is_mixed else _next_for_products(trace, early=early),
+        remedies=(UNDER_AUTOCAST,) if is_mixed else _next_for_products(trace, early=early),
         evidence=seen_in(trace),
         numbers={
             "share": share,
@@ -308,20 +311,17 @@ def _named_devices(trace: TraceReport) -> list[str]:
     return [device for device in trace.devices if not device.startswith("device ")]
 
 
-def _next_for_products(trace: TraceReport, *, early: bool) -> tuple[str, ...]:
-    precision = "16" if early else "bf16"
-    dtype = "float16" if early else "bfloat16"
+def _next_for_products(trace: TraceReport, *, early: bool) -> tuple[Remedy, ...]:
+    precision, dtype = ("16", "float16") if early else ("bf16", "bfloat16")
     scaler = " with torch.amp.GradScaler()" if early else ""
     return remedies(
         trace,
-        remedy(f'Train in mixed precision: Trainer(precision="{precision}-mixed").', "lightning", "training"),
-        remedy(f'Compute in half precision: Trainer(precision="{precision}-true").', "lightning", "inference"),
-        remedy(
-            f'Train in mixed precision: torch.autocast("cuda", torch.{dtype}){scaler}.', "other program", "training"
-        ),
-        remedy(f"Compute in half precision: model.to(torch.{dtype}).", "other program", "inference"),
-        *(() if early else ('Or keep 32 bits and multiply in TF32: torch.set_float32_matmul_precision("high").',)),
-        MULTIPLES,
+        MIXED_PRECISION.filled(precision=precision),
+        LOWER_PRECISION.filled(precision=precision),
+        MIXED_PRECISION_IN_TORCH.filled(dtype=dtype, scaler=scaler),
+        LOWER_PRECISION_IN_TORCH.filled(dtype=dtype),
+        *(() if early else (TF32,)),
+        MULTIPLES_OF_8,
     )
 
 
@@ -382,7 +382,7 @@ def unfused_attention(trace: TraceReport) -> Finding | None:
             f"{', '.join(f'{name} takes {format_ns(found[name])}' for name in most[:SHOWN])}; the softmax runs "
             f"{times(round(often * ledger.steps))}, with {round(products * ledger.steps):,} batched products."
         ),
-        remedies=remedies(trace, FUSED_ATTENTION.text, *FUSE[:1]),
+        remedies=remedies(trace, FUSED_ATTENTION, FUSE_KERNELS),
         evidence=seen_in(trace),
         numbers={"share": share, "ns": spent, "operators": most, "count": often, "steps": ledger.steps},
         **worth.parts,

@@ -22,8 +22,11 @@ from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
 from lightning_memprof.judge.measures import own_ns
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
+    COMPARE_WITH_BARE,
+    COMPARE_WITH_PULSE,
     FEWER_WINDOWS,
     RECORD_LESS,
+    RECORD_WITHOUT,
     REMOVE_PYTHON_PROFILER,
     REMOVE_TORCH_PROFILER,
     SHORTER_WINDOWS,
@@ -34,8 +37,8 @@ from lightning_memprof.judge.traces import (
     idle_ns,
     is_brief,
     on_rank,
+    profiler_of,
     remedies,
-    remedy,
     seen_in,
     times,
 )
@@ -217,10 +220,6 @@ OTHERS: Final = frozenset(
     {"Driver Compiler", "Lazy Function Loading", "Runtime Triggered Module Loading", "Command Buffer Full"}
 )
 OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
-COMPARE: Final = (
-    remedy("Compare with the steps outside windows, which the pulse has, before acting on idle times.", "lightning"),
-    remedy("Compare with the step time without the profiler before acting on idle times.", "other program"),
-)
 
 
 def recording_ns(trace: TraceReport) -> tuple[int, int]:
@@ -252,14 +251,14 @@ def recording_overhead(trace: TraceReport) -> Finding | None:
         each = f"about {format_ns(EVENT_NS)} of host time each"
         why = f"{trace.host_events:,} host events{options}, {each}, while the GPU waits for the host."
     less = ", ".join(f"{name}=False" for name in OPTIONS if name in trace.recorded_with)
-    profiler = "ExtendedPyTorchProfiler" if trace.program.is_lightning else "torch.profiler.profile"
+    without = (RECORD_WITHOUT.filled(profiler=profiler_of(trace), less=less),) if less else ()
     return Finding(
         rule="recording_overhead",
         # It does not describe the program, but the reliability of the other findings: without a weight.
         severity=Severity.INFO,
         title=f"The profiler takes up to {percent(share)} of the time, in which the GPU is idle{on_rank(trace)}.",
         why=why,
-        remedies=remedies(trace, *((f"Record less per step: {profiler}({less}).",) if less else ()), *COMPARE),
+        remedies=remedies(trace, *without, COMPARE_WITH_PULSE, COMPARE_WITH_BARE),
         evidence=seen_in(trace),
         numbers={
             "share": share,

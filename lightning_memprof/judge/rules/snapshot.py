@@ -14,9 +14,36 @@ from lightning_memprof.artifacts.naming import SnapshotName, series_path
 from lightning_memprof.artifacts.series import AllocatorRow
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity
-from lightning_memprof.judge.rules.gpu.remedies import fewer_bytes, freed_growth, smaller_batch
+from lightning_memprof.judge.remedies import (
+    FEW_INPUT_SHAPES,
+    FEW_LENGTHS,
+    FIND_ALLOCATIONS,
+    FREE_GROWTH,
+    FREE_MEMORY,
+    GROW_SEGMENTS,
+    HALF_THE_BYTES,
+    HALF_THE_BYTES_IN_TORCH,
+    LESS_FRAGMENTATION,
+    LIMIT_ALL_GATHERS,
+    LOOK_AT_SITE,
+    NAME_HOLDER,
+    NO_EMPTY_CACHE,
+    ONE_POOL,
+    RETURN_CACHE,
+    ROUND_ALLOCATIONS,
+    SMALLER_BATCHES,
+    SMALLER_BATCHES_IN_TORCH,
+    SMALLER_INPUT,
+    SMALLER_WEIGHTS_OR_CACHE,
+    WAIT_FOR_EVENT,
+    Need,
+    Remedy,
+    applicable,
+)
 from lightning_memprof.judge.traces import times
 from lightning_memprof.read.run.model import Rank, RecordedWindow
+from lightning_memprof.read.snapshot.frames import is_lightning, is_training
+from lightning_memprof.read.snapshot.growth import Growth
 from lightning_memprof.read.snapshot.replay import GROWS, SHRINKS, free_ranges
 from lightning_memprof.read.snapshot.report import DeviceReport, FailedRequest, HeldLine, SnapshotReport, held_lines
 from lightning_memprof.read.stacks import user_frame
@@ -59,7 +86,24 @@ def _shown(line: HeldLine) -> str:
     return f"{line.site or 'unknown code'}{f' (in {line.called[0]})' if line.called else ''}"
 
 
-def _setting(snapshot: SnapshotReport, effect: str, setting: str) -> tuple[str, ...]:
+# Of these, one applies to each program.
+SMALLER_BATCH: Final = (SMALLER_BATCHES, SMALLER_BATCHES_IN_TORCH, SMALLER_INPUT)
+FEWER_BYTES: Final = (HALF_THE_BYTES, HALF_THE_BYTES_IN_TORCH, SMALLER_WEIGHTS_OR_CACHE)
+
+
+def fitting(device: DeviceReport, *choices: Remedy) -> tuple[Remedy, ...]:
+    """Return the remedies that apply to the program of a snapshot."""
+    lightning: Need = "lightning" if is_lightning(device.snapshot) else "other program"
+    training: Need = "training" if is_training(device.snapshot) else "inference"
+    return applicable({lightning, training}, *choices)
+
+
+def freed_growth(device: DeviceReport, growth: Growth) -> tuple[Remedy, ...]:
+    """Return how to free blocks that pile up."""
+    return fitting(device, FREE_GROWTH.filled(site=growth.site), NAME_HOLDER)
+
+
+def _setting(snapshot: SnapshotReport, step: Remedy, setting: str) -> tuple[Remedy, ...]:
     """Return the environment variable with a setting added to those in effect, or nothing if it is one of them.
 
     Every torch since 2.0 reads the variable; snapshots contain it since torch 2.5.
@@ -69,11 +113,11 @@ def _setting(snapshot: SnapshotReport, effect: str, setting: str) -> tuple[str, 
     if setting in parts:
         return ()
     kept = [part for part in parts if part and not part.startswith(setting.partition(":")[0])]
-    return (f"{effect}: PYTORCH_CUDA_ALLOC_CONF={','.join([*kept, setting])}.",)
+    return (step.filled(settings=",".join([*kept, setting])),)
 
 
-def _grow(snapshot: SnapshotReport, device: DeviceReport) -> tuple[str, ...]:
-    return () if device.snapshot.is_expandable else _setting(snapshot, "Let segments grow", "expandable_segments:True")
+def _grow(snapshot: SnapshotReport, device: DeviceReport) -> tuple[Remedy, ...]:
+    return () if device.snapshot.is_expandable else _setting(snapshot, GROW_SEGMENTS, "expandable_segments:True")
 
 
 Cause = Literal["too large", "fragmented", "full"]
@@ -145,19 +189,19 @@ def _why_failed(failed: FailedRequest, top: HeldLine | None) -> str:
 
 def _next_for_failed(
     snapshot: SnapshotReport, device: DeviceReport, cause: Cause, top: HeldLine | None
-) -> tuple[str, ...]:
+) -> tuple[Remedy, ...]:
     if device.growth is not None and cause != "too large":
         return freed_growth(device, device.growth)
-    look = (f"Look at {top.site}: it has the most live bytes.",) if top is not None else ()
+    look = (LOOK_AT_SITE.filled(site=top.site),) if top is not None else ()
     if cause == "fragmented":
-        return (*_against_pieces(snapshot, device), *look, smaller_batch(device))
-    return (*look, smaller_batch(device), fewer_bytes(device))
+        return (*_against_pieces(snapshot, device), *look, *fitting(device, *SMALLER_BATCH))
+    return (*look, *fitting(device, *SMALLER_BATCH, *FEWER_BYTES))
 
 
-def _against_pieces(snapshot: SnapshotReport, device: DeviceReport) -> tuple[str, ...]:
+def _against_pieces(snapshot: SnapshotReport, device: DeviceReport) -> tuple[Remedy, ...]:
     if grow := _grow(snapshot, device):
-        return (*grow, STEADY)
-    return (STEADY, *_setting(snapshot, "Or round allocations", "roundup_power2_divisions:8"))
+        return (*grow, FEW_LENGTHS)
+    return (FEW_LENGTHS, *_setting(snapshot, ROUND_ALLOCATIONS, "roundup_power2_divisions:8"))
 
 
 # A single round is an empty_cache() between two stages, or one batch that is larger than all before.
@@ -241,18 +285,16 @@ def _emptied_by(device: DeviceReport) -> str | None:
     return None
 
 
-def _next_for_churn(snapshot: SnapshotReport, device: DeviceReport, line: str | None) -> tuple[str, ...]:
+def _next_for_churn(snapshot: SnapshotReport, device: DeviceReport, line: str | None) -> tuple[Remedy, ...]:
     if line:
-        return ("Remove torch.cuda.empty_cache() from the training loop: the allocator reuses its cache.",)
-    return (smaller_batch(device), *_grow(snapshot, device))
+        return (NO_EMPTY_CACHE,)
+    return (*fitting(device, *SMALLER_BATCH), *_grow(snapshot, device))
 
 
 # Healthy training runs have 2 to 14% of the reserved memory in pieces at their peak.
 NOTABLE_PIECES: Final = 0.25
 # Each check sorts the live blocks: pieces force the largest segments.
 MAX_CHECKS: Final = 8
-RETURN_CACHE: Final = "Return the allocator's cache before another program needs it: torch.cuda.empty_cache()."
-STEADY: Final = "Pad batches to a few lengths: sizes that change with every batch leave pieces that fit nothing else."
 
 
 def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
@@ -342,10 +384,7 @@ def pending_frees(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
             f"The program had freed {format_bytes(most)} of {format_bytes(reserved)}; a stream that also used them "
             "(Tensor.record_stream) had not finished."
         ),
-        remedies=(
-            "With FSDP1, keep FullyShardedDataParallel(limit_all_gathers=True); FSDP2 does not use record_stream.",
-            "With a stream of your own, wait for its event before the tensor is freed instead of record_stream.",
-        ),
+        remedies=(LIMIT_ALL_GATHERS, WAIT_FOR_EVENT),
         numbers={"device": device.device, "pending_bytes": most, "reserved_bytes": reserved},
         weight=worth.share if worth else 0.0,
         recovers=worth,
@@ -387,10 +426,7 @@ def private_pools(snapshot: SnapshotReport, device: DeviceReport) -> Finding | N
             f"{format_bytes(unused)} of {format_bytes(sum(pool.reserved_bytes for pool in pools))} in "
             f"{format_count(count, 'private pool')} are free, but only their own CUDA graphs may use them."
         ),
-        remedies=(
-            "Capture graphs that never run at the same time into one pool: torch.cuda.graph(graph, pool=other.pool()).",
-            "With torch.compile(mode='reduce-overhead'), use few input shapes: each has its own graph.",
-        ),
+        remedies=(ONE_POOL, FEW_INPUT_SHAPES),
         numbers={"device": device.device, "unused_bytes": unused, "pools": count},
         weight=worth.share if worth else 0.0,
         recovers=worth,
@@ -403,11 +439,6 @@ MAX_RANKS: Final = 32
 MAX_WINDOWS: Final = 16
 # A retry waits for all kernels, frees segments and allocates new ones: at one per step, every step pays for it.
 SEVERE_PER_STEP: Final = 1.0
-RETRIES_NEXT: Final = (
-    "Free memory: a smaller batch with Trainer(accumulate_grad_batches=2), or activation checkpointing.",
-    "Reduce fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and batches of few different shapes.",
-    "Find the allocation sites at the peak: MemProfilerCallback(collectors=[AllocatorHistory()]).",
-)
 
 
 class _Retries(msgspec.Struct, frozen=True, kw_only=True):
@@ -449,7 +480,7 @@ def allocator_retries(facts: Facts) -> Finding | None:
             f"An allocation failed{reserved}: the allocator waited for all kernels, freed its cache and retried; "
             "other ranks wait for that in their next collective."
         ),
-        remedies=RETRIES_NEXT,
+        remedies=(FREE_MEMORY, LESS_FRAGMENTATION, FIND_ALLOCATIONS),
         evidence=(
             Evidence(
                 artifact=f"{facts.run.directory.name}/{series_path(worst.window.index, worst.rank, 'allocator')}",

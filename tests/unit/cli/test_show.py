@@ -17,6 +17,7 @@ from lightning_memprof.read.trace import operators
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.report.opened import OpenOptions
 from lightning_memprof.units import quoted
+from next_steps import step
 
 TABLE = "fit-fts_extended_pytorch_profiler-0.txt"
 
@@ -283,7 +284,7 @@ def test_evidence_names_a_runs_files_as_its_manifest_does(
                 severity=Severity.CRITICAL,
                 title="It is odd.",
                 why="Why.",
-                remedies=("Do this.",),
+                remedies=(step("Do this."),),
                 evidence=evidence,
             )
         ]

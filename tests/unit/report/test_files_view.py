@@ -24,6 +24,7 @@ from lightning_memprof.report.printers.terminal import print_document
 from lightning_memprof.report.sections import document_of
 from lightning_memprof.report.view import View
 from lightning_memprof.units import MIB
+from next_steps import step
 from pages import short, table_of
 from snapshots import block, event, failed, segment, write_snapshot
 from snapshots import snapshot as made
@@ -34,12 +35,12 @@ US_OF_STEP = 1000
 def trace(path: Path, *, rank: int | None = 0, busy_us: int = 900, name: str = "gemm") -> Path:
     """Write a trace of three steps; in each one kernel of ``busy_us`` and 100 us of loading."""
     events: list[dict[str, Any]] = []
-    for step in range(3):
-        start = step * US_OF_STEP
+    for number in range(3):
+        start = number * US_OF_STEP
         cpu = {"ph": "X", "pid": 1, "tid": 1}
-        launch = {"correlation": step + 1}
+        launch = {"correlation": number + 1}
         events += [
-            {**cpu, "cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": start, "dur": US_OF_STEP},
+            {**cpu, "cat": "user_annotation", "name": f"ProfilerStep#{number}", "ts": start, "dur": US_OF_STEP},
             {**cpu, "cat": "user_annotation", "name": "enumerate(DataLoader)#x.__next__", "ts": start, "dur": 100},
             {**cpu, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start + 100, "dur": 5, "args": launch},
             {
@@ -212,7 +213,7 @@ def test_what_is_worth_less_than_a_verdict_comes_after_what_the_device_computes(
 ) -> None:
     for share, first in ((0.04, "nothing_found"), (0.5, "small")):
         small = Finding(
-            rule="small", severity=Severity.INFO, title="It takes 4%.", why="", remedies=("x",), weight=share
+            rule="small", severity=Severity.INFO, title="It takes 4%.", why="", remedies=(step("x"),), weight=share
         )
         monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (lambda _trace, found=small: found,))
         view = viewed(trace(tmp_path / "a.json"))
@@ -240,7 +241,7 @@ def test_what_the_rules_find_makes_the_verdict(tmp_path: Path, monkeypatch: pyte
         severity=Severity.WARNING,
         title="It is odd.",
         why="Why.",
-        remedies=("Do this.",),
+        remedies=(step("Do this."),),
         evidence=(Evidence(artifact="a"),),
     )
     monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (lambda _: [found],))

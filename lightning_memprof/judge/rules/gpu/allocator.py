@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from lightning_memprof.judge.finding import Finding, Severity, titled
+from lightning_memprof.judge.remedies import (
+    CACHING_ALLOCATOR,
+    EXPANDABLE_SEGMENTS,
+    FREE_MEMORY,
+    FREE_MEMORY_IN_TORCH,
+    FREE_MEMORY_OF_BATCH,
+    KEEP_CACHE,
+    NATIVE_ALLOCATOR,
+)
 from lightning_memprof.judge.traces import (
     NOTABLE_SHARE,
     SAVED,
@@ -14,7 +23,6 @@ from lightning_memprof.judge.traces import (
     on_rank,
     recovered_ns,
     remedies,
-    remedy,
     shorter_name,
     slow_collectives,
     steps_ns,
@@ -38,27 +46,15 @@ RETURNING: Final = WAITING | {"cudaFreeAsync", "hipFreeAsync"}
 POOLED: Final = frozenset({"cudaMallocAsync", "hipMallocAsync"})
 REQUESTING: Final = POOLED | {"cudaMalloc", "hipMalloc", "cuMemCreate", "cuMemMap", "hipMemCreate", "hipMemMap"}
 THRASH_NEXT: Final = (
-    "Let segments grow instead of being returned: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-    remedy(
-        "Free memory: a smaller batch with Trainer(accumulate_grad_batches=2), or activation checkpointing.",
-        "lightning",
-        "training",
-    ),
-    remedy(
-        "Free memory: a smaller batch with gradient accumulation, or activation checkpointing.",
-        "other program",
-        "training",
-    ),
-    remedy("Free memory: a smaller batch.", "inference"),
-    "Do not call torch.cuda.empty_cache() in steps, and pad batches to a few lengths.",
+    EXPANDABLE_SEGMENTS,
+    FREE_MEMORY,
+    FREE_MEMORY_IN_TORCH,
+    FREE_MEMORY_OF_BATCH,
+    KEEP_CACHE,
 )
 # Without the cache each tensor is a call: with it, a step that empties the cache requests a few segments.
 MANY_REQUESTS: Final = 50
 REQUESTS_PER_KERNEL: Final = 0.25
-UNCACHED_NEXT: Final = (
-    "Use the caching allocator: unset PYTORCH_NO_CUDA_MEMORY_CACHING (on ROCm also PYTORCH_NO_HIP_MEMORY_CACHING).",
-)
-POOLED_NEXT: Final = ("Use PyTorch's native allocator: unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF.",)
 SHOWN: Final = 3
 
 
@@ -76,14 +72,14 @@ def allocator_thrash(trace: TraceReport) -> Finding | None:
         return None
     calls_ns = sum(call.total_ns for call in calls)
     uncached, is_pooled = _uncached(trace, calls, freed), any(_bare(call.name) in POOLED for call in calls)
-    next_steps = UNCACHED_NEXT if uncached else remedies(trace, *THRASH_NEXT)
+    chosen = (NATIVE_ALLOCATOR,) if is_pooled else (CACHING_ALLOCATOR,) if uncached else THRASH_NEXT
     longest = slow[0] if slow else max(calls, key=lambda call: call.total_ns)
     return Finding(
         rule="allocator_thrash",
         severity=_severity_of_calls(share, freed, slow),
         title=uncached or _sentence_on_calls(trace, calls_ns / window_ns, freed, slow),
         why=_why_calls(calls, slow, window_ns),
-        remedies=POOLED_NEXT if is_pooled else next_steps,
+        remedies=remedies(trace, *chosen),
         evidence=longest_in(trace, longest.longest_start_ns, longest.max_ns),
         numbers={
             "share": share,

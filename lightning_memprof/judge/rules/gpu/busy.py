@@ -10,33 +10,43 @@ from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import CHANNELS_LAST, MOVE_LESS
-from lightning_memprof.judge.rules.gpu.waits import COPY
+from lightning_memprof.judge.remedies import (
+    BATCH_OPERATORS,
+    BFLOAT16,
+    BFLOAT16_IN_TORCH,
+    CHANNELS_LAST,
+    COPY_BETWEEN_LESS,
+    COPY_FROM_PINNED,
+    DEVICES_AT_ONCE,
+    FILL_LESS,
+    FUSE_AROUND,
+    FUSE_MEMORY_BOUND,
+    LARGER_SHAPES,
+    MOVE_LESS,
+    RECORD_ALL_EVENTS,
+    RECORD_SHAPES,
+    VIEW_TRACE,
+    Remedy,
+)
 from lightning_memprof.judge.rules.modules import POINTWISE, operator_family
 from lightning_memprof.judge.traces import (
     LATER,
-    Remedy,
     after_start,
     cold_start_of,
     computing,
+    fitting,
     is_brief,
     on_rank,
-    open_trace,
-    remedies,
-    remedy,
 )
 from lightning_memprof.read.run.locate import shown_path
 from lightning_memprof.read.trace.kernel_names import kernel_name
 from lightning_memprof.read.trace.model import IdleCause, TraceReport
 from lightning_memprof.units import format_count, format_ns, percent, quoted
 
-VIEW: Final = "See every operator on a timeline: lightning-memprof view"
-RECORD_ALL: Final = "Use a trace with all events of a few steps."
 
-
-def look(trace: TraceReport) -> str:
+def look(trace: TraceReport) -> Remedy:
     """Return the command that shows every operator of a trace."""
-    return f"{VIEW} {quoted(shown_path(trace.file))}"
+    return VIEW_TRACE.filled(command=f"lightning-memprof view {quoted(shown_path(trace.file))}")
 
 
 def busy(trace: TraceReport) -> float:
@@ -85,9 +95,9 @@ def of_device(trace: TraceReport) -> Finding:
             f"{named or 'none'}{_by_device(trace)}."
         ),
         remedies=(
-            *((RECORD_ALL,) if trace.is_sample else remedies(trace, *LATER) if is_brief(trace) else ()),
+            *((RECORD_ALL_EVENTS,) if trace.is_sample else fitting(trace, *LATER) if is_brief(trace) else ()),
             *(after_start(trace, cold) if (cold := cold_start(trace)) else ()),
-            *((AT_ONCE,) if in_turns else ()),
+            *((DEVICES_AT_ONCE,) if in_turns else ()),
             *(_faster(trace, family, achieved) if family else ()),
             look(trace),
         ),
@@ -103,9 +113,6 @@ def of_device(trace: TraceReport) -> Finding:
 # Devices that take turns have little time in common, and none works most of the time.
 TURNS: Final = 1.1
 MOST_OF_TURNS: Final = 0.75
-AT_ONCE: Final = (
-    "Let the GPUs work at once: a part of each batch on each one, or micro-batches in torch.distributed.pipelining."
-)
 
 
 def _by_device(trace: TraceReport) -> str:
@@ -125,35 +132,20 @@ def _take_turns(trace: TraceReport) -> str | None:
     return f"{len(times)} GPUs work one after another: the busiest one is busy {most} of the time."
 
 
-FUSE: Final = remedy("Fuse operators that are bound by memory: torch.compile(model).", "eager")
-COMPILE: Final = remedy("Fuse the operators around them: torch.compile(model).", "eager")
-LOWER: Final = (
-    remedy("Compute in bfloat16: Trainer(precision='bf16-mixed').", "lightning", "training"),
-    remedy('Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).', "other program"),
-)
 # Nearer to a peak there is little to gain with the same arithmetic.
 NEAR: Final = 0.6
-BATCH: Final = "Batch the tiny operators: stack their inputs and call one operator, or torch.compile(model)."
-SHAPE: Final = "Give each operator more work: a larger batch, and sizes that are multiples of 8."
-RECORD_SHAPES: Final = "Record the inputs of operators, for the FLOP/s that they reach: profile(record_shapes=True)."
 ELEMENTWISE: Final = "pointwise and copy operators"
 # By the kind of a copy: what it is, and a next step.
 OF_COPIES: Final = {
-    "HtoD": ("copies to the GPU", COPY),
-    "DtoH": ("copies from the GPU", COPY),
-    "DtoD": ("copies within the GPU", MOVE_LESS.text),
-    "PtoP": (
-        "copies between GPUs",
-        "Copy less between GPUs: keep a layer and its inputs on one, and copy each tensor once per step.",
-    ),
-    "Memset": (
-        "memory fills",
-        "Fill less: torch.empty where every element is written, optimizer.zero_grad(set_to_none=True).",
-    ),
+    "HtoD": ("copies to the GPU", COPY_FROM_PINNED),
+    "DtoH": ("copies from the GPU", COPY_FROM_PINNED),
+    "DtoD": ("copies within the GPU", MOVE_LESS),
+    "PtoP": ("copies between GPUs", COPY_BETWEEN_LESS),
+    "Memset": ("memory fills", FILL_LESS),
 }
 
 
-def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple[str, ...]:
+def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple[Remedy, ...]:
     """Return what makes the operators faster that take most of a device's time."""
     if (copies := OF_COPIES.get(_bare(family))) is not None:
         return (copies[1],)
@@ -161,20 +153,17 @@ def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple
         ledger = trace.device_ledger
         fuses = ledger is not None and _families(ledger)[ELEMENTWISE] >= POLICY.verdict * ledger.step_ns
         is_known = family == ELEMENTWISE or "record_shapes" in trace.recorded_with
-        steps = remedies(trace, *((FUSE,) if fuses else ()), *(() if is_known else (RECORD_SHAPES,)))
-        return tuple(step for step in steps if step != open_trace(trace))
+        return fitting(trace, *((FUSE_MEMORY_BOUND,) if fuses else ()), *(() if is_known else (RECORD_SHAPES,)))
     peaks = device_peaks(trace.devices[0]) if trace.devices else None
-    lower = LOWER if achieved.dtype == "float32" and peaks and "bfloat16" in peaks.flops_per_s else ()
-    choices: tuple[Remedy | str, ...] = ()
+    has_bfloat16 = peaks is not None and "bfloat16" in peaks.flops_per_s
+    lower = (BFLOAT16, BFLOAT16_IN_TORCH) if achieved.dtype == "float32" and has_bfloat16 else ()
     if achieved.is_tiny:
-        choices = (remedy(BATCH, "eager"), SHAPE)
-    elif achieved.by_memory:
-        choices = (FUSE, *lower)
-    elif achieved.share is not None and achieved.share < NEAR:
-        choices = (*((CHANNELS_LAST.text,) if family == "convolution" else ()), *lower, SHAPE)
-    else:
-        choices = (*lower, COMPILE)
-    return tuple(step for step in remedies(trace, *choices) if step != open_trace(trace))
+        return fitting(trace, BATCH_OPERATORS, LARGER_SHAPES)
+    if achieved.by_memory:
+        return fitting(trace, FUSE_MEMORY_BOUND, *lower)
+    if achieved.share is not None and achieved.share < NEAR:
+        return fitting(trace, *((CHANNELS_LAST,) if family == "convolution" else ()), *lower, LARGER_SHAPES)
+    return fitting(trace, *lower, FUSE_AROUND)
 
 
 def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:

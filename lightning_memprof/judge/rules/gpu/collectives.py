@@ -7,14 +7,37 @@ from typing import Final
 
 from lightning_memprof.judge.finding import Finding, titled
 from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import (
+    COMBINE_COLLECTIVES,
+    EARLY_ALL_TO_ALL,
+    EARLY_TRANSFER,
+    FILL_PIPELINE,
+    FIND_LATE_RANK,
+    FIND_WAITING_RANK,
+    GATHER_ONCE,
+    OVERLAP_GRADIENTS,
+    OVERLAP_GRADIENTS_IN_TORCH,
+    PREFETCH_PARAMETERS,
+    PREFETCH_PARAMETERS_IN_TORCH,
+    SEND_BFLOAT16,
+    SEND_BFLOAT16_IN_TORCH,
+    SEND_FEWER_BYTES,
+    SEND_HALF,
+    SEND_LESS_OFTEN,
+    SEND_LESS_OFTEN_IN_TORCH,
+    SEND_LESS_PER_TOKEN,
+    SHARD_IN_NODE,
+    SMALLER_BUCKETS,
+    SMALLER_BUCKETS_IN_TORCH,
+    STAY_IN_NODE,
+    Remedy,
+)
 from lightning_memprof.judge.traces import (
     NOTABLE_SHARE,
-    Remedy,
     longest_in,
     on_rank,
     recovered_ns,
     remedies,
-    remedy,
     severity_of,
     shorter_name,
     times,
@@ -33,83 +56,30 @@ FIXED_SHARE: Final = 0.5
 LARGER: Final = 2
 SHOWN: Final = 3
 UNKNOWN_COLLECTIVE: Final = "an unnamed collective"
-BF16_HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
 # DistributedDataParallel sends a bucket as soon as it is full, by default with 25 MiB: the last one after backward.
 BUCKET_BYTES: Final = 25 * MIB
 FEW_BUCKETS: Final = 2
 # So many buckets leave little of the gradients for the end of backward.
 BUCKETS: Final = 8
-CAP: Final = "{bucket_cap_mb}"
-"""Placeholder in a remedy: a size of the buckets of gradients, MiB."""
-SMALLER_BUCKETS: Final = (
-    remedy(f"Send gradients earlier, in smaller buckets: DDPStrategy(bucket_cap_mb={CAP}).", "lightning", "training"),
-    remedy(
-        f"Send gradients earlier, in smaller buckets: DistributedDataParallel(model, bucket_cap_mb={CAP}).",
-        "other program",
-        "training",
-    ),
-)
-OVERLAP: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
-    "all_reduce": (
-        remedy(
-            "Overlap gradients with backward: DDPStrategy(bucket_cap_mb=50, static_graph=True).",
-            "lightning",
-            "training",
-        ),
-        remedy(
-            "Overlap gradients with backward: DistributedDataParallel(model, bucket_cap_mb=50, static_graph=True).",
-            "other program",
-            "training",
-        ),
-    ),
-    "gather_scatter": (
-        remedy(
-            "Prefetch parameters: FSDPStrategy(forward_prefetch=True), or fully_shard's "
-            "set_modules_to_forward_prefetch.",
-            "lightning",
-        ),
-        remedy("Prefetch parameters: module.set_modules_to_forward_prefetch([next_module]) of FSDP2.", "other program"),
-    ),
-    "all_to_all": (
-        "Start the all-to-all early and wait late (async_op=True), with work of another layer or batch in between.",
-    ),
-    "point_to_point": (
-        (
-            "Fill the pipeline: more micro-batches per step, stages that take as long, or an interleaved schedule "
-            "(torch.distributed.pipelining.ScheduleInterleaved1F1B)."
-        ),
-    ),
-    "other": ("Start the transfer early and wait late (async_op=True), with work in between.",),
+OVERLAP: Final[Mapping[str, tuple[Remedy, ...]]] = {
+    "all_reduce": (OVERLAP_GRADIENTS, OVERLAP_GRADIENTS_IN_TORCH),
+    "gather_scatter": (PREFETCH_PARAMETERS, PREFETCH_PARAMETERS_IN_TORCH),
+    "all_to_all": (EARLY_ALL_TO_ALL,),
+    "point_to_point": (FILL_PIPELINE,),
+    "other": (EARLY_TRANSFER,),
 }
-SEND_LESS: Final[Mapping[str, tuple[Remedy | str, ...]]] = {
+SEND_LESS: Final[Mapping[str, tuple[Remedy, ...]]] = {
     "all_reduce": (
-        remedy("Send less often: Trainer(accumulate_grad_batches=2).", "lightning", "training"),
-        remedy("Send less often: accumulate gradients under model.no_sync().", "other program", "training"),
-        remedy(f"Send bfloat16: DDPStrategy(ddp_comm_hook={BF16_HOOK}).", "lightning", "training", "sends float32"),
-        remedy(
-            f"Send bfloat16: model.register_comm_hook(None, {BF16_HOOK}).", "other program", "training", "sends float32"
-        ),
-        remedy("Send less per token: split layers over fewer devices, or use larger batches.", "inference"),
+        SEND_LESS_OFTEN,
+        SEND_LESS_OFTEN_IN_TORCH,
+        SEND_BFLOAT16,
+        SEND_BFLOAT16_IN_TORCH,
+        SEND_LESS_PER_TOKEN,
     ),
-    "gather_scatter": (
-        remedy(
-            'Shard within a node only: FSDPStrategy(sharding_strategy="HYBRID_SHARD"), or "SHARD_GRAD_OP" if it fits.',
-            "lightning",
-            "training",
-        ),
-        remedy(
-            "Gather parameters once per step if they fit: fully_shard(module, reshard_after_forward=False); or shard "
-            "within a node only (mesh=..., 2-D).",
-            "other program",
-            "training",
-        ),
-    ),
-    "all_to_all": (
-        remedy("Send bfloat16 instead of float32.", "sends float32"),
-        "Keep more of what is sent on the same node.",
-    ),
+    "gather_scatter": (SHARD_IN_NODE, GATHER_ONCE),
+    "all_to_all": (SEND_HALF, STAY_IN_NODE),
     "point_to_point": (),
-    "other": ("Send less: split layers over fewer devices, or give each step a larger batch.",),
+    "other": (SEND_FEWER_BYTES,),
 }
 KINDS: Final = {
     "all_reduce": ("allreduce",),
@@ -243,32 +213,30 @@ def _kind(collective: CollectiveTotals) -> str:
 
 def _next_steps(
     trace: TraceReport, collectives: list[CollectiveTotals], late: CollectiveTotals | None
-) -> tuple[str, ...]:
-    steps: list[str] = []
+) -> tuple[Remedy, ...]:
+    steps: list[Remedy] = []
     if late is not None:
         steps.append(
-            f"Find the late rank: the same {_plain(late.name)} takes {format_ns(late.median_ns)} or "
-            f"{format_ns(late.max_ns)}. Record all ranks and compare them."
+            FIND_LATE_RANK.filled(
+                collective=_plain(late.name), median=format_ns(late.median_ns), longest=format_ns(late.max_ns)
+            )
         )
     elif (sizes := _fixed(trace, collectives)) is not None:
         fewer, more = (f"{format_ns(size.median_ns)} for {format_bytes(size.bytes_each or 0)}" for size in sizes)
-        steps.append(
-            f"Find the late rank: {_plain(sizes[0].name)} takes {fewer} and {more}, so most of that is waiting. Record "
-            "all ranks and compare them."
-        )
+        steps.append(FIND_WAITING_RANK.filled(collective=_plain(sizes[0].name), fewer=fewer, more=more))
     small = sum(
         collective.count
         for collective in collectives
         if collective.bytes_each is not None and collective.bytes_each < SMALL_BYTES
     )
     if small >= MANY_SMALL * max(len(trace.steps), 1):
-        steps.append(f"Combine {small:,} collectives of less than {format_bytes(SMALL_BYTES)}.")
+        steps.append(COMBINE_COLLECTIVES.filled(count=f"{small:,}", size=format_bytes(SMALL_BYTES)))
     kind = _kind(collectives[0]) if collectives else "other"
     if kind == "all_reduce" and trace.program.trains and not trace.program.is_ddp:
         kind = "other"
     overlap, less, window = OVERLAP[kind], SEND_LESS[kind], trace.window
     if kind == "all_reduce" and (cap := _smaller_cap(trace, collectives)):
-        overlap = tuple(choice._replace(text=choice.text.replace(CAP, str(cap))) for choice in SMALLER_BUCKETS)
+        overlap = tuple(choice.filled(size=cap) for choice in (SMALLER_BUCKETS, SMALLER_BUCKETS_IN_TORCH))
     # Computation hides no more than it takes itself.
     is_most = window is not None and window.communication_ns > window.compute_ns
     return remedies(trace, *steps, *((*less, *overlap) if is_most else (*overlap, *less)))

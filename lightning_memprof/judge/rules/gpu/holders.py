@@ -7,20 +7,32 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from lightning_memprof.account.memory.categories import categories
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
-from lightning_memprof.judge.rules.gpu.remedies import (
-    CACHE,
-    OPTIMIZER,
-    PARAMETER_GRADIENTS,
-    SAVED,
-    WEIGHTS,
+from lightning_memprof.judge.remedies import (
+    CHECKPOINT_MODULES,
+    CLEAR_GRADIENTS,
+    FREE_GRADIENTS,
+    FUSE_GRADIENTS,
+    RECORD_ALLOCATION_STACKS,
+    RECORD_STACKS_FROM_START,
+    SMALLER_CACHE,
+    SMALLER_STATES,
+    SMALLER_WEIGHTS,
+    START_WITH_SITE,
     WITHOUT_GRADIENTS,
-    freed_growth,
-    sharded,
-    smaller_batch,
+    Remedy,
 )
-from lightning_memprof.judge.rules.snapshot import device_name, recovery_of, seen_in
+from lightning_memprof.judge.rules.snapshot import (
+    SMALLER_BATCH,
+    device_name,
+    fitting,
+    freed_growth,
+    recovery_of,
+    seen_in,
+)
 from lightning_memprof.read.snapshot import frames
 from lightning_memprof.read.snapshot.replay import Holder, site_of
 from lightning_memprof.read.snapshot.report import DeviceReport, HeldLine, SnapshotReport
@@ -34,18 +46,8 @@ NOTABLE_PART: Final = 0.1
 MAX_PARTS: Final = 4
 # A new gradient of a parameter is often the output of the cast in front of it.
 GRADIENTS: Final = ("AccumulateGrad", "ToCopyBackward0")
+TORCH_SHARDS: Final = "torch.distributed.fsdp.fully_shard(model)"
 _NODE: Final = re.compile(r"\w+Backward\d*")
-RECORD_STACKS: Final = (
-    "Record stacks: AllocatorHistory(), or torch.cuda.memory._record_memory_history(stacks='python')."
-)
-TEMPORARIES: Final = (
-    "If these are gradients of activations, use one fused operator in place of several, such as torch.softmax or "
-    "torch.nn.functional.scaled_dot_product_attention, or a smaller batch."
-)
-CLEAR: Final = (
-    "Gradients of the last backward are live in forward: unless you accumulate them, call "
-    "optimizer.zero_grad(set_to_none=True) before it."
-)
 
 
 def peak_holder(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
@@ -148,13 +150,13 @@ def _mostly(line: HeldLine, alike: Sequence[Holder]) -> tuple[str, str]:
     return f" (mostly in {called})", f"; {called} has {format_bytes(held)} in {format_count(blocks, 'block')}"
 
 
-def _remedies(device: DeviceReport, site: str) -> tuple[str, ...]:
+def _remedies(device: DeviceReport, site: str) -> tuple[Remedy, ...]:
     """Return what makes the blocks of a site smaller, by the category of most of them at the peak."""
     if device.growth is not None and device.growth.site == site:
         return freed_growth(device, device.growth)
     stacks = [holder.stack for holder in device.holders_at_peak if holder.site == site]
     if any(frames.CACHE.search(frame) for frame in stacks[0]):
-        return (CACHE,)
+        return (SMALLER_CACHE,)
     held: Counter[str] = Counter()
     for life, category in zip(device.lives, categories(device), strict=True):
         if life.born <= device.peak_event < life.died and site_of(device.snapshot.stacks[life.stack]) == site:
@@ -162,16 +164,16 @@ def _remedies(device: DeviceReport, site: str) -> tuple[str, ...]:
     category = held.most_common(1)[0][0]
     if category == "gradient" and _NODE.fullmatch(site) and site not in GRADIENTS:
         category = "temporary"
-    trains = frames.is_training(device.snapshot)
-    steps: dict[str, str] = {
-        "parameter": WEIGHTS,
-        "gradient": sharded(device, PARAMETER_GRADIENTS),
-        "optimizer_state": sharded(device, OPTIMIZER),
-        "activation": SAVED if trains else WITHOUT_GRADIENTS,
-        "input": smaller_batch(device),
-        "temporary": TEMPORARIES if _NODE.fullmatch(site) else smaller_batch(device),
+    how = "Trainer(strategy='fsdp')" if frames.is_lightning(device.snapshot) else TORCH_SHARDS
+    steps: dict[str, tuple[Remedy, ...]] = {
+        "parameter": (SMALLER_WEIGHTS,),
+        "gradient": (FREE_GRADIENTS.filled(sharded=how),),
+        "optimizer_state": (SMALLER_STATES.filled(sharded=how),),
+        "activation": (CHECKPOINT_MODULES, WITHOUT_GRADIENTS),
+        "input": SMALLER_BATCH,
+        "temporary": (FUSE_GRADIENTS,) if _NODE.fullmatch(site) else SMALLER_BATCH,
     }
-    return (steps.get(category, f"To lower the peak, start with {site}."),)
+    return fitting(device, *steps.get(category, (START_WITH_SITE.filled(site=site),)))
 
 
 def of_memory(snapshot: SnapshotReport) -> Finding:
@@ -201,20 +203,20 @@ def of_memory(snapshot: SnapshotReport) -> Finding:
     )
 
 
-def _next_of(device: DeviceReport, parts: Sequence[HeldLine]) -> tuple[str, ...]:
+def _next_of(device: DeviceReport, parts: Sequence[HeldLine]) -> tuple[Remedy, ...]:
     if not device.has_stacks:
-        return (RECORD_STACKS,)
+        return (RECORD_ALLOCATION_STACKS,)
     peak = device.peak_requested_bytes
     unknown = sum(line.bytes for line in device.lines_at_peak if not line.site)
     if unknown > NOTABLE_HOLDER * peak:
         whole = "peak" if _has_peak(device) else "live memory"
-        return (f"Record stacks from the start of the program: {percent(unknown / peak)} of the {whole} has none.",)
-    clear = (CLEAR,) if _in_forward(device) and any(part.site in GRADIENTS for part in parts) else ()
+        return (RECORD_STACKS_FROM_START.filled(share=percent(unknown / peak), whole=whole),)
+    clear = (CLEAR_GRADIENTS,) if _in_forward(device) and any(part.site in GRADIENTS for part in parts) else ()
     line = next((line for line in device.lines_at_peak if line.site and not (clear and line.site in GRADIENTS)), None)
     if line is None or line.bytes < NOTABLE_PART * peak:
-        return clear or (smaller_batch(device),)
+        return clear or fitting(device, *SMALLER_BATCH)
     where = "" if _NODE.fullmatch(line.site) or line.site in GRADIENTS else f"At {line.site}: "
-    return (*clear, *(f"{where}{step}" for step in _remedies(device, line.site)))
+    return (*clear, *(replace(step, text=f"{where}{step.text}") for step in _remedies(device, line.site)))
 
 
 def _in_forward(device: DeviceReport) -> bool:

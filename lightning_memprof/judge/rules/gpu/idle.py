@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import action_name
 from lightning_memprof.judge.finding import Finding, Recovery, Severity
 from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import (
+    ALL_AT_ONCE,
+    CALL_LESS_OFTEN,
+    CALL_ONCE,
+    CHECK_FEWER_GUARDS,
+    COLLECT_BETWEEN_STEPS,
+    COMPILE_ONCE,
+    COPY_FROM_PINNED,
+    FIND_SLOW_LINES,
+    KEEP_PINNED,
+    LARGER_CALLS,
+    LARGER_STEPS,
+    LAUNCH_AT_ONCE,
+    LAUNCH_LESS,
+    MAKE_ON_GPU,
+    MERGE_ALL_TRACES,
+    MOVE_OUT_OF_STEP,
+    RECORD_HOST,
+    RECORD_PYTHON_STACKS,
+    REPLAY_GRAPHS,
+    RUN_ON_GPU,
+    SAVE_IN_BACKGROUND,
+    Remedy,
+)
 from lightning_memprof.judge.rules.gpu.allocator import NOTABLE_CALLS, THRASH_NEXT, allocator_share
-from lightning_memprof.judge.rules.gpu.waits import COPY, READS
+from lightning_memprof.judge.rules.gpu.waits import READS
 from lightning_memprof.judge.rules.profiler import recording_ns
 from lightning_memprof.judge.traces import (
-    AT_ONCE,
     LAUNCHING,
     MAIN_PART,
     NOTABLE_SHARE,
-    OPTIMIZER,
-    PROFILER,
     SAVED,
     IdleTime,
-    Remedy,
     after_start,
     after_waits,
     cold_start_of,
@@ -34,7 +54,6 @@ from lightning_memprof.judge.traces import (
     on_rank,
     recovered_ns,
     remedies,
-    remedy,
     seen_in,
     severity_of,
     shorter_name,
@@ -63,76 +82,28 @@ LONGEST_GAP_NS: Final = 1_000_000
 # Lightning's actions in a trace, and the one around a whole batch.
 ACTION: Final = "[pl][profile]"
 WHOLE_BATCH: Final = "run_training_batch"
-COMPILE: Final = (
-    remedy(f"Launch fewer and longer kernels: torch.compile(model{AT_ONCE}).", "eager", "no graphs"),
-    remedy(f"Launch each compiled part at once: torch.compile(model{AT_ONCE}).", "compiled", "no graphs"),
-)
-NEXT: Final[dict[Part, tuple[Remedy | str, ...]]] = {
+NEXT: Final[Mapping[Part, tuple[Remedy, ...]]] = {
     Part.IDLE_SYNCHRONIZATION: READS,
     Part.IDLE_ALLOCATOR: THRASH_NEXT,
-    Part.IDLE_GC_PAUSES: (
-        remedy("Collect garbage between steps: gc.freeze() after setup, gc.disable(), gc.collect() every 100 steps."),
-    ),
-    Part.IDLE_PYTHON: (
-        remedy(
-            f"Record the Python stacks with {PROFILER}(with_stack=True), then move that code out of the step.",
-            "no stacks",
-        ),
-    ),
-    Part.IDLE_QUEUE: (
-        remedy(
-            "Merge the traces of all ranks and see which stream, copy or late rank the queued kernels wait for: "
-            "lightning-memprof merge.",
-            "ranks",
-        ),
-    ),
+    Part.IDLE_GC_PAUSES: (COLLECT_BETWEEN_STEPS,),
+    Part.IDLE_PYTHON: (RECORD_PYTHON_STACKS,),
+    Part.IDLE_QUEUE: (MERGE_ALL_TRACES,),
 }
-LAUNCH_NEXT: Final = (
-    *COMPILE,
-    remedy("Give each step more work: a larger batch.", "training"),
-    remedy("Give each call more work: a larger batch.", "inference"),
-    remedy(f"Update all parameters at once: {OPTIMIZER}.", "training", "optimizer loop"),
-)
+# The optimizer's own remedy is the last one.
+LAUNCH_NEXT: Final = (LAUNCH_LESS, LAUNCH_AT_ONCE, LARGER_STEPS, LARGER_CALLS, ALL_AT_ONCE)
 # A call of the driver that gives the device no work.
 OTHER_CALL: Final = re.compile(r"(?:cuda|hip|cu)(?!\w*(?:Launch|Memcpy|Memset|Module|Library))\w+\Z")
 # By what has most of the idle time.
 BY_NAME: Final = (
-    (
-        re.compile(rf"{re.escape(COMPILES)}\Z"),
-        (
-            "Compile once, not in each step: TORCH_LOGS=recompiles prints why torch.compile starts again; for varying "
-            "sizes torch.compile(dynamic=True), for a number that changes a tensor."
-        ),
-    ),
-    (
-        re.compile("TorchDynamo Cache Lookup"),
-        (
-            "Check fewer guards: compile fewer and larger parts (TORCH_LOGS=graph_breaks), and after the first steps "
-            "torch.compiler.set_stance(skip_guard_eval_unsafe=True)."
-        ),
-    ),
-    (
-        re.compile("Graph(?:Instantiate|ExecUpdate)"),
-        "Record each graph of kernels once and replay it: pad batches to a few shapes.",
-    ),
-    (
-        re.compile("Host(?:Alloc|Register)|MallocHost"),
-        "Keep pinned memory from step to step: make the tensor once with pin_memory=True, and copy into it.",
-    ),
+    (re.compile(rf"{re.escape(COMPILES)}\Z"), COMPILE_ONCE),
+    (re.compile("TorchDynamo Cache Lookup"), CHECK_FEWER_GUARDS),
+    (re.compile("Graph(?:Instantiate|ExecUpdate)"), REPLAY_GRAPHS),
+    (re.compile("Host(?:Alloc|Register)|MallocHost"), KEEP_PINNED),
 )
-# The causes come from launch calls, which torch records with the activity of the device.
-UNKNOWN_NEXT: Final = ("Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",)
-
-
-MOVE: Final = "Move this code out of the step: {place}."
-SHORTEN: Final = "Find the slow lines in {place}: python -m cProfile shows the functions that it calls."
-ON_DEVICE: Final = "Make the tensor on the GPU: {call}(..., device={device}); {operator} runs on the CPU."
-RUN_THERE: Final = "Run {operator} on the GPU: move its tensors there once, tensor.to({device}); it runs on the CPU."
 # Operators that make tensors.
 MAKES: Final = re.compile(
     r"aten::(rand|randn|randint|randperm|empty|zeros|ones|full|arange|linspace|eye|normal|tensor)(?:_like)?\Z"
 )
-SAVE: Final = ("Save checkpoints less often, or in the background: torch.distributed.checkpoint.async_save.",)
 SAVES: Final = re.compile("checkpoint|state_dict", re.IGNORECASE)
 # Ranges that are the training itself.
 OF_A_STEP: Final = re.compile("forward|backward|step|optim|grad|batch|epoch", re.IGNORECASE)
@@ -353,47 +324,47 @@ def _doing(trace: TraceReport, cause: IdleCause) -> str:
     return what + (f" (mostly {shorter_name(name)})" if name not in {"", WHOLE_BATCH} and name not in what else "")
 
 
-def _next_steps(trace: TraceReport, main: IdleCause | None, *, is_launching: bool) -> tuple[str, ...]:
+def _next_steps(trace: TraceReport, main: IdleCause | None, *, is_launching: bool) -> tuple[Remedy, ...]:
     named = _by_name(trace, main)
     if is_launching:
-        # The optimizer's own remedy is the last one.
         return remedies(trace, *named, *(reversed(LAUNCH_NEXT) if _in_optimizer(trace) else LAUNCH_NEXT))
     if named:
         return named
     if main is None or _is_unseen(trace, main):
-        return UNKNOWN_NEXT
+        # The causes come from launch calls, which torch records with the activity of the device.
+        return (RECORD_HOST,)
     if main.cause != Part.IDLE_PYTHON:
         return remedies(trace, *NEXT.get(main.cause, LAUNCH_NEXT))
     return remedies(trace, *_elsewhere(main), *NEXT[Part.IDLE_PYTHON])
 
 
-def _by_name(trace: TraceReport, main: IdleCause | None) -> tuple[str, ...]:
+def _by_name(trace: TraceReport, main: IdleCause | None) -> tuple[Remedy, ...]:
     """Return the next step for what the host is in for most of the idle time, if it is not launching."""
     if main is None:
         return ()
     if main.cause == Part.IDLE_SYNCHRONIZATION:
-        return (COPY,) if "Memcpy" in main.mostly_in else ()
+        return (COPY_FROM_PINNED,) if "Memcpy" in main.mostly_in else ()
     if main.cause == Part.IDLE_DATA:
-        return (workers_in(trace.device_ledger, in_one=main.longest_ns >= MAIN_PART * main.total_ns).text,)
+        return (workers_in(trace.device_ledger, in_one=main.longest_ns >= MAIN_PART * main.total_ns),)
     if (step := next((step for name, step in BY_NAME if name.search(main.mostly_in)), None)) is not None:
         return (step,)
     if main.cause == Part.IDLE_OPERATORS and main.mostly_in and not main.launches and main.long_ns >= LONG_GAP_NS:
         made = MAKES.match(main.mostly_in)
         operator = shorter_name(main.mostly_in)
-        text, call = (ON_DEVICE, f"torch.{made[1]}") if made else (RUN_THERE, "")
-        return (text.format(call=call, operator=operator, device='"cuda"' if has_graphs(trace) else "device"),)
-    takes = f"it takes up to {format_ns(main.longest_ns)} on the host"
-    return (f"Call {main.mostly_in} once, before the steps: {takes}.",) if _is_other_call(main) else ()
+        step, call = (MAKE_ON_GPU, f"torch.{made[1]}") if made else (RUN_ON_GPU, "")
+        return (step.filled(call=call, operator=operator, device='"cuda"' if has_graphs(trace) else "device"),)
+    longest = format_ns(main.longest_ns)
+    return (CALL_ONCE.filled(call=main.mostly_in, longest=longest),) if _is_other_call(main) else ()
 
 
-def _elsewhere(main: IdleCause) -> tuple[str, ...]:
+def _elsewhere(main: IdleCause) -> tuple[Remedy, ...]:
     """Return what to do with the place that has most of the idle time in Python: one with launches cannot move."""
     name = action_name(main.mostly_in.removeprefix(ACTION))
     if SAVES.search(name):
-        return SAVE
+        return (SAVE_IN_BACKGROUND,)
     if main.apart_ns >= NOTABLE_SHARE * main.total_ns:
         place = action_name(main.apart.removeprefix(ACTION))
         if "): " in place:
-            return (MOVE.format(place=place),)
-        return () if not place or OF_A_STEP.search(place) else (f"Call it less often, or elsewhere: {place}.",)
-    return (SHORTEN.format(place=name),) if "): " in name else ()
+            return (MOVE_OUT_OF_STEP.filled(place=place),)
+        return () if not place or OF_A_STEP.search(place) else (CALL_LESS_OFTEN.filled(place=place),)
+    return (FIND_SLOW_LINES.filled(place=name),) if "): " in name else ()

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import Finding, Severity
 from lightning_memprof.judge.policy import POLICY
+from lightning_memprof.judge.remedies import (
+    COPY_FEWER_BYTES,
+    COPY_FROM_PINNED,
+    COPY_IN_STREAM,
+    COPY_INTO_PINNED,
+    FIND_SYNC_CALLS,
+    KEEP_ON_DEVICE,
+    KEEP_ON_DEVICE_IN_TORCH,
+    MOVE_RESULTS_LESS_OFTEN,
+    MOVE_RESULTS_LESS_OFTEN_IN_TORCH,
+    NO_BOOLEAN_INDEX,
+    NO_BRANCH,
+    NO_MASKED_SELECT,
+    NO_SYNCHRONIZE,
+    NON_BLOCKING_COPY,
+    NON_BLOCKING_TO,
+    PIN_BATCHES,
+    PIN_BATCHES_IN_TORCH,
+    PIN_OWN_TENSORS,
+    READ_EVENTS_LATER,
+    STAY_ON_GPU,
+    UNIQUE_IN_WORKERS,
+    Remedy,
+)
 from lightning_memprof.judge.traces import (
     BESIDE_THE_STEP,
     CAUSES,
     NOTABLE_SHARE,
-    Remedy,
     after_waits,
     is_brief,
     longest_in,
     on_rank,
     recovered_ns,
     remedies,
-    remedy,
     severity_of,
     shorter_name,
     times,
@@ -26,25 +49,21 @@ from lightning_memprof.judge.traces import (
 from lightning_memprof.read.trace.model import Copies, Synchronization, TraceReport
 from lightning_memprof.units import format_bytes, format_ns, percent
 
-KEEP: Final = "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if"
-READS: Final = (
-    remedy(f"{KEEP}, self.log(name, tensor) with Trainer(log_every_n_steps=50).", "lightning"),
-    remedy(f"{KEEP}; read them every 50 steps.", "other program"),
-)
-COPY: Final = "Copy from pinned memory without blocking: tensor.pin_memory().to(device, non_blocking=True)."
+READS: Final = (KEEP_ON_DEVICE, KEEP_ON_DEVICE_IN_TORCH)
 # A gap after a wait: the end of the call, and what the host then does up to the next launch.
 AFTER_WAITS: Final = tuple(part for part in CAUSES if part != Part.IDLE_DATA)
-ADVICE: Final = {
-    "aten::is_nonzero": "Do not branch on a tensor's value in a step: torch.where instead of if.",
-    "aten::nonzero": "Avoid value-dependent sizes, which stop the host: torch.where instead of a boolean index.",
-    "aten::masked_select": "Avoid value-dependent sizes, which stop the host: torch.where instead of masked_select.",
-    "aten::unique": "Avoid value-dependent sizes, which stop the host: call unique in the DataLoader's workers.",
-    "aten::to": "Copy without blocking: tensor.to(device, non_blocking=True) from DataLoader(pin_memory=True).",
-    "aten::copy_": "Copy without blocking: tensor.copy_(other, non_blocking=True) with pinned memory.",
-    "cudaDeviceSynchronize": "Remove torch.cuda.synchronize() from the steps: time them with torch.cuda.Event.",
-    "cudaEventSynchronize": "Read event times after several steps, not in each: event.synchronize() stops the host.",
+ADVICE: Final[Mapping[str, tuple[Remedy, ...]]] = {
+    "aten::item": READS,
+    "aten::_local_scalar_dense": READS,
+    "aten::is_nonzero": (NO_BRANCH,),
+    "aten::nonzero": (NO_BOOLEAN_INDEX,),
+    "aten::masked_select": (NO_MASKED_SELECT,),
+    "aten::unique": (UNIQUE_IN_WORKERS,),
+    "aten::to": (NON_BLOCKING_TO,),
+    "aten::copy_": (NON_BLOCKING_COPY,),
+    "cudaDeviceSynchronize": (NO_SYNCHRONIZE,),
+    "cudaEventSynchronize": (READ_EVENTS_LATER,),
 }
-FIND: Final = 'Find the calls: torch.cuda.set_sync_debug_mode("warn") prints the line of each.'
 
 
 def synchronization(trace: TraceReport) -> Finding | None:
@@ -68,7 +87,7 @@ def synchronization(trace: TraceReport) -> Finding | None:
             f"After these calls the GPU's queue is empty for {format_ns(gap_ns)} of {format_ns(window.window_ns)}: "
             f"{_named(calls)}."
         ),
-        remedies=remedies(trace, *(step for call in calls for step in _advice(call.name)), FIND),
+        remedies=remedies(trace, *(step for call in calls for step in _advice(call.name)), FIND_SYNC_CALLS),
         evidence=longest_in(trace, calls[0].longest_start_ns, calls[0].longest_gap_ns),
         numbers={
             "gap_share": share,
@@ -82,10 +101,8 @@ def synchronization(trace: TraceReport) -> Finding | None:
     )
 
 
-def _advice(name: str) -> tuple[Remedy | str, ...]:
-    if name in {"aten::item", "aten::_local_scalar_dense"}:
-        return READS
-    return (ADVICE[name],) if name in ADVICE else (COPY,) if "Memcpy" in name else ()
+def _advice(name: str) -> tuple[Remedy, ...]:
+    return ADVICE.get(name, (COPY_FROM_PINNED,) if "Memcpy" in name else ())
 
 
 def _named(calls: tuple[Synchronization, ...]) -> str:
@@ -95,26 +112,12 @@ def _named(calls: tuple[Synchronization, ...]) -> str:
 
 
 COPY_NEXT: Final = {
-    "HtoD": (
-        remedy(
-            "Pin the batches: DataLoader(pin_memory=True); Lightning then copies them without blocking.", "lightning"
-        ),
-        remedy("Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).", "other program"),
-        "Pin the program's own tensors: tensor.pin_memory().to(device, non_blocking=True).",
-    ),
-    "DtoH": (
-        remedy(
-            "Move results to the host less often: .cpu() every N steps, self.log(name, tensor) instead of a list.",
-            "lightning",
-        ),
-        remedy("Move results to the host less often: .cpu() every N steps.", "other program"),
-        "Copy into pinned memory: torch.empty(shape, pin_memory=True).copy_(x, non_blocking=True).",
-    ),
+    "HtoD": (PIN_BATCHES, PIN_BATCHES_IN_TORCH, PIN_OWN_TENSORS),
+    "DtoH": (MOVE_RESULTS_LESS_OFTEN, MOVE_RESULTS_LESS_OFTEN_IN_TORCH, COPY_INTO_PINNED),
 }
 DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
 # Copies of as many bytes in both directions are of the same tensors.
 SAME: Final = 0.1
-STAY: Final = "Leave it on the GPU: remove the .to(device) and .cpu() of a module or tensor from the steps."
 
 
 def blocking_transfers(trace: TraceReport) -> list[Finding]:
@@ -140,18 +143,13 @@ def _transfer(trace: TraceReport, copies: Copies) -> Finding | None:
         ),
         why=f"{_amount(copies)}: pageable memory is copied twice, and the call blocks until the copy ends.",
         # The same number of bytes may be a batch and an output of its size.
-        remedies=((STAY,) if is_round_trip else ()) + remedies(trace, *COPY_NEXT[copies.kind]),
+        remedies=((STAY_ON_GPU,) if is_round_trip else ()) + remedies(trace, *COPY_NEXT[copies.kind]),
         **_of_copies(trace, copies, share, share),
     )
 
 
 # One direction that is more of the time than all else decides how long it takes.
 MOST: Final = 0.5
-SEND_LESS: Final = "Copy fewer bytes: uint8 images, bfloat16 tensors, int32 indices; keep what fits on the GPU."
-SIDE: Final = (
-    "Overlap copies with kernels: start each copy early in a torch.cuda.Stream(), and wait for its event before using "
-    "it."
-)
 
 
 def exposed_copies(trace: TraceReport) -> list[Finding]:
@@ -172,7 +170,7 @@ def _exposed(trace: TraceReport, copies: Copies, share: float) -> Finding:
     window = trace.window
     running = (window.compute_ns + window.communication_exposed_ns) / window.window_ns if window else 0.0
     # Copies beside kernels can hide no longer than these run.
-    next_steps = (SEND_LESS, SIDE) if share > running else (SIDE, SEND_LESS)
+    next_steps = (COPY_FEWER_BYTES, COPY_IN_STREAM) if share > running else (COPY_IN_STREAM, COPY_FEWER_BYTES)
     bound = "Transfer-bound: pinned" if share >= MOST else "Pinned"
     return Finding(
         rule="exposed_copies",

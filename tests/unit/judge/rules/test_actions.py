@@ -13,11 +13,11 @@ from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge import Facts, Finding, Severity, examine, verdict_of
-from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.verdict import RULES
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.locate import shown_path
 from lightning_memprof.units import MIB
+from next_steps import step
 
 STEPS = 29
 
@@ -145,7 +145,7 @@ def test_validation_once_per_epoch_is_not_to_run_once_per_epoch(tmp_path: Path, 
     row = action("run_validation", 20_000_000, count=3)
     (directory / "actions.rank00000.jsonl").write_text(json.dumps(row) + "\n")
     findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
-    assert next(each.id for each in findings["validation_bound"].remedies if isinstance(each, Remedy)) == remedy
+    assert next(each.id for each in findings["validation_bound"].remedies) == remedy
 
 
 @pytest.mark.parametrize(("each_ms", "is_named"), [(900, True), (150, False)])
@@ -320,8 +320,9 @@ def test_a_function_is_reported_once_by_the_finding_that_is_worth_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def claims(rule: str, owner: str, weight: float) -> Callable[[Facts], Finding]:
+        does = step("Do less.")
         finding = Finding(
-            rule=rule, owner=owner, severity=Severity.WARNING, title=rule, why="", remedies=("Do less.",), weight=weight
+            rule=rule, owner=owner, severity=Severity.WARNING, title=rule, why="", remedies=(does,), weight=weight
         )
         return lambda _: finding
 

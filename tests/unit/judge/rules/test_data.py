@@ -13,7 +13,6 @@ from lightning_memprof.account.steps.workers import calls
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.judge import Facts, Finding, examine, examine_files
 from lightning_memprof.judge.measures import wanted_workers
-from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.schedule import Window
 from trace_reports import MS, idle, trace
@@ -24,11 +23,11 @@ def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
 
 
 def ids(finding: Finding) -> list[str]:
-    return [remedy.id for remedy in finding.remedies if isinstance(remedy, Remedy)]
+    return [remedy.id for remedy in finding.remedies]
 
 
 def changes(finding: Finding) -> list[str]:
-    return [remedy.change for remedy in finding.remedies if isinstance(remedy, Remedy)]
+    return [remedy.change for remedy in finding.remedies]
 
 
 def test_what_costs_nothing_is_no_rank_s_heaviest(tmp_path: Path) -> None:

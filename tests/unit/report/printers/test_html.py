@@ -18,6 +18,7 @@ from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections import run_document
 from lightning_memprof.report.view import View
 from lightning_memprof.report.written import main, write_page
+from next_steps import step
 from pages import tables_of
 
 SCRIPT = "</script><script>alert(1)</script>"
@@ -37,7 +38,7 @@ def view_of(path, fake: FakeRun | None = None) -> View:
 
 def test_every_text_of_the_run_is_escaped(tmp_path):
     view = view_of(tmp_path, FakeRun(training={"model": SCRIPT}, endings={0: SCRIPT}))
-    finding = Finding(rule=SCRIPT, severity=Severity.WARNING, title=SCRIPT, why=SCRIPT, remedies=(SCRIPT,),
+    finding = Finding(rule=SCRIPT, severity=Severity.WARNING, title=SCRIPT, why=SCRIPT, remedies=(step(SCRIPT),),
                       evidence=(Evidence(artifact=SCRIPT),))  # fmt: skip
     page = to_html(replace(view, findings=(finding,)))
     assert SCRIPT not in page
@@ -76,7 +77,7 @@ def test_a_chart_that_fails_costs_the_charts_and_not_the_page(tmp_path, monkeypa
 def test_a_finding_links_to_its_section_and_to_the_row_of_its_file(tmp_path):
     view = view_of(tmp_path)
     pulse = next(artifact for artifact in view.run.artifacts if artifact.type == "pulse")
-    finding = Finding(rule="input_bound", severity=Severity.WARNING, title="s", why="w", remedies=("n",),
+    finding = Finding(rule="input_bound", severity=Severity.WARNING, title="s", why="w", remedies=(step("n"),),
                       evidence=(Evidence(artifact=pulse.path, rank=0, steps=(3, 9)),))  # fmt: skip
     page = run_document(replace(view, findings=(finding,)))
     cards = next(part for part in page.sections[0].parts if isinstance(part, Findings)).cards

@@ -36,6 +36,7 @@ from lightning_memprof.report.sections.labels import (
 from lightning_memprof.report.sections.memory import run_peaks
 from lightning_memprof.report.view import View
 from lightning_memprof.units import MIB, format_bytes
+from next_steps import step
 from pages import full, table_of
 from snapshots import block, segment, snapshot, unused, write_snapshot
 from trace_reports import gpu_times, idle, trace
@@ -146,7 +147,7 @@ def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp
         severity=Severity.INFO,
         title="s.",
         why="w.",
-        remedies=("n.",),
+        remedies=(step("n."),),
         evidence=(Evidence(artifact="f"),),
     )
     page = unescape(to_html(replace(view, findings=(finding,))))
@@ -154,7 +155,7 @@ def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp
     assert "A few steps take a multiple of the others." in details
     assert re.search(r"<b>When</b> At most a third of the steps", details)
     assert "docs/reference/findings/host.md#slow_steps" in details
-    own = Finding(rule="a_rule_of_yours", severity=Severity.INFO, title="s.", why="w.", remedies=("n.",))
+    own = Finding(rule="a_rule_of_yours", severity=Severity.INFO, title="s.", why="w.", remedies=(step("n."),))
     assert "<details>" not in to_html(replace(view, findings=(own,)))
 
 

@@ -9,7 +9,6 @@ import pytest
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from kineto import write_trace
 from lightning_memprof.judge import Facts, Finding, examine
-from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.read.trace.report import trace_report
@@ -24,7 +23,7 @@ def findings_of(directory: Path, *traces: TraceReport) -> dict[str, Finding]:
 
 
 def ids(finding: Finding) -> list[str]:
-    return [each.id for each in finding.remedies if isinstance(each, Remedy)]
+    return [each.id for each in finding.remedies]
 
 
 def line(functions: list[str], place: str, source: str, **of: Any) -> dict[str, Any]:

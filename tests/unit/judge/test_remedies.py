@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import lightning_memprof
+from lightning_memprof.judge import remedies
+from lightning_memprof.judge.remedies import Remedy, applicable
+from lightning_memprof.trial.remedies import REMEDIES
+
+HELD = {name: value for name, value in vars(remedies).items() if isinstance(value, Remedy)}
+
+
+def test_each_id_and_each_name_is_of_one_remedy() -> None:
+    ids = Counter(remedy.id for remedy in HELD.values())
+    tree = ast.parse(Path(remedies.__file__).read_text(encoding="utf-8"))
+    names = Counter(
+        node.target.id for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    )
+    assert [name for name, count in (ids + names).items() if count > 1] == []
+    assert names.keys() == HELD.keys()
+
+
+def test_each_remedy_is_one_of_a_finding() -> None:
+    package = Path(lightning_memprof.__file__).parent
+    trees = [ast.parse(module.read_text(encoding="utf-8")) for module in package.rglob("*.py")]
+    imported = {
+        alias.name
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module == remedies.__name__
+        for alias in node.names
+    }
+    assert HELD.keys() - imported == set()
+
+
+def test_each_change_is_an_argument_that_a_trial_takes() -> None:
+    taken = {kind.name: bool(kind.example) for kind in REMEDIES}
+    for remedy in HELD.values():
+        # "fused" or "foreach", by the optimizer.
+        name, _, value = remedy.change.replace("{kernels}", "fused").partition("=")
+        assert not name or taken[name] == bool(value), remedy.id
+
+
+def test_a_remedy_applies_where_all_that_it_needs_holds() -> None:
+    choices = [Remedy(id=str(i), text="", needs=needs) for i, needs in enumerate((
+        frozenset[remedies.Need](), frozenset[remedies.Need]({"training"}),
+        frozenset[remedies.Need]({"training", "eager"}),
+    ))]  # fmt: skip
+    assert [each.id for each in applicable({"training", "lightning"}, *choices)] == ["0", "1"]
