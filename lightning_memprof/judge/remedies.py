@@ -1019,13 +1019,13 @@ BFLOAT16_IN_TORCH: Final = Remedy(
 )
 MIXED_PRECISION: Final = Remedy(
     id="mixed_precision",
-    text='Train in mixed precision: Trainer(precision="{precision}-mixed").',
+    text='Train in mixed precision: Trainer(precision="{precision}").',
     needs=frozenset({"lightning", "training"}),
-    change="precision={precision}-mixed",
+    change="precision={precision}",
 )
 LOWER_PRECISION: Final = Remedy(
     id="lower_precision",
-    text='Compute in half precision: Trainer(precision="{precision}-true").',
+    text='Compute in half precision: Trainer(precision="{precision}").',
     needs=frozenset({"lightning", "inference"}),
 )
 MIXED_PRECISION_IN_TORCH: Final = Remedy(

@@ -316,8 +316,8 @@ def _next_for_products(trace: TraceReport, *, early: bool) -> tuple[Remedy, ...]
     scaler = " with torch.amp.GradScaler()" if early else ""
     return remedies(
         trace,
-        MIXED_PRECISION.filled(precision=precision),
-        LOWER_PRECISION.filled(precision=precision),
+        MIXED_PRECISION.filled(precision=f"{precision}-mixed"),
+        LOWER_PRECISION.filled(precision=f"{precision}-true"),
         MIXED_PRECISION_IN_TORCH.filled(dtype=dtype, scaler=scaler),
         LOWER_PRECISION_IN_TORCH.filled(dtype=dtype),
         *(() if early else (TF32,)),

@@ -53,7 +53,7 @@ def test_an_unknown_remedy_names_the_known_ones():
 
 CONSTANTS = [value for value in vars(judge_remedies).values() if isinstance(value, judge_remedies.Remedy)]
 # A value for each field of a change.
-FIELDS = {"owner": "Slow.on_train_batch_end", "object": "Slow", "precision": "bf16-mixed"}
+FIELDS = {"owner": "Slow.on_train_batch_end", "object": "Slow", "precision": "bf16-mixed", "kernels": "fused"}
 
 
 def filled(remedy: judge_remedies.Remedy) -> judge_remedies.Remedy:
