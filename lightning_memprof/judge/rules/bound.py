@@ -340,12 +340,11 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     """Return the owner of most of the host's time in a trace without device events."""
     ledger = trace.host_ledger
     span_ns = max(trace.end_ns - trace.start_ns, 1)
-    starts = np.array([call.start_ns for call in trace.arrivals], np.int64)
-    ends = np.array([call.start_ns + call.duration_ns for call in trace.arrivals], np.int64)
-    communicates_ns = length(union(starts, ends))
+    communicates_ns = _communicates_ns(trace)
     heaviest = heaviest_module(ledger.of("forward", "backward")) if ledger is not None else None
     span = "each step" if trace.steps else "the recorded time"
-    why = f"In {format_ns(span_ns)} the trace has {format_count(trace.host_events, 'event')} on the host."
+    events = format_count(trace.host_events, "event")
+    why = f"In {format_ns(span_ns)} the trace has {events} on the host."
     next_steps: tuple[Remedy, ...] = (look(trace),)
     whole_ns = ledger.step_ns if ledger is not None and trace.steps else span_ns
     if trace.device_use:
@@ -353,8 +352,8 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         why = f"{why} No kernel is in the trace."
         next_steps = (RECORD_DEVICE, *next_steps)
     elif communicates_ns >= POLICY.bound * span_ns or (heaviest and heaviest.family.startswith(COLLECTIVE)):
-        names = [found.name for found in sorted(trace.collectives, key=lambda found: -found.total_ns)]
-        name = names[0] if names else heaviest.family if heaviest else "a collective"
+        most = max(trace.collectives, key=lambda found: found.total_ns, default=None)
+        name = most.name if most else heaviest.family if heaviest else "a collective"
         bound = "Communication-bound: " if communicates_ns >= POLICY.bound * span_ns else ""
         sentence = titled(f"{bound}{{name}} runs for {percent(communicates_ns / span_ns)} of the time.", name=name)
         why = _of_collectives(trace, name) or why
@@ -362,7 +361,6 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     elif ledger is None or heaviest is None:
         sentence = "No device activity in this trace."
     elif span_ns < SHORT_WINDOW_NS:
-        events = format_count(trace.host_events, "event")
         sentence = f"Too little was recorded for a verdict: {events} in {format_ns(span_ns)}."
         why = f"{heaviest.module} takes {format_ns(heaviest.ns)} ({percent(heaviest.ns / whole_ns)}) of {span}."
         next_steps = (*fitting(trace, *LATER), *next_steps)
@@ -373,10 +371,8 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         next_steps = (*fitting(trace, ALL_AT_ONCE), *next_steps)
     elif (python := _in_python(ledger, heaviest)) is not None:
         part, ns, place = python
-        share = percent(ns / whole_ns)
-        sentence = titled(
-            f"Host-bound: {IN_PYTHON[part]} {share} of {span}{', mostly {place}' if place else ''}.", place=place
-        )
+        share, mostly = percent(ns / whole_ns), ", mostly {place}" if place else ""
+        sentence = titled(f"Host-bound: {IN_PYTHON[part]} {share} of {span}{mostly}.", place=place)
         next_steps = (*_less_python(trace, part, place), *next_steps)
         if part == "forward" and trace.program.trains and not _has_backward(ledger):
             sentence = f"Backward was not recorded: {share} of {span} is outside operators: in backward or in Python."
@@ -389,9 +385,8 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
             family=heaviest.family,
         )
         why = f"{format_ns(heaviest.ns)} of {format_ns(whole_ns)}; no device was recorded. {why}"
-        compiled = () if trace.program.is_compiled else (COMPILE_ALL,)
-        faster_on_host = faster_by(heaviest, (), compiled, is_cpu=True)
-        next_steps = (*fitting_line(heaviest.family, None), *faster_on_host, *next_steps)
+        able = faster_by(heaviest, (), () if trace.program.is_compiled else (COMPILE_ALL,), is_cpu=True)
+        next_steps = (*fitting_line(heaviest.family, None), *able, *next_steps)
     return Finding(
         rule=NOTHING_FOUND,
         severity=Severity.NONE,
@@ -401,6 +396,13 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         numbers={"span_ns": span_ns, "collectives_ns": communicates_ns},
         evidence=(Evidence(artifact=str(trace.file), rank=trace.rank),),
     )
+
+
+def _communicates_ns(trace: TraceReport) -> int:
+    """Return the time in which at least one collective runs, in nanoseconds."""
+    starts = np.array([call.start_ns for call in trace.arrivals], np.int64)
+    ends = np.array([call.start_ns + call.duration_ns for call in trace.arrivals], np.int64)
+    return length(union(starts, ends))
 
 
 def _in_python(ledger: TimeLedger, heaviest: Heaviest) -> tuple[Part, float, str] | None:
