@@ -214,7 +214,7 @@ def _cause(rank: Rank, ledger: TimeLedger, starts: float, few: Rhythm | None) ->
             return replace(found, how=", as workers start again", owner="")
         if len(owners) == 1:
             owner = owners.pop()
-            return replace(found, how=", mostly ", owner=owner, faster=FASTER_FETCH.filled(owner=owner))
+            return replace(found, how=", in ", owner=owner, faster=FASTER_FETCH.filled(owner=owner))
         return replace(found, how=f", in {few.subject[0].lower()}{few.subject[1:]}", owner="")
     return found if _is_sampler(found) or not workers else _in_workers(rank, workers)
 
@@ -232,7 +232,7 @@ def _in_workers(rank: Rank, workers: int) -> Cause:
     )
     why = "; ".join([takes[0].upper() + takes[1:], *times])
     owner = slow.function if slow else named
-    return Cause(how=", mostly " if owner else f", with {format_count(workers, 'worker')}", owner=owner, why=why)
+    return Cause(how=", in " if owner else f", with {format_count(workers, 'worker')}", owner=owner, why=why)
 
 
 def _slowest_part(rank: Rank, ledger: TimeLedger, few: Rhythm | None) -> Cause:
@@ -257,7 +257,7 @@ def _slowest_part(rank: Rank, ledger: TimeLedger, few: Rhythm | None) -> Cause:
     found = [f"{spot.text} has {percent(spot.share)} of it{spot.at}"] if spot is not None else []
     found += [f"Samples are fetched {many}"] if many else []
     faster = faster.filled(owner=spot.text if spot is not None else named)
-    return Cause(how=", mostly ", owner=named, why="; ".join(found), faster=faster)
+    return Cause(how=", in ", owner=named, why="; ".join(found), faster=faster)
 
 
 def _settings(loaders: Sequence[DataLoaderFacts]) -> str:

@@ -182,7 +182,6 @@ def _of_windows(facts: Facts, rank: Rank) -> Finding | None:
         remedies=(SHORTER_WINDOWS,),
         evidence=facts.recorded(rank, "hooks"),
         numbers={"rank": rank.rank, "windows_ns": windows_ns, "run_ns": run_ns},
-        weight=share,
     )
 
 
