@@ -45,8 +45,8 @@ def test_of_two_ranks_the_one_that_the_other_waits_for_is_named(tmp_path: Path, 
     assert document.rule == "hang"
     assert document.verdict.startswith("Step 3 does not end on rank 1: stuck in forward at hanging.py:")
     # It waits in backward; when the hanging rank is killed, it raises there.
-    assert re.search(r"rank 0 (raised \w+ )?in backward of step 3", document.why)
-    assert "(all_reduce Float[" in document.why
+    assert re.search(r"rank 0 (raised \w+ )?in backward of step 3", words_text(document.why))
+    assert "(all_reduce Float[" in words_text(document.why)
     (section,) = [section for section in document.sections if section.id == "hangs"]
     (table,) = section.parts
     assert len(table.rows) == 2
@@ -98,7 +98,7 @@ def test_a_worker_that_died_is_the_verdict_with_its_signal_or_exit_code(
     document = page(tmp_path, "dying_worker.py", code)
     assert document.rule == "worker_died"
     assert document.verdict.endswith(f"died: {end}.")
-    assert "worker" in document.why or "Connection" in document.why
+    assert "worker" in words_text(document.why) or "Connection" in words_text(document.why)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 import pytest
@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader
 
 from lightning_memprof import MemProfilerCallback, Schedule, load_run
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import StepEvents, rank_events
 from lightning_memprof.account.steps.pauses import pauses
 from lightning_memprof.collectors import GarbageCollection, HookTimings, Pulse
@@ -25,20 +26,20 @@ from training import Noise, Perceptron, trainer
 
 MS = 1_000_000
 # Milliseconds that each part sleeps, all different.
-NAPS = {
-    "data_wait": 3,
-    "transfer": 2,
-    "forward": 6,
-    "backward": 5,
-    "optimizer": 4,
-    "callback": 7,
-    "validation": 8,
-    "checkpoint": 9,
-    "logging": 10,
+NAPS: Final = {
+    Part.DATA_WAIT: 3,
+    Part.TRANSFER: 2,
+    Part.FORWARD: 6,
+    Part.BACKWARD: 5,
+    Part.OPTIMIZER: 4,
+    Part.CALLBACK: 7,
+    Part.VALIDATION: 8,
+    Part.CHECKPOINT: 9,
+    Part.LOGGING: 10,
 }
 
 
-def nap(part: str) -> None:
+def nap(part: Part) -> None:
     time.sleep(NAPS[part] / 1000)
 
 
@@ -46,7 +47,7 @@ class Slow(Noise):
     """Takes its time to load."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        nap("data_wait")
+        nap(Part.DATA_WAIT)
         return super().__getitem__(index)
 
 
@@ -59,7 +60,7 @@ class SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        nap("backward")
+        nap(Part.BACKWARD)
         return gradient
 
 
@@ -68,7 +69,7 @@ class SlowSGD(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         loss = closure() if closure is not None else None
-        nap("optimizer")
+        nap(Part.OPTIMIZER)
         super().step()
         return loss
 
@@ -77,17 +78,17 @@ class Automatic(Perceptron):
     """Sleeps in every part of a step."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        nap("forward")
+        nap(Part.FORWARD)
         loss: torch.Tensor = SlowBackward.apply(self.loss(batch))
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        nap("validation")
+        nap(Part.VALIDATION)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         if self.trainer.training:
-            nap("transfer")
+            nap(Part.TRANSFER)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def configure_optimizers(self) -> Any:
@@ -118,14 +119,14 @@ class Napping(pl.Callback):
     """Sleeps after each batch."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        nap("callback")
+        nap(Part.CALLBACK)
 
 
 class SlowLogger(CSVLogger):
     """Takes its time to log."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        nap("logging")
+        nap(Part.LOGGING)
         super().log_metrics(metrics, step)
 
 
@@ -133,7 +134,7 @@ class SlowFiles(TorchCheckpointIO):
     """Takes its time to save."""
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        nap("checkpoint")
+        nap(Part.CHECKPOINT)
         super().save_checkpoint(*args, **kwargs)
 
 
@@ -158,15 +159,15 @@ def fit(directory: Path, model: pl.LightningModule, *more: pl.Callback, **option
     return steps
 
 
-def slept(step: StepEvents, *parts: str) -> None:
+def slept(step: StepEvents, *parts: Part) -> None:
     """Check that these parts hold their sleep; that they sum to the step leaves no room for another's."""
     for part in parts:
         assert step.parts_ns[part] >= NAPS[part] * MS, part
-    for part in {"validation", "checkpoint"}.difference(parts):
+    for part in {Part.VALIDATION, Part.CHECKPOINT}.difference(parts):
         assert step.parts_ns[part] == 0, part
 
 
-EVERY_STEP = ("data_wait", "transfer", "forward", "backward", "optimizer", "callback", "logging")
+EVERY_STEP: Final = tuple(part for part in NAPS if part not in (Part.VALIDATION, Part.CHECKPOINT))
 
 
 @pytest.mark.parametrize("model", [Automatic, Scheduled, Manual])
@@ -176,7 +177,7 @@ def test_a_steps_time_lies_in_the_part_that_took_it(tmp_path: Path, model: type[
     steps = fit(tmp_path, model())
     for step in steps:
         slept(step, *EVERY_STEP)
-        assert step.callbacks_ns["Napping"] >= NAPS["callback"] * MS
+        assert step.callbacks_ns["Napping"] >= NAPS[Part.CALLBACK] * MS
         # Of our hooks Lightning calls those at the end of the epoch.
         assert set(step.callbacks_ns) == {"Napping"} | ({"MemProfilerCallback"} if step.step == 5 else set())
     assert methods == (Precision.optimizer_step, CSVLogger.save, SlowSGD.step, _EvaluationLoop.run)
@@ -188,7 +189,7 @@ def test_batches_that_only_accumulate_have_no_optimizer_step_and_no_logging(tmp_
         told = [any(event.action == action for event in step.events) for step in steps]
         assert told == [True, False, True, False, True]
     for step in steps:
-        slept(step, *(part for part in EVERY_STEP if step.step % 2 or part not in ("optimizer", "logging")))
+        slept(step, *(part for part in EVERY_STEP if step.step % 2 or part not in (Part.OPTIMIZER, Part.LOGGING)))
 
 
 def test_validation_and_checkpoints_inside_fit_are_their_own_also_between_two_epochs(tmp_path: Path) -> None:
@@ -203,11 +204,11 @@ def test_validation_and_checkpoints_inside_fit_are_their_own_also_between_two_ep
         max_epochs=2,
     )
     for step in steps:
-        often = ("validation", "checkpoint") if step.step in (2, 5) else ()
+        often = (Part.VALIDATION, Part.CHECKPOINT) if step.step in (2, 5) else ()
         slept(step, *EVERY_STEP, *often)
     # Two batches of validation, the second time after the last batch of the epoch.
     for step in (steps[1], steps[4]):
-        assert step.parts_ns["validation"] >= 2 * NAPS["validation"] * MS
+        assert step.parts_ns[Part.VALIDATION] >= 2 * NAPS[Part.VALIDATION] * MS
         names = [event.action for event in step.events]
         order = ("run_training_batch", "save_checkpoint", "run_validation")
         assert [name for name in names if name in order] == list(order)
