@@ -104,7 +104,7 @@ def recomputation(facts: Facts) -> Found | None:
     memory = facts.byte_ledgers.get(rank.rank)
     if memory is None or memory.filled is None:
         return None
-    peak = f"{format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of what {memory.place} can hold"
+    peak = f"{format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of the memory"
     detail = Detail(
         why=f"The peak of {peak}.",
         is_note=memory.filled > AMPLE,

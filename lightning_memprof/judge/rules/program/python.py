@@ -328,13 +328,13 @@ def _busiest(facts: Facts, rank: Rank) -> Finding | None:
         owner=row.thread or "",
         title=titled(
             "Busy thread: {owner} uses {busy} of a core; the training thread waits {asleep} of each step{rank}.",
-            owner=row.thread,
+            owner=(row.thread or "").partition(" (")[0],
             busy=percent(busy),
             asleep=percent(asleep),
             rank=facts.on_rank(rank),
         ),
         why=(
-            f"It ran for {format_ns(row.cpu_ns or 0)} of {format_ns(elapsed)}. One of Python's "
+            f"{row.thread} ran for {format_ns(row.cpu_ns or 0)} of {format_ns(elapsed)}. One of Python's "
             "threads runs at a time (GIL); waits for workers and ranks are not counted."
         ),
         remedies=(THREAD_LESS.filled(owner=row.thread), THREAD_AS_PROCESS),

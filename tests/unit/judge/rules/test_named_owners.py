@@ -229,7 +229,7 @@ def test_a_busy_thread_costs_at_most_its_time_and_the_sleep_of_the_training(
         worth = rules["busy_thread"].recovers
         assert worth is not None
         assert worth.max / worth.whole == pytest.approx(most)
-        assert rules["busy_thread"].title.startswith("Busy thread: Poll.run (train.py:7) uses 40% of a core;")
+        assert rules["busy_thread"].title.startswith("Busy thread: Poll.run uses 40% of a core;")
 
 
 @pytest.mark.parametrize(("times", "is_anew"), [(12, True), (1, False)])
