@@ -19,7 +19,8 @@ from training import only_run, rows_of
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("straggler") / "run"
     printed = [directory / f"out{rank}" for rank in range(2)]
-    assert launch("straggling_ranks.py", directory, "slow=1", world=2) == [0, 0], "".join(map(Path.read_text, printed))
+    ended = launch("straggling_ranks.py", directory, "slow=1", "steps=30", world=2)
+    assert ended == [0, 0], "".join(map(Path.read_text, printed))
     return only_run(directory)
 
 
