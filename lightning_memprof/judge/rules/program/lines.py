@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import FORWARD
 from lightning_memprof.account.steps.lines import MIN_LOOKS, MOSTLY, Spot, lines, source_of, spots
@@ -134,6 +134,8 @@ def _costs(rank: Rank, ledger: TimeLedger) -> Iterable[_Cost]:
     """Yield the functions of the training step that have a remedy; backward in it is a pass of its own."""
     rows = [row for row in lines(rank, FORWARD["fit"]) if not is_backward(row)]
     scale = ledger.ns(*TRAINING_STEP) / max(sum(row.ns or 0 for row in rows), 1)
+    # Inside an operator the thread sleeps until those that compute its other parts are done.
+    outside_operators = total(line for line in ledger.of(*TRAINING_STEP) if not line.operator)
     found: dict[tuple[str, str], list[tuple[LineRow, Remedy]]] = {}
     for row in rows:
         if row.functions[-1] != MODULE_CALL and (remedy := _remedy(row)) is not None:
@@ -142,6 +144,7 @@ def _costs(rank: Rank, ledger: TimeLedger) -> Iterable[_Cost]:
         times = [row.ns or 0 for row, _ in alike]
         line, remedy = max(alike, key=lambda pair: pair[0].ns or 0)
         ns = scale * sum(times)
+        ns = min(ns, outside_operators) if remedy.id == WAIT_OUTSIDE.id else ns
         if sum(row.looks or 0 for row, _ in alike) < MIN_LOOKS:
             continue
         family = _family(ledger, ns) if remedy.id == WORK_LESS.id else remedy

@@ -79,6 +79,21 @@ def test_a_line_in_which_the_thread_sleeps_waits_and_is_not_what_computes(
         assert ids(found.remedies)[0] == "wait_outside"
 
 
+@pytest.mark.parametrize("share", [0.9, 0.2])
+def test_a_line_in_whose_operators_the_thread_sleeps_is_no_wait(tmp_path: Path, share: float) -> None:
+    sleeping = {"functions": [STEP], "place": "net.py:7", "source": "distances = (points - others).abs()"}
+    facts = facts_of(tmp_path, line(sleeping, 90, asleep_ns=80 * MS), line(OTHER, 10))
+    ledger = facts.ledgers[0]
+    spent = ledger.ns(Part.FORWARD)
+    computes = TimeLine(part=Part.FORWARD, module="", operator="aten::abs", ns=share * spent)
+    python = TimeLine(part=Part.FORWARD, module="", ns=(1 - share) * spent)
+    others = tuple(each for each in ledger.lines if each.part != Part.FORWARD)
+    vars(facts)["ledgers"] = {0: replace(ledger, lines=(computes, python, *others))}
+    found = {finding.rule: finding for finding in examine(facts)}
+    waits = found["costly_line"].numbers["line_ns"] if "costly_line" in found else 0
+    assert waits <= (1 - share) * spent * 1.01
+
+
 def test_lines_of_one_function_that_do_the_same_are_one_cost(tmp_path: Path) -> None:
     parts = [line({**HELPER, "place": f"net.py:{at}", "called": "deepcopy"}, 30) for at in range(2)]
     found = findings_of(tmp_path, *parts, line(OTHER, 40))["costly_line"]
