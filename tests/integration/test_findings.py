@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from faults import Samples, Steady, Training, findings_of, findings_of_run
+from faults import WORK, Samples, Steady, Training, findings_of, findings_of_run
 from lightning_memprof import ExtendedPyTorchProfiler, Schedule
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.cli.main import main
@@ -39,15 +39,23 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
     return findings_of(tmp_path_factory.mktemp("healthy"), Training(validation=Samples(1), collectors=None))
 
 
-def severities(found: dict[str, Finding]) -> dict[str, Severity]:
-    """Of the findings above info, but for the wait for cores that other tests have."""
-    above = (finding for finding in found.values() if finding.severity > Severity.INFO)
-    return {finding.rule: finding.severity for finding in above if finding.rule != "core_wait"}
+def above_info(found: dict[str, Finding]) -> dict[str, Finding]:
+    return {rule: finding for rule, finding in found.items() if finding.severity > Severity.INFO}
+
+
+def faults(found: dict[str, Finding]) -> set[str]:
+    """Rules of the findings above info, but for what other processes cause, and the sleep that is a step's work."""
+    excused = {("core_wait", ""), ("costly_line", WORK)}
+    return {rule for rule, finding in above_info(found).items() if (rule, finding.owner) not in excused}
+
+
+def remedies(finding: Finding) -> list[str | None]:
+    return [step["id"] for step in finding.steps]
 
 
 def test_a_healthy_training_has_nothing_above_info(healthy: dict[str, Finding]) -> None:
-    assert not severities(healthy)
-    assert next(iter(healthy)) in {"nothing_found", "core_wait"}
+    assert not faults(healthy)
+    assert (next(iter(healthy)) == "nothing_found") == (not above_info(healthy))
 
 
 class Wide(Steady):
@@ -89,12 +97,12 @@ class Tiny(Perceptron):
     ],
 )
 def test_other_healthy_trainings_have_nothing_above_info(training: Any, tmp_path: Path) -> None:
-    assert not severities(findings_of(tmp_path, replace(training(), collectors=None)))
+    assert not faults(findings_of(tmp_path, replace(training(), collectors=None)))
 
 
 def test_a_validation_alone_is_healthy_and_gets_no_advice_for_a_training(tmp_path: Path) -> None:
     found = findings_of(tmp_path, Training(collectors=None), stage="validate")
-    assert not severities(found)
+    assert not faults(found)
     advice = " ".join(step for finding in found.values() for step in finding.next_steps)
     assert "Train" not in advice.replace("Trainer(", "")
 
@@ -104,7 +112,7 @@ def test_9_steps_are_too_few_to_judge_a_slow_validation(tmp_path: Path) -> None:
     found = findings_of(tmp_path, slow)
     assert next(iter(found)) == "nothing_found"
     assert "validation_bound" not in found
-    assert not severities(found)
+    assert not faults(found)
 
 
 def test_a_slow_dataset_is_input_bound(tmp_path: Path, healthy: dict[str, Finding]) -> None:
@@ -199,7 +207,8 @@ def test_a_validation_every_few_steps_is_told(tmp_path: Path, healthy: dict[str,
     training = Training(steps=30, validation=Samples(12), options=options, schedule=Schedule(wait=8, active=2))
     found = findings_of(tmp_path, training)
     assert found["validation_bound"].severity > Severity.INFO
-    assert "every 5 steps" in found["validation_bound"].why
+    assert found["validation_bound"].numbers["count_per_step"] == pytest.approx(1 / 5, rel=0.1)
+    assert remedies(found["validation_bound"])[0] == "validate_per_epoch"
     assert "between_steps" not in found
     # Its only validation, at the end of the epoch, is worth knowing at most.
     assert "validation_bound" not in healthy or healthy["validation_bound"].severity is Severity.INFO
@@ -223,7 +232,7 @@ def test_checkpoints_that_take_more_than_a_twentieth_are_found(tmp_path: Path) -
     assert "ModelCheckpoint(every_n_train_steps=1000)" in finding.next_steps[0]
     assert "callback_bound" not in found
     quick = Training(callbacks=(ModelCheckpoint(dirpath=tmp_path / "quick", every_n_train_steps=100),), options=options)
-    assert "checkpoint_bound" not in severities(findings_of(tmp_path / "seldom", quick))
+    assert "checkpoint_bound" not in faults(findings_of(tmp_path / "seldom", quick))
 
 
 class SlowLogger(CSVLogger):
@@ -242,8 +251,9 @@ class Logged(Steady):
 def test_a_logger_that_takes_more_than_a_twentieth_is_found_and_called_seldom_it_is_not(tmp_path: Path) -> None:
     slow = {"logger": SlowLogger(tmp_path / "slow", name="", version="log")}
     finding = findings_of(tmp_path / "slow", Training(model=Logged(), options=slow))["logging_bound"]
+    assert finding.numbers["action"] == "SlowLogger.log_metrics"
     assert finding.numbers["ns"] >= 10_000_000
-    assert "log_every_n_steps" in finding.next_steps[0]
+    assert "log_less_often" in remedies(finding)
     seldom = {"logger": SlowLogger(tmp_path / "seldom", name="", version="log"), "log_every_n_steps": 1000}
     assert "logging_bound" not in findings_of(tmp_path / "seldom", Training(model=Logged(), options=seldom))
 
@@ -264,11 +274,20 @@ def test_pauses_of_the_garbage_collector_are_found(tmp_path: Path, healthy: dict
     # One pause may wait for a core: it must not be a quarter of all. What else steps wait for decides the share.
     training = Training(model=Littered(), steps=60, schedule=Schedule(wait=5, warmup=1, active=3))
     finding = findings_of(tmp_path, training)["gc_pauses"]
-    assert finding.numbers["gc_pauses_share"] > 0
+    assert finding.numbers["ns"] >= 1_000_000
     assert finding.numbers["count_per_step"] >= 1
-    assert "gc.collect()" in finding.next_steps[0]
-    assert finding.evidence[1].artifact.endswith("window000/rank00000.garbage.jsonl")
+    assert remedies(finding)[0] == "find_collect"
+    assert finding.evidence[-1].artifact.endswith("window000/rank00000.garbage.jsonl")
     assert "gc_pauses" not in healthy
+
+
+def free_memory() -> None:
+    """Give back what earlier tests of this process used, which new tensors would take, and forget its peak."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    marks = Path("/proc/self/clear_refs")
+    if marks.exists():
+        marks.write_text("5", encoding="ascii")
 
 
 class Keeping(Steady):
@@ -319,8 +338,7 @@ class Scripted(Steady):
 
 
 def test_a_list_that_keeps_tensors_is_found_and_who_made_them(tmp_path: Path) -> None:
-    # In a test process that has freed memory before, new tensors take that, and RSS does not rise.
-    ctypes.CDLL(None).malloc_trim(0)
+    free_memory()
     collectors: list[Any] = ["default", Holders(seconds=60)]
     training = Training(model=Keeping(), steps=60, collectors=collectors, schedule=Schedule(wait=20, active=3))
     finding = findings_of(tmp_path / "keeps", training)["memory_growth"]
@@ -334,24 +352,24 @@ def test_a_list_that_keeps_tensors_is_found_and_who_made_them(tmp_path: Path) ->
     assert finding.numbers["holder"]["place"] == "Keeping.kept[...]"
     assert finding.numbers["holder"]["line"].startswith("integration/test_findings.py:")
     assert "Keeping.kept" in finding.title
-    ctypes.CDLL(None).malloc_trim(0)
+    free_memory()
     banked = replace(training, model=Scripted())
     native = findings_of(tmp_path / "banked", banked)["memory_growth"]
-    assert native.title.endswith(" per step outside Python objects, in tensors of bank.")
-    assert "native code keeps it" in native.why
+    assert "bank" in native.title
+    assert "native code" in native.why
     dropping = Training(model=Dropping(), steps=60, schedule=Schedule(wait=20, active=3))
     assert "memory_growth" not in findings_of(tmp_path / "drops", dropping)
 
 
 class Stateful(Steady):
-    """Parameters of 36 MiB, and an optimizer that keeps none or two more sets of them."""
+    """Parameters of 144 MiB, and an optimizer that keeps none or two more sets of them."""
 
     seconds = 0.0
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
         self.optimizer = optimizer
-        self.net = nn.Sequential(nn.Linear(3072, 3072, bias=False))
+        self.net = nn.Sequential(nn.Linear(6144, 6144, bias=False))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self.parameters(), 1e-3)
@@ -360,14 +378,17 @@ class Stateful(Steady):
 def test_what_the_first_optimizer_step_adds_is_told(tmp_path: Path) -> None:
     def training(optimizer: Any) -> Training:
         return Training(
-            model=Stateful(optimizer), data=Samples(5, width=3072), schedule=TWO, collectors=[Pulse(), SavedTensors()]
+            model=Stateful(optimizer), data=Samples(5, width=6144), schedule=TWO, collectors=[Pulse(), SavedTensors()]
         )
 
+    free_memory()
     found = findings_of(tmp_path / "adam", training(torch.optim.AdamW))
     finding = found["optimizer_state"]
     assert finding.severity is Severity.INFO
-    assert finding.numbers["optimizer_state_bytes"] == pytest.approx(2 * 36 * MIB, rel=0.01)
-    assert "2.0 times the parameters" in finding.why
+    assert finding.numbers["bytes"] == pytest.approx(2 * 144 * MIB, rel=0.01)
+    assert finding.numbers["parameter_bytes"] == pytest.approx(144 * MIB, rel=0.01)
+    assert "AdamW" in finding.why
+    assert remedies(finding)[0] == "less_optimizer_state"
     assert "optimizer_state" not in findings_of(tmp_path / "sgd", training(torch.optim.SGD))
 
 
@@ -390,14 +411,16 @@ class Blocks(Steady):
 def test_a_peak_of_activations_is_told_with_what_checkpointing_would_save(tmp_path: Path) -> None:
     def training(rows: int) -> Training:
         return Training(
-            model=Blocks(rows), data=Samples(5, width=256), schedule=TWO, collectors=[Pulse(), SavedTensors()]
+            model=Blocks(rows), data=Samples(3, width=256), schedule=TWO, collectors=[Pulse(), SavedTensors()]
         )
 
-    finding = findings_of(tmp_path / "large", training(8192))["activation_peak"]
+    free_memory()
+    finding = findings_of(tmp_path / "large", training(32_768))["activation_peak"]
     assert finding.severity is Severity.INFO
-    assert finding.numbers["activation_share"] > 0.5
+    assert finding.numbers["bytes"] > 4 * 96 * MIB
     assert finding.numbers["checkpointed"] == "net.0-3"
-    assert finding.numbers["saved_bytes"] > 32 * MIB
+    assert finding.numbers["saved_bytes"] > 128 * MIB
+    assert remedies(finding)[0] == "checkpointing"
     assert "activation_peak" not in findings_of(tmp_path / "small", training(64))
 
 
@@ -446,10 +469,11 @@ def test_a_module_that_clips_gradients_itself_is_named(tmp_path: Path, model: ty
     found = findings_of(
         tmp_path, Training(model=model(), options={"gradient_clip_val": 1.0} if model is Steady else {})
     )
-    assert ("hook_bound" in severities(found)) == (model is Clipping)
+    assert ("hook_bound" in faults(found)) == (model is Clipping)
     if model is Clipping:
-        assert found["hook_bound"].title.startswith("The hook Clipping.configure_gradient_clipping of the module ")
-        assert "clip_grad_norm_" in found["hook_bound"].next_steps[0]
+        assert found["hook_bound"].numbers["action"] == "Clipping.configure_gradient_clipping"
+        assert "Clipping.configure_gradient_clipping" in found["hook_bound"].title
+        assert "gradients_at_once" in remedies(found["hook_bound"])
 
 
 class Guarded(Wide):
@@ -480,13 +504,13 @@ def test_anomaly_detection_in_a_region_of_the_program_is_found(tmp_path: Path, i
         assert found["anomaly_detection"].next_steps[0].startswith("Remove torch.autograd.detect_anomaly()")
 
 
-def shown(directory: Path, model: pl.LightningModule, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """The sentences of the page of a training with an operator trace, by rule."""
+def shown(directory: Path, model: pl.LightningModule, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    """The findings on the page of a training with an operator trace, by rule."""
     options = {"profiler": ExtendedPyTorchProfiler()}
     findings_of(directory, Training(model=model, data=Samples(24, width=256), collectors=None, options=options))
     capsys.readouterr()
     assert main(["show", str(only_run(directory)), "--format", "json"]) == 0
-    return {finding["rule"]: finding["title"] for finding in json.loads(capsys.readouterr().out)["findings"]}
+    return {finding["rule"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
 
 
 class Frontend(nn.Module):
@@ -518,8 +542,10 @@ class Prepared(Wide):
 def test_float64_without_gradients_is_found_in_the_time_of_its_module(
     tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sentence = shown(tmp_path, Prepared(dtype), capsys).get("double_precision", "")
-    assert ("of the model's time is in float64, mostly in frontend" in sentence) == (dtype is torch.float64)
+    finding = shown(tmp_path, Prepared(dtype), capsys).get("double_precision")
+    assert (finding is not None) == (dtype is torch.float64)
+    if finding is not None:
+        assert "frontend" in finding["title"]
 
 
 class Described(Wide):
@@ -539,8 +565,12 @@ class Described(Wide):
 @pytest.mark.parametrize("is_text", [True, False])
 def test_tensors_as_text_are_named_as_such(tmp_path: Path, is_text: bool, capsys: pytest.CaptureFixture[str]) -> None:
     with torch._tensor_str.printoptions(threshold=10_000):
-        sentence = shown(tmp_path, Described(is_text), capsys).get("python_time", "")
-    assert sentence.startswith("Tensors as text: training_step formats tensors (print, f-string, repr), ") == is_text
+        finding = shown(tmp_path, Described(is_text), capsys).get("python_time")
+    found = {step["id"] for step in finding["remedies"]} if finding is not None else set()
+    assert ("no_text" in found) == is_text
+    if is_text and finding is not None:
+        assert "training_step" in finding["title"]
+        assert "text" in finding["title"]
 
 
 class Penalized(Wide):
@@ -564,6 +594,8 @@ class Penalized(Wide):
 def test_a_costly_line_of_the_program_is_named(
     tmp_path: Path, is_exact: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sentence = shown(tmp_path, Penalized(is_exact), capsys).get("costly_line", "")
-    assert sentence.startswith("Penalized.stretch (test_findings.py:") == is_exact
-    assert sentence.endswith("`return torch.linalg.matrix_norm(matrix, ord=2)`.") == is_exact
+    finding = shown(tmp_path, Penalized(is_exact), capsys).get("costly_line")
+    assert (finding is not None and finding["title"].startswith("Penalized.stretch (test_findings.py:")) == is_exact
+    if is_exact and finding is not None:
+        assert "return torch.linalg.matrix_norm(matrix, ord=2)" in finding["why"]
+        assert finding["remedies"][0]["id"] == "decompose_less"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 STEP_SECONDS = 0.015
+# Whose sleep stands for the work of a step: that it waits is true, and no fault of the training that a test is about.
+WORK = "Steady.training_step"
 
 
 class Samples(Dataset[torch.Tensor]):
