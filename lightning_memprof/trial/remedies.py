@@ -393,11 +393,11 @@ def parse_remedy(text: str) -> Remedy:
     raise ConfigError(f"--remedy {text}: unknown; known are {known}")
 
 
-def advised(remedies: Iterable[Advice | str]) -> list[Remedy]:
+def advised(remedies: Iterable[Advice]) -> list[Remedy]:
     """Return what can be tried of a finding's remedies, in their order; the first of a kind."""
     found: dict[str, Remedy] = {}
     for advice in remedies:
-        if not isinstance(advice, str) and advice.change:
+        if advice.change:
             remedy = parse_remedy(advice.change)
             found.setdefault(remedy.name, remedy)
     return list(found.values())
