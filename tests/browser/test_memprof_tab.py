@@ -166,7 +166,7 @@ def test_two_runs_are_compared(tab, heard):
     assert row[1] == "408 µs"
     assert row[3] == "9.00 ms"
     assert row[5] == "x22"
-    assert "data wait x22" in frame.inner_text("h1")
+    assert "data wait (408 µs" in frame.inner_text("h1")
     assert heard == []
 
 
