@@ -447,7 +447,7 @@ def _own_use(rank: Rank, load: CoreLoad, each: int, count: int) -> tuple[str, Re
     """Return which processes of the training take the cores, and the remedy."""
     slow = slow_function(rank)
     if slow is not None and load.workers >= BUSY_WORKERS:
-        return f"DataLoader workers, mostly in {slow.function}, take the cores", CHEAPER_FETCH.filled(
+        return f"Workers in {slow.function} take the cores", CHEAPER_FETCH.filled(
             owner=slow.function, share=percent(slow.share)
         )
     if count >= each > 1 and load.workers >= load.process:
