@@ -17,8 +17,8 @@ class Policy:
         verdict: share from which on a finding may be the verdict: 1.1 times as fast.
         severe: share from which on it is severe: 1.4 times as fast.
         bound: share of the step from which on it is bound by a part.
-        steps: fewer steps are judged by nobody: the first ones start workers and select kernels, and one validation or
-            checkpoint is most of a short run.
+        steps: a verdict on step time needs this many: the first ones start workers and select kernels, and one
+            validation or checkpoint is most of a short run.
         short_step_ns: the Trainer itself takes 1 to 4 ms per step; in shorter steps its share hides the model's.
         title: characters of a title.
         action_ns: time per step of an action below which nothing is reported: the Trainer's own hooks and its progress

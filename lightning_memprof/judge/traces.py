@@ -386,16 +386,6 @@ def waited_ns(slow: Iterable[CollectiveTotals]) -> int:
     return sum(collective.max_ns - collective.median_ns for collective in slow)
 
 
-def blocking_call(trace: TraceReport, gap: IdleCause) -> str:
-    """Return the call in which the host is for most of the longest gap, empty where there is none."""
-    start, end = gap.longest_start_ns or 0, (gap.longest_start_ns or 0) + gap.longest_ns
-    for call in trace.runtime_calls:
-        begin = call.longest_start_ns or 0
-        if min(end, begin + call.max_ns) - max(start, begin) >= MAIN_PART * gap.longest_ns:
-            return f"the host is in {call.name}"
-    return ""
-
-
 def steps_ns(trace: TraceReport) -> int:
     """Return the time of a trace's steps."""
     # A host that is ahead ends its steps before the device.

@@ -110,8 +110,8 @@ MAX_EVIDENCE: Final = 16
 def examine(facts: Facts) -> tuple[Finding, ...]:
     """Return every finding, the most severe first; if none is above info, ``nothing_found`` comes first.
 
-    Of the findings of one rule, the one with more steps behind it counts: that of the run. What a row reads from the
-    pulse, it does not read again from the few steps of a trace. A rule that raises is a finding of its own: it hides
+    If a run and its traces have findings of the same rule, the run's counts: it has more steps. Rows that read the
+    pulse do not read the few steps of a trace again. A rule that raises is a finding of its own: it hides
     nothing else.
     """
     judged = _with_enough_steps(facts)

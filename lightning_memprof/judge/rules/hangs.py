@@ -61,8 +61,8 @@ def worker_died(facts: Facts) -> list[Finding]:
     rank, worker = dead[0]
     ended = f"The training ended: {rank.exception.rstrip('.')}." if rank.exception else "The training continued."
     more = f"{format_count(len(dead) - 1, 'more worker')} died" if len(dead) > 1 else ""
-    held = f"it had {format_bytes(worker.private_bytes)} of private memory" if worker.private_bytes else ""
-    known = "; ".join(filter(None, (held, more)))
+    memory = f"it had {format_bytes(worker.private_bytes)} of private memory" if worker.private_bytes else ""
+    known = "; ".join(filter(None, (memory, more)))
     return [
         Finding(
             rule="worker_died",
@@ -98,9 +98,9 @@ def hang(facts: Facts) -> list[Finding]:
     differs = difference(facts.run.ranks)
     behind = _behind(found, calls, differs)
     if differs is not None and behind.state == "hang":
-        told = _differing_call(found, behind, differs)
+        conclusion = _differing_call(found, behind, differs)
     else:
-        told = _rank_behind(facts, found, behind, calls)
+        conclusion = _rank_behind(facts, found, behind, calls)
     others = [_words(place, calls) for place in found if place.rank != behind.rank and place.row is not None]
     waiting = f"Other ranks: {format_list(others, MAX_OTHERS)}." if others and differs is None else ""
     reports = next((place for place in (behind, *found) if place.row is not None), behind)
@@ -110,9 +110,9 @@ def hang(facts: Facts) -> list[Finding]:
         Finding(
             rule="hang",
             severity=Severity.CRITICAL,
-            title=told.title,
-            why=" ".join(filter(None, (told.why, waiting))),
-            remedies=(told.remedy, *((READ_STACKS.filled(file=stacks),) if stacks.endswith(".txt") else ())),
+            title=conclusion.title,
+            why=" ".join(filter(None, (conclusion.why, waiting))),
+            remedies=(conclusion.remedy, *((READ_STACKS.filled(file=stacks),) if stacks.endswith(".txt") else ())),
             evidence=(Evidence(artifact=f"{facts.run.directory.name}/{stacks}", rank=reports.rank),),
             numbers={
                 "rank": behind.rank,

@@ -61,8 +61,8 @@ def often_validated(_: Facts, fact: Fact) -> Detail:
 def core_wait(facts: Facts) -> Finding | None:
     """Find a training thread that is ready to run but waits for a core, and the processes that use the cores.
 
-    Recovers half to all of this time. Nobody can change what other programs take in the training itself: their share is
-    a note below half of the step, and a warning at most.
+    Recovers half to all of this time. If other programs take the cores, no change of the training helps: then it is a
+    note below half of the step, and a warning at most.
     """
     worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
     if worst is None or is_oversubscribed(facts, worst[0]):

@@ -311,8 +311,8 @@ def _pieces(stream: IO[bytes]) -> Iterator[tuple[bytes, int, int]]:
         end = len(text) - _LONGEST if data else len(text)
         if end > begin:
             yield text, begin, end
-            kept = max(0, end - _LONGEST)
-            text, begin = text[kept:], end - kept
+            first = max(0, end - _LONGEST)
+            text, begin = text[first:], end - first
         if not data:
             return
 
@@ -425,10 +425,10 @@ def collective_calls(columns: TraceColumns, device: DeviceEvents) -> Iterator[Co
     for kernel, launch in zip(rows.tolist(), device.launched[device.communicates].tolist(), strict=True):
         start, end = int(columns.starts[kernel]), int(columns.ends[kernel])
         found = known.get((start, end))
-        told = (found.name, found.group, found.bytes, found.ranks) if found else None
+        described = (found.name, found.group, found.bytes, found.ranks) if found else None
         if found is None or found.bytes is None:
-            told = launchers.describe(launch) or told
-        name, group, size, ranks = told or (_plain_name(columns.name(kernel)), "", None, None)
+            described = launchers.describe(launch) or described
+        name, group, size, ranks = described or (_plain_name(columns.name(kernel)), "", None, None)
         yield CollectiveCall(name=name, group=group, bytes=size, start=start, end=end, row=kernel, ranks=ranks)
 
 

@@ -300,8 +300,8 @@ def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int
     named = [f"{format_ns(cause.total_ns)} while {_doing(trace, cause)}" for cause in causes[:2]]
     stacks = " Recording Python stacks slows the host." if "with_stack" in trace.recorded_with else ""
     kernels = f"it runs {format_count(count, 'kernel')}" if count else ""
-    told = "; ".join(part for part in (*named, kernels) if part)
-    return f"The GPU is idle for {span}{f': {told}' if told else ''}.{stacks}"
+    parts = "; ".join(part for part in (*named, kernels) if part)
+    return f"The GPU is idle for {span}{f': {parts}' if parts else ''}.{stacks}"
 
 
 def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], count: int) -> str:
