@@ -21,13 +21,14 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule, load_run
+from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.ledger.run import run_ledger
 from lightning_memprof.account.parts import Part
 from lightning_memprof.cli.main import main
 from lightning_memprof.judge import Facts, facts
 from lightning_memprof.judge.rules.bound import nothing_found
+from lightning_memprof.judge.rules.modules import retained_graph
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.view import View
 from training import only_run, trainer
@@ -530,7 +531,13 @@ def test_a_graph_that_outlives_its_step_is_named(tmp_path: Path, is_retained: bo
     profiler = ExtendedPyTorchProfiler(profile_memory=True)
     made = trainer(tmp_path, MemProfilerCallback(schedule=LATE), profiler=profiler)
     made.fit(Retaining(is_retained=is_retained), batches(16, 4096, 256))
-    assert ("retained_graph" in {finding.rule for finding in load_run(tmp_path).findings()}) == is_retained
+    with opened([str(only_run(tmp_path))]) as view:
+        assert isinstance(view, View)
+        found = retained_graph(Facts.of(view.run, view.traces, view.snapshots, view.memory))
+    # Its severity is not asserted: much of the peak of this process is other tests'.
+    assert (found is not None) == is_retained
+    if found is not None:
+        assert found.numbers["retained_bytes"] >= 0.9 * found.numbers["activation_bytes"]
 
 
 class Asleep(Model):

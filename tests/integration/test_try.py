@@ -333,7 +333,9 @@ def test_the_remedies_of_a_recorded_run_are_listed(recorded, capsys):
     assert "workers=" in page
     assert "num_workers=" in page
     # Programs and their arguments are not recorded.
-    assert re.search(r"lightning-memprof try --remedy workers=.* SCRIPT ARGS\.\.\.", " ".join(page.split()))
+    # A long command goes on in the next line of the shell.
+    commands = " ".join(page.replace("\\\n", " ").split())
+    assert re.search(r"lightning-memprof try --remedy workers=.* SCRIPT ARGS\.\.\.", commands)
     assert main(["try", "--list", "logs", "train.py", "two words"]) == 0
     assert "train.py 'two words'" in " ".join(capsys.readouterr().out.split())
 
