@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -29,13 +30,16 @@ from lightning_memprof.read.trace.model import TraceReport
 _ALWAYS: Final = (Part.DATA_WAIT, Part.TRANSFER)
 _BESIDE: Final = (*_ALWAYS, Part.CALLBACK, Part.MODULE_HOOK, Part.LOGGING, Part.SELF_LOG, Part.METRIC)
 _OFTEN: Final = 0.5
+NO_RUN: Final = Run(
+    directory=Path(), root=Path(), ranks=(), artifacts=(), errors=(), unavailable=(), notes=(), problems=()
+)
 
 
 class Facts(msgspec.Struct, frozen=True, dict=True):
     """A run, the pulse statistics of its ranks that have a pulse, and the comparison of its ranks.
 
-    ``traces`` and ``snapshots`` are the analyzed ones, which takes time in proportion to their size; ``memory`` is
-    None if it was not read.
+    Files without a run have :data:`NO_RUN`. ``traces`` and ``snapshots`` are the analyzed ones, which takes time in
+    proportion to their size; ``memory`` is None if it was not read.
     """
 
     run: Run
@@ -94,11 +98,14 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def steady_traces(self) -> tuple[TraceReport, ...]:
-        """The traces, with the device's time in the steps outside windows where the pulse has enough of these."""
+        """The traces, with the device's time in the steps outside windows where the pulse has enough of these.
+
+        A trace with a part of its events tells neither waits nor overlap: it is left out.
+        """
         lone = self.run.lead if len(self.run.ranks) == 1 else None
         ranks = {rank.rank: rank for rank in self.run.ranks}
         found = []
-        for trace in self.traces:
+        for trace in (trace for trace in self.traces if not trace.is_sample):
             rank = lone if trace.rank is None else ranks.get(trace.rank)
             ledger = self.ledgers.get(rank.rank) if rank is not None else None
             if rank is not None and ledger is not None and not typical_in_windows(rank):
@@ -193,9 +200,12 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
             end_ns=at.end_ns,
         )
 
-    def on_rank(self, rank: Rank | int) -> str:
-        """Return ``" on rank 3"`` in a run of several ranks, else an empty string."""
-        number = rank if isinstance(rank, int) else rank.rank
+    def on_rank(self, source: Rank | TraceReport | int) -> str:
+        """Return ``" on rank 3"`` where there are several ranks, else an empty string."""
+        if isinstance(source, TraceReport):
+            several = (source.rank or 0) > 0 or (source.rank is not None and (source.world_size or 1) > 1)
+            return f" on rank {source.rank}" if several else ""
+        number = source if isinstance(source, int) else source.rank
         return f" on rank {number}" if len(self.run.ranks) > 1 else ""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.memory import ByteLedger
 from lightning_memprof.judge.policy import POLICY
@@ -14,6 +16,8 @@ from lightning_memprof.judge.remedies import Remedy
 
 # The rule of the finding that no other rule fired.
 NOTHING_FOUND: Final = "nothing_found"
+# A person opens a few of thousands of traces.
+MAX_EVIDENCE: Final = 16
 _CUT: Final = "…"
 _FIGURES: Final = frozenset({"share", "rank", "kind"})
 # A shorter name tells nothing.
@@ -152,3 +156,26 @@ def shortened(name: str, characters: int) -> str:
     end = name[len(name) - characters + len(_CUT) :]
     _, dot, whole = end.partition(".")
     return f"{_CUT}{whole if dot and len(whole) >= characters / 2 else end}"
+
+
+def ordered(found: Iterable[Finding]) -> list[Finding]:
+    """Return findings, the most severe first, of one severity the one with most at stake."""
+    return sorted(found, key=lambda finding: (finding.severity, finding.weight), reverse=True)
+
+
+def merged(alike: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield one finding of a rule for all traces: the worst, with the evidence of all."""
+    worst, *others = ordered(alike) or (None,)
+    if worst is None:
+        return
+    if not others:
+        yield worst
+        return
+    more = "1 other trace" if len(others) == 1 else f"{len(others):,} other traces"
+    seen = (*worst.evidence, *(finding.evidence[0] for finding in others if finding.evidence))
+    if any(evidence.rank is None for evidence in seen):
+        # Of another program, perhaps, that has the same fault for another reason.
+        why = f"In {Path(seen[0].artifact).name}: {worst.why} {worst.rule} is found in {more}, too."
+    else:
+        why = f"{worst.why} {more} {'shows' if len(others) == 1 else 'show'} it too."
+    yield replace(worst, why=why, evidence=seen[:MAX_EVIDENCE])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, titled
+from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, merged, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.model import Rank
@@ -87,9 +87,20 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fact(Spent, frozen=True, kw_only=True):
-    """The same, of a rank of a run."""
+    """The same, with the rank of a run that spends it, or with the trace that shows it."""
 
-    rank: Rank
+    source: Rank | TraceReport
+
+    @property
+    def rank(self) -> Rank:
+        """The rank of a run.
+
+        Raises:
+            TypeError: a trace shows the time.
+        """
+        if isinstance(self.source, TraceReport):
+            raise TypeError(f"{self.source.file} is not a rank of a run")
+        return self.source
 
 
 class Detail(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +144,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         trade_off: what the remedy loses, for the documentation.
         offers: the remedies of the detail, for the documentation.
         of: the parts of the ledger.
-        find: returns the fact and its detail where the lines are not all those of ``of``.
+        find: yields facts with their details where the lines are not all those of ``of``; those of traces count where
+            no rank of a run has one.
         says: the title, with the fields ``owner``, ``kind`` (the part), ``share`` and ``rank`` (``" on rank 3"``).
         unnamed: the title where the recording does not tell the owner; default: ``says``.
         bound: the words before the title from half of the step on: ``Optimizer-bound``.
@@ -144,7 +156,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         note: share of the step below which nothing is reported; another one than the policy's has its reason beside it.
         applies: whether a fact is this rule's, apart from its time.
         detail: what else the recording shows.
-        in_trace: returns the same time in a trace without a pulse, whichever program it is from.
     """
 
     id: str
@@ -153,7 +164,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     trade_off: str = ""
     offers: tuple[Remedy, ...] = ()
     of: tuple[Part, ...]
-    find: Callable[[Facts], Found | None] | None = None
+    find: Callable[[Facts], Iterable[Found]] | None = None
     says: str
     unnamed: str = ""
     bound: str = ""
@@ -164,41 +175,35 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     note: float = POLICY.note
     applies: Callable[[Facts, Fact], bool] | None = None
     detail: Callable[[Facts, Fact], Detail] | None = None
-    in_trace: Callable[[TraceReport], tuple[Spent, Detail] | None] | None = None
 
     def findings(self, facts: Facts) -> Iterator[Finding]:
-        """Yield the findings about the rank that spends most in these parts."""
-        for fact, detail in self._found(facts):
-            # What runs once starts or ends the run.
-            least = self.note * (2 if fact.is_once else 1)
-            if fact.share >= least and fact.ns >= least_ns(fact) and (fact.repeats or not self.repeats):
-                seen = (facts.pulse(fact.rank), *facts.recorded(fact.rank, "hooks"))
-                yield self._finding(fact, detail, seen, fact.rank.rank, facts.on_rank(fact.rank))
+        """Yield the findings about the rank that spends most in these parts, without a rank the worst of all traces."""
+        found = [(fact, detail) for fact, detail in self._found(facts) if self._counts(fact)]
+        in_run = [pair for pair in found if not isinstance(pair[0].source, TraceReport)]
+        findings = [self._finding(facts, *pair) for pair in in_run or found]
+        yield from findings if in_run else merged(findings)
 
-    def findings_in(self, trace: TraceReport) -> Iterator[Finding]:
-        """Yield the finding about a trace."""
-        if self.in_trace is not None and (found := self.in_trace(trace)) is not None:
-            yield self._finding(*found, (), trace.rank, "")
-
-    def _found(self, facts: Facts) -> Iterator[Found]:
+    def _found(self, facts: Facts) -> Iterable[Found]:
         if self.find is not None:
-            if (found := self.find(facts)) is not None:
-                yield found
+            yield from self.find(facts)
             return
         worst = facts.heaviest(lambda ledger: ledger.ns(*self.of))
         for fact in self._facts(*worst) if worst is not None else ():
             if self.applies is None or self.applies(facts, fact):
                 yield fact, self.detail(facts, fact) if self.detail is not None else Detail()
 
+    def _counts(self, fact: Fact) -> bool:
+        # What runs once starts or ends the run.
+        least = self.note * (2 if fact.is_once else 1)
+        return fact.share >= least and fact.ns >= least_ns(fact) and (fact.repeats or not self.repeats)
+
     def _facts(self, rank: Rank, ledger: TimeLedger) -> Sequence[Fact]:
         lines = ledger.of(*self.of)
         names = list(dict.fromkeys(line.name for line in lines)) if self.each else []
         groups = [tuple(line for line in lines if line.name == name) for name in names] or [lines]
-        return [Fact(rank=rank, ledger=ledger, lines=group) for group in groups[: POLICY.owners]]
+        return [Fact(source=rank, ledger=ledger, lines=group) for group in groups[: POLICY.owners]]
 
-    def _finding(
-        self, fact: Spent, detail: Detail, seen: tuple[Evidence, ...], rank: int | None, where: str
-    ) -> Finding:
+    def _finding(self, facts: Facts, fact: Fact, detail: Detail) -> Finding:
         least, most = detail.saves or self.saves
         usual = Recovery(unit="ns", min=fact.ns * least, max=fact.ns * most, whole=fact.ledger.step_ns)
         recovers = usual if detail.recovers is msgspec.UNSET else detail.recovers
@@ -207,7 +212,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             "owner": fact.owner or f"these {fact.kind}s",
             "object": fact.owner.rpartition(".")[0],
             "share": fact.ledger.share_text(fact.ns),
-            "rank": where,
+            "rank": facts.on_rank(fact.source),
             **detail.fields,
         }
         says = detail.says or (self.says if fact.owner else self.unnamed or self.says)
@@ -220,9 +225,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             title=titled(says, kind=fact.kind, **names),
             why=f"{detail.measured or fact.why}.{f' {detail.why}' if detail.why else ''}",
             remedies=(*detail.remedies, *(remedy.filled(**names) for remedy in self.remedies)),
-            evidence=(*seen, *detail.evidence),
+            evidence=(*_seen(facts, fact.source), *detail.evidence),
             numbers={
-                "rank": rank,
+                "rank": fact.source.rank,
                 "action": fact.owner or None,
                 "ns": round(fact.ns),
                 "share": fact.share,
@@ -234,6 +239,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             weight=worth.share,
             recovers=recovers,
         )
+
+
+def _seen(facts: Facts, source: Rank | TraceReport) -> tuple[Evidence, ...]:
+    """Return the steps of a rank; what a trace shows is in the detail."""
+    return () if isinstance(source, TraceReport) else (facts.pulse(source), *facts.recorded(source, "hooks"))
 
 
 def least_ns(fact: Spent) -> int:

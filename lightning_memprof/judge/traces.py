@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.judge.finding import Evidence, Recovery, Severity
+from lightning_memprof.judge.optimizers import FOREACH, FUSED
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     MORE_OF_TRACE,
@@ -24,7 +25,6 @@ from lightning_memprof.judge.remedies import (
     Remedy,
     applicable,
 )
-from lightning_memprof.judge.rules.compute import FOREACH, FUSED
 from lightning_memprof.read.trace.idle import COMPILES
 from lightning_memprof.read.trace.kernel_names import kernel_name, kernel_names
 from lightning_memprof.read.trace.model import (

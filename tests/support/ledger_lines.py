@@ -40,7 +40,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "many_small_kernels": ("compute",),
     "many_small_operators": (*WORK, "untracked"),
     "memory_growth": ("growth",),
-    "optimizer_loop": ("compute",),
+    "optimizer_bound": ("optimizer", "compute"),
     "other_profiler": (*WORK, "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall"),
     "peak_holder": ("requested",),
     "pending_frees": ("requested", "rounding"),

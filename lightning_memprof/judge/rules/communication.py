@@ -17,7 +17,7 @@ from lightning_memprof.account.ranks.report import Straggler
 from lightning_memprof.account.steps.events import FORWARD
 from lightning_memprof.account.steps.lines import Spot, lines, spots
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, severity_of, titled
+from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, ordered, severity_of, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     COLLECT_TOGETHER,
@@ -95,7 +95,7 @@ def straggler(facts: Facts) -> Finding | None:
     """Find the rank that the others wait for, and its activity meanwhile."""
     found = facts.ranks.straggler if facts.ranks else None
     if found is None:
-        return None
+        return _in_traces(facts.steady_traces)
     at_stake = found.caused_ns if found.caused_ns is not None else (found.own_ns or 0) - (found.others_ns or 0)
     rank = next((rank for rank in facts.run.ranks if rank.rank == found.rank and rank.in_full), None)
     spot = _forward_of(rank) if found.cause == Part.COMPUTE and rank is not None and rank.facts.is_cpu else None
@@ -203,11 +203,10 @@ LATE_BY: Final = {
 }
 
 
-def straggler_in_traces(traces: Sequence[TraceReport]) -> list[Finding]:
-    """Find the rank that arrives last at the collectives of several ranks' traces."""
+def _in_traces(traces: Sequence[TraceReport]) -> Finding | None:
+    """Return the rank that arrives last at the collectives of several ranks' traces."""
     late = [found for group in meeting_ranks(traces) if (found := _late_rank(*group)) is not None]
-    findings = [each.finding for each in late]
-    return [max(findings, key=lambda finding: (finding.severity, finding.weight))] if findings else []
+    return next(iter(ordered(rank.finding for rank in late)), None)
 
 
 def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Late | None:

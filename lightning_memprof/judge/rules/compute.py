@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
 from msgspec.structs import replace
@@ -14,9 +15,11 @@ from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.measures import core_load, ranks_on_host, torch_threads
+from lightning_memprof.judge.optimizers import FOREACH, FUSED, OF_TORCH
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     ACCUMULATE,
+    ALL_AT_ONCE,
     DECOMPOSE_IN_STEP,
     FLOAT32,
     FOREACH_IN_STEP,
@@ -32,6 +35,8 @@ from lightning_memprof.judge.remedies import (
     Remedy,
 )
 from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
+from lightning_memprof.judge.traces import remedies as remedies_for
+from lightning_memprof.judge.traces import seen_in, span
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import MIB, format_bytes, format_count, format_ns, percent
 
@@ -39,10 +44,10 @@ WORK: Final[tuple[Part, ...]] = (*PASSES, Part.OPTIMIZER)
 COMPUTED: Final[tuple[Part, ...]] = (*WORK, Part.CORE_WAIT)
 
 
-def in_double(facts: Facts) -> Found | None:
+def in_double(facts: Facts) -> Iterator[Found]:
     """Return the part of forward, backward and optimizer that computes in float64."""
     if (heaviest := facts.heaviest(lambda ledger: ledger.ns(*PASSES))) is None:
-        return None
+        return
     rank, ledger = heaviest
     says, share, module = _double_share(rank, ledger)
     lines = tuple(replace(line, ns=share * line.ns) for line in ledger.of(*WORK))
@@ -53,7 +58,7 @@ def in_double(facts: Facts) -> Found | None:
         numbers={"double_share": share},
         evidence=facts.recorded(rank, "saved_tensors"),
     )
-    return Fact(rank=rank, ledger=ledger, lines=lines), detail
+    yield Fact(source=rank, ledger=ledger, lines=lines), detail
 
 
 def _double_share(rank: Rank, ledger: TimeLedger) -> tuple[str, float, str]:
@@ -88,14 +93,14 @@ def is_oversubscribed(facts: Facts, rank: Rank) -> bool:
     return bool(cores) and threads * len(ranks_on_host(facts, rank)) >= OVERSUBSCRIBED * cores
 
 
-def too_many_threads(facts: Facts) -> Found | None:
+def too_many_threads(facts: Facts) -> Iterator[Found]:
     """Return forward, backward, optimizer and the wait for a core where operators use many more threads than cores.
 
     At most the share of the threads that cannot run at once is lost.
     """
     worst = facts.heaviest(lambda ledger: ledger.ns(*COMPUTED))
     if worst is None or not worst[0].facts.is_cpu or not is_oversubscribed(facts, worst[0]):
-        return None
+        return
     rank, ledger = worst
     cores, threads, here = rank.facts.cpu_count or 1, torch_threads(rank) or 1, len(ranks_on_host(facts, rank))
     detail = Detail(
@@ -108,7 +113,7 @@ def too_many_threads(facts: Facts) -> Found | None:
         saves=(POLICY.verdict, 1 - cores / (threads * here)),
         numbers={"threads": threads, "ranks_on_host": here, "cores": cores},
     )
-    return Fact(rank=rank, ledger=ledger, lines=ledger.of(*COMPUTED)), detail
+    yield Fact(source=rank, ledger=ledger, lines=ledger.of(*COMPUTED)), detail
 
 
 # The parts of a shorter call cost more to hand out and to wait for than they save.
@@ -117,14 +122,14 @@ PARALLEL_NS: Final = 100_000
 SAVED_BY_THREADS: Final = (0.3, 1.0)
 
 
-def on_few_cores(facts: Facts) -> Found | None:
+def on_few_cores(facts: Facts) -> Iterator[Found]:
     """Return the long calls of operators, where more than twice as many cores are free as they have threads."""
     if (heaviest := facts.heaviest(lambda ledger: total(_long_calls(ledger)))) is None or not heaviest[0].facts.is_cpu:
-        return None
+        return
     rank, ledger = heaviest
     threads, cores = torch_threads(rank), _cores_for(facts, rank)
     if not threads or cores < 2 * threads:
-        return None
+        return
     least, most = (saved * (1 - threads / cores) for saved in SAVED_BY_THREADS)
     detail = Detail(
         fields={"given": format_count(threads, "thread"), "cores": cores, "threads": cores},
@@ -133,7 +138,7 @@ def on_few_cores(facts: Facts) -> Found | None:
         numbers={"threads": threads, "cores": cores},
         evidence=facts.recorded(rank, "operator_trace"),
     )
-    return Fact(rank=rank, ledger=ledger, lines=_long_calls(ledger)), detail
+    yield Fact(source=rank, ledger=ledger, lines=_long_calls(ledger)), detail
 
 
 def _long_calls(ledger: TimeLedger) -> tuple[TimeLine, ...]:
@@ -156,20 +161,20 @@ def _cores_for(facts: Facts, rank: Rank) -> int:
     return min(alone, round(load.free)) // here - workers
 
 
-def anomaly_detection(facts: Facts) -> Found | None:
+def anomaly_detection(facts: Facts) -> Iterator[Found]:
     """Return forward and backward where anomaly detection is on when the fit starts, or in a recorded forward."""
     if (worst := facts.heaviest(lambda ledger: ledger.ns(*PASSES))) is None:
-        return None
+        return
     rank, ledger = worst
     in_fit = bool(rank.training and rank.training.detect_anomaly)
     rows = (row for window in rank.windows for row in window.read(SavedTensorsRow).recorded)
     if not in_fit and not any(row.detects_anomaly for row in rows):
-        return None
+        return
     detail = Detail(
         why="It keeps a stack for each forward operator and checks every gradient for NaN.",
         remedies=(NO_ANOMALY_DETECTION if in_fit else NO_ANOMALY_REGION,),
     )
-    return Fact(rank=rank, ledger=ledger, lines=ledger.of(*PASSES)), detail
+    yield Fact(source=rank, ledger=ledger, lines=ledger.of(*PASSES)), detail
 
 
 # For fewer tensors a loop costs nothing, but where each operator reads all of a large one again.
@@ -178,9 +183,6 @@ FEW_TENSORS: Final = 20
 PER_TENSOR: Final = 2
 LARGE: Final = 16 * MIB
 SEVERAL_PASSES: Final = frozenset({"Adagrad", "Adam", "AdamW"})
-FUSED: Final = frozenset({"Adagrad", "Adam", "AdamW", "SGD"})
-FOREACH: Final = FUSED | {"ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"}
-OF_TORCH: Final = FOREACH | {"LBFGS", "Muon", "SparseAdam"}
 # With foreach=None torch uses the foreach implementation on these devices, and the loop on all others.
 FOREACH_BY_DEFAULT: Final = ("cuda", "xpu", "mtia")
 # Of which torch._foreach_ has a form for lists of tensors.
@@ -191,18 +193,47 @@ OF_LISTS: Final = re.compile(
 DECOMPOSES: Final = re.compile(r"aten::_?(?:linalg_|svd|cholesky|inverse)(?!vector_norm)")
 # One kernel for all parameters saves a third to two thirds of the loop's time.
 FASTER: Final = (1 / 3, 2 / 3)
+# A kernel of all parameters reads and writes each state once, and of many small parameters it saves the launches.
+IN_ONE_KERNEL: Final = (0.4, 0.9)
 # One step for two to four batches.
 LESS_OFTEN: Final = (1 / 2, 3 / 4)
 
 
-def slowest_optimizer(facts: Facts) -> Found | None:
+def slow_optimizers(facts: Facts) -> Iterator[Found]:
+    """Yield the slowest optimizer of a run, and those of traces that update one parameter at a time on a device."""
+    yield from _slowest(facts)
+    for trace in facts.steady_traces:
+        ledger, window, program = trace.device_ledger, trace.gpu_window, trace.program
+        if ledger is None or window is None or not window.compute_ns or program.loop_optimizer not in FOREACH:
+            continue
+        spent = ledger.ns(Part.COMPUTE) * min(program.loop_ns / window.compute_ns, 1.0)
+        line = TimeLine(part=Part.COMPUTE, name=program.loop_optimizer, ns=spent)
+        yield (
+            Fact(source=trace, ledger=ledger, lines=(line,)),
+            Detail(
+                says="{optimizer}, one parameter at a time, takes {share}{rank}.",
+                fields={
+                    "optimizer": program.loop_optimizer,
+                    "share": f"{percent(spent / ledger.step_ns)} of {span(trace)}",
+                },
+                measured=f"Its kernels take {format_ns(spent)} of {format_ns(ledger.step_ns)}",
+                why="None updates several parameters.",
+                remedies=remedies_for(trace, ALL_AT_ONCE),
+                evidence=seen_in(trace),
+                numbers={"optimizer": program.loop_optimizer},
+                saves=IN_ONE_KERNEL,
+            ),
+        )
+
+
+def _slowest(facts: Facts) -> Iterator[Found]:
     """Return the optimizer that takes most: of those that update tensors one by one, else of all if it bounds the step.
 
     What the faster form replaces is saved: all of an optimizer of torch; of one of the program the operators that have
     a form for lists. The time of a large dense embedding is not the loop's.
     """
     if (worst := facts.heaviest(lambda ledger: ledger.ns("optimizer"))) is None or worst[0].training is None:
-        return None
+        return
     rank, ledger = worst
     dense = _embedding(rank)
     optimizers = [each for each in worst[0].training.optimizers if dense is None or _is_apart(each, dense[0])]
@@ -213,10 +244,10 @@ def slowest_optimizer(facts: Facts) -> Found | None:
     ]
     chosen = max(loops or optimizers, key=lambda each: total(_own(ledger, each, rank)), default=None)
     if chosen is None:
-        return None
-    fact = Fact(rank=rank, ledger=ledger, lines=_own(ledger, chosen, rank))
+        return
+    fact = Fact(source=rank, ledger=ledger, lines=_own(ledger, chosen, rank))
     if not loops and fact.share < POLICY.bound:
-        return None
+        return
     name, part = chosen.name or "the optimizer", _saved_by_lists(chosen, rank, recorded)
     fields = {"optimizer": name, "settings": chosen.settings, "groups": chosen.groups}
     remedies = _faster_optimizer(chosen, rank) if loops else _rarer(chosen, recorded)
@@ -231,7 +262,7 @@ def slowest_optimizer(facts: Facts) -> Found | None:
         saves=(part * FASTER[0], part * FASTER[1]) if loops else LESS_OFTEN,
         numbers={"optimizers": [each.fields for each in loops or optimizers]},
     )
-    return fact, detail
+    yield fact, detail
 
 
 def _own(ledger: TimeLedger, optimizer: OptimizerFacts, rank: Rank) -> tuple[TimeLine, ...]:
@@ -308,13 +339,13 @@ def _faster_optimizer(optimizer: OptimizerFacts, rank: Rank) -> tuple[Remedy, ..
 MIN_EMBEDDING: Final = 0.5
 
 
-def dense_embedding(facts: Facts) -> Found | None:
+def dense_embedding(facts: Facts) -> Iterator[Found]:
     """Return the optimizer that updates all rows of a large embedding; sparse updates take next to none."""
     if (worst := facts.heaviest(lambda ledger: ledger.ns("optimizer"))) is None or worst[0].training is None:
-        return None
+        return
     rank, ledger = worst
     if (found := _embedding(rank)) is None:
-        return None
+        return
     embedding, share = found
     owner = next((each for each in worst[0].training.optimizers if not _is_apart(each, embedding)), None)
     share = 1.0 if owner and owner.parameters == 1 else share
@@ -331,7 +362,7 @@ def dense_embedding(facts: Facts) -> Found | None:
         numbers={"parameter": embedding.name, "parameter_share": share},
     )
     lines = _own(ledger, owner, rank) if owner else ledger.of("optimizer")
-    return Fact(rank=rank, ledger=ledger, lines=lines), detail
+    yield Fact(source=rank, ledger=ledger, lines=lines), detail
 
 
 def _embedding(rank: Rank) -> tuple[ParameterFacts, float] | None:
@@ -355,10 +386,10 @@ LOSSES: Final = ("aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "ate
 BROADCAST: Final = "aten::broadcast_tensors"
 
 
-def broadcast_loss(facts: Facts) -> Found | None:
+def broadcast_loss(facts: Facts) -> Iterator[Found]:
     """Return the operators of a loss whose prediction and target have different shapes, forward and backward."""
     if (worst := facts.heaviest(lambda ledger: ledger.ns(*PASSES))) is None:
-        return None
+        return
     rank, ledger = worst
     forward = [line for line in (facts.host_ledger(rank) or ledger).of("forward") if line.called]
     found = []
@@ -370,7 +401,7 @@ def broadcast_loss(facts: Facts) -> Found | None:
     names = {f"{loss.operator}{suffix}" for loss in found for suffix in ("", "_backward")}
     lines = tuple(line for line in ledger.of(*PASSES) if line.operator in names)
     if not lines:
-        return None
+        return
     loss = max(found, key=lambda line: line.ns)
     detail = Detail(
         fields={"loss": (loss.operator or "").removeprefix("aten::")},
@@ -378,7 +409,7 @@ def broadcast_loss(facts: Facts) -> Found | None:
         numbers={"loss": loss.operator, "module": loss.module},
         evidence=facts.pulse_and_trace(rank)[1:],
     )
-    return Fact(rank=rank, ledger=ledger, lines=lines), detail
+    yield Fact(source=rank, ledger=ledger, lines=lines), detail
 
 
 ROWS: Final = (
@@ -470,16 +501,18 @@ ROWS: Final = (
             "An optimizer updates 20 tensors or more one by one although a form for all tensors exists (fused and "
             "foreach of torch's own, torch._foreach_ functions in one of the program), or in many parameter groups "
             "with the same settings. Without a faster form it is reported from half of the step on. A loop over fewer "
-            "tensors counts for Adam, AdamW and Adagrad where the largest parameters are 16 MiB or more."
+            "tensors counts for Adam, AdamW and Adagrad where the largest parameters are 16 MiB or more. Without a "
+            "run, an operator trace shows the kernels of such a loop on a device."
         ),
         trade_off="None, or fewer optimizer steps, which recovers half to three quarters of the time.",
         of=(Part.OPTIMIZER,),
-        find=slowest_optimizer,
+        find=slow_optimizers,
         says="{optimizer} takes {share}{rank}.",
         bound="Optimizer-bound",
         offers=(
             FUSED_OPTIMIZER,
             FOREACH_OPTIMIZER,
+            ALL_AT_ONCE,
             FOREACH_IN_STEP,
             JOIN_GROUPS,
             SPLIT_OPTIMIZER,

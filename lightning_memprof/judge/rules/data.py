@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics as stats
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -55,13 +55,12 @@ from lightning_memprof.judge.remedies import (
     WORKERS,
     Remedy,
 )
-from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule, Spent
+from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.judge.traces import (
     BESIDE_THE_STEP,
     MIN_TRACE_STEPS,
     exposed_loading,
     longest_in,
-    on_rank,
     recovered_ns,
     seen_in,
     workers_in,
@@ -100,8 +99,15 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 SAYS: Final = "the {loop} waits for data {share}{rank}"
 
 
-def data_wait(facts: Facts) -> Found | None:
-    """Return the wait for batches, what it is for, and the settings that are not in use.
+def data_waits(facts: Facts) -> Iterator[Found]:
+    """Yield the longest wait of a run for batches, and the loading that traces without a pulse show."""
+    yield from _data_wait(facts)
+    for trace in () if facts.ledgers else facts.steady_traces:
+        yield from _loading(trace)
+
+
+def _data_wait(facts: Facts) -> Iterator[Found]:
+    """Yield the wait for batches, what it is for, and the settings that are not in use.
 
     Recovers at most the wait, by faster code; at least half of what more workers save, where their times or the free
     cores show that they do: with ``w`` workers, and cores for them, a batch that takes one process ``l`` ns is ready
@@ -109,28 +115,31 @@ def data_wait(facts: Facts) -> Found | None:
     """
     fact = _heaviest(facts, restart=False)
     if fact is None:
-        return None
+        return
     rank, loaders = fact.rank, loaders_of(fact.rank)
     few, starts = rhythm(rank, "data_wait"), _share_at_epoch_starts(rank)
     in_few_steps = _in_few_steps(rank, fact.share)
     cause, worth = _cause(rank, fact.ledger, starts, few), _recovery(facts, fact, starts)
     mostly, settings = ", mostly in a few steps" if in_few_steps else "", f"; {_settings(loaders)}" if loaders else ""
-    return fact, Detail(
-        says=f"{SAYS}{cause.how}{{owner}}.",
-        fields={"loop": "training loop" if facts.is_fit else "loop", "owner": cause.owner},
-        measured=f"The wait takes {format_ns(fact.ns)} of {fact.ledger.length_text}{mostly}{settings}",
-        why=f"{cause.why}." if cause.why else "",
-        remedies=_remedies(facts, fact, cause, worth, starts=starts, in_few_steps=in_few_steps),
-        numbers={
-            "action": cause.owner or None,
-            "data_wait_share": fact.share,
-            "data_wait_ns": round(fact.ns),
-            "epoch_starts_share": starts,
-            "in_few_steps": in_few_steps,
-            "dataloaders": [loader.fields for loader in loaders],
-        },
-        recovers=worth,
-        is_note=few is not None and few.is_hiccup,
+    yield (
+        fact,
+        Detail(
+            says=f"{SAYS}{cause.how}{{owner}}.",
+            fields={"loop": "training loop" if facts.is_fit else "loop", "owner": cause.owner},
+            measured=f"The wait takes {format_ns(fact.ns)} of {fact.ledger.length_text}{mostly}{settings}",
+            why=f"{cause.why}." if cause.why else "",
+            remedies=_remedies(facts, fact, cause, worth, starts=starts, in_few_steps=in_few_steps),
+            numbers={
+                "action": cause.owner or None,
+                "data_wait_share": fact.share,
+                "data_wait_ns": round(fact.ns),
+                "epoch_starts_share": starts,
+                "in_few_steps": in_few_steps,
+                "dataloaders": [loader.fields for loader in loaders],
+            },
+            recovers=worth,
+            is_note=few is not None and few.is_hiccup,
+        ),
     )
 
 
@@ -141,7 +150,7 @@ def _heaviest(facts: Facts, *, restart: bool) -> Fact | None:
         return tuple(line for line in ledger.of(Part.DATA_WAIT) if (line.name == RESTART) == restart)
 
     worst = facts.heaviest(lambda ledger: total(lines(ledger)))
-    return Fact(rank=worst[0], ledger=worst[1], lines=lines(worst[1])) if worst is not None else None
+    return Fact(source=worst[0], ledger=worst[1], lines=lines(worst[1])) if worst is not None else None
 
 
 def _recovery(facts: Facts, fact: Fact, starts: float) -> Recovery:
@@ -305,14 +314,14 @@ def _more_workers(facts: Facts, fact: Fact, faster: Remedy) -> tuple[Remedy, ...
     return MORE_WORKERS.filled(workers=min(2 * workers, cores) if cores else 2 * workers), faster
 
 
-def loading_of(trace: TraceReport) -> tuple[Spent, Detail] | None:
-    """Return loading while the device is idle; without a device, loading that takes much of the steps.
+def _loading(trace: TraceReport) -> Iterator[Found]:
+    """Yield loading while the device is idle; without a device, loading that takes much of the steps.
 
     Recovers half of it or more: workers load while the step runs, as far as there are cores for them.
     """
     found = exposed_loading(trace)
     if found is None:
-        return None
+        return
     steps, has_device = found.steps, trace.gpu_window is not None
     in_one = steps >= MIN_TRACE_STEPS and found.most_ns >= ONE_STEP * found.total_ns
     where = f", {percent(found.most_ns / found.total_ns)} of it in one of {steps} steps" if in_one else ""
@@ -324,46 +333,49 @@ def loading_of(trace: TraceReport) -> tuple[Spent, Detail] | None:
     # A single step may be the start of the workers.
     saves = BESIDE_THE_STEP if steps >= MIN_TRACE_STEPS else (0.0, 1.0)
     pageable = any(each.kind == "HtoD" and each.is_pageable for each in trace.copies)
-    return Spent(
-        ledger=TimeLedger(step_ns=step_ns, median_ns=step_ns, steps=steps, basis="recorded steps", lines=(line,)),
-        lines=(line,),
-    ), Detail(
-        fields={
-            "loop": "training loop" if trace.program.trains else "program",
-            "share": f"{percent(found.share)} of {span}",
-            "rank": on_rank(trace),
-        },
-        measured=f"The DataLoader takes {format_ns(found.total_ns)} of {format_ns(found.span_ns)}{where}{idle}",
-        remedies=(
-            workers_in(ledger, in_one=in_one),
-            *((PIN_MEMORY,) if pageable and not in_one else ()),
-            *(() if in_one else (FASTER_FETCH.filled(owner="the data set"),)),
+    yield (
+        Fact(
+            source=trace,
+            ledger=TimeLedger(step_ns=step_ns, median_ns=step_ns, steps=steps, basis="recorded steps", lines=(line,)),
+            lines=(line,),
         ),
-        evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
-        numbers={
-            "data_loading_share": found.total_ns / found.span_ns,
-            "data_loading_ns": found.total_ns,
-            "exposed_ns": found.exposed_ns,
-            "window_ns": found.span_ns,
-            "steps": len(trace.steps),
-            "in_one_step": in_one,
-        },
-        saves=saves,
-        recovers=recovered_ns(ledger, saves, Part.IDLE_DATA, Part.DATA_WAIT, recorded_ns=found.exposed_ns),
-        # The start of an epoch.
-        is_note=in_one,
+        Detail(
+            fields={
+                "loop": "training loop" if trace.program.trains else "program",
+                "share": f"{percent(found.share)} of {span}",
+            },
+            measured=f"The DataLoader takes {format_ns(found.total_ns)} of {format_ns(found.span_ns)}{where}{idle}",
+            remedies=(
+                workers_in(ledger, in_one=in_one),
+                *((PIN_MEMORY,) if pageable and not in_one else ()),
+                *(() if in_one else (FASTER_FETCH.filled(owner="the data set"),)),
+            ),
+            evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
+            numbers={
+                "data_loading_share": found.total_ns / found.span_ns,
+                "data_loading_ns": found.total_ns,
+                "exposed_ns": found.exposed_ns,
+                "window_ns": found.span_ns,
+                "steps": len(trace.steps),
+                "in_one_step": in_one,
+            },
+            saves=saves,
+            recovers=recovered_ns(ledger, saves, Part.IDLE_DATA, Part.DATA_WAIT, recorded_ns=found.exposed_ns),
+            # The start of an epoch.
+            is_note=in_one,
+        ),
     )
 
 
-def restarts(facts: Facts) -> Found | None:
+def restarts(facts: Facts) -> Iterator[Found]:
     """Return the time between epochs in which workers end and start again."""
     fact = _heaviest(facts, restart=True)
     if fact is None:
-        return None
+        return
     loaders = loaders_of(fact.rank)
     settings = f"; {_settings(loaders)}" if loaders else ""
     between = f"{format_ns(fact.ns / fact.count)} between epochs, once every {1 / fact.count:,.0f} steps"
-    return fact, Detail(measured=between + settings, numbers={"restart_ns": fact.ns, "epochs_per_step": fact.count})
+    yield fact, Detail(measured=between + settings, numbers={"restart_ns": fact.ns, "epochs_per_step": fact.count})
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -420,69 +432,75 @@ def _start_of(facts: Facts, rank: Rank) -> Start | None:
     return start if wanted < workers and start.run_ns else None
 
 
-def starts(facts: Facts) -> Found | None:
+def starts(facts: Facts) -> Iterator[Found]:
     """Return the longest start of more workers than cores; the mean step of the ledger has nothing of it."""
     found = [(start, rank) for rank in facts.run.ranks if (start := _start_of(facts, rank)) is not None]
     if not found:
-        return None
+        return
     start, rank = max(found, key=lambda pair: sum(pair[0].saved_ns) / pair[0].run_ns)
     ledger, steps = facts.ledgers[rank.rank], len(rank.pulse)
     lines = (TimeLine(part=Part.DATA_WAIT, ns=stats.mean(start.saved_ns) / steps),)
     private, cost = max(private_memory(rank), default=0), loading(rank)
     needs = f", which needs {format_ns(cost.fetch_ns)} per batch" if cost else ""
     held = f"; all workers have {format_bytes(private)} of private memory" if private else ""
-    return Fact(rank=rank, ledger=replace(ledger, step_ns=start.run_ns / steps, lines=lines), lines=lines), Detail(
-        fields={
-            "workers": start.workers,
-            "cores": format_count(start.cores, "core"),
-            "delay": format_ns(start.delay_ns),
-            "share": percent(start.delay_ns / start.run_ns),
-            "wanted": start.wanted,
-        },
-        measured=(
-            f"When first measured, a worker{needs}, had waited {format_ns(start.waited_ns)} for a core; later steps "
-            f"wait {format_ns(start.usual_ns)} for a batch{held}"
+    yield (
+        Fact(source=rank, ledger=replace(ledger, step_ns=start.run_ns / steps, lines=lines), lines=lines),
+        Detail(
+            fields={
+                "workers": start.workers,
+                "cores": format_count(start.cores, "core"),
+                "delay": format_ns(start.delay_ns),
+                "share": percent(start.delay_ns / start.run_ns),
+                "wanted": start.wanted,
+            },
+            measured=(
+                f"When first measured, a worker{needs}, had waited {format_ns(start.waited_ns)} for a core; later "
+                f"steps wait {format_ns(start.usual_ns)} for a batch{held}"
+            ),
+            recovers=None,
+            numbers={
+                "workers": start.workers,
+                "cores": start.cores,
+                "start_ns": round(start.delay_ns),
+                "core_wait_ns": round(start.waited_ns),
+                "saved_ns": tuple(map(round, start.saved_ns)),
+                "run_ns": start.run_ns,
+                "private_bytes": private,
+            },
         ),
-        recovers=None,
-        numbers={
-            "workers": start.workers,
-            "cores": start.cores,
-            "start_ns": round(start.delay_ns),
-            "core_wait_ns": round(start.waited_ns),
-            "saved_ns": tuple(map(round, start.saved_ns)),
-            "run_ns": start.run_ns,
-            "private_bytes": private,
-        },
     )
 
 
-def padding(facts: Facts) -> Found | None:
+def padding(facts: Facts) -> Iterator[Found]:
     """Return the padded share of forward and backward: their work is in proportion to the positions, or to more."""
     if (worst := facts.heaviest(lambda ledger: ledger.ns(*PASSES))) is None:
-        return None
+        return
     rank, ledger = worst
     rows = [row for window in rank.windows for row in window.read(ThroughputRow).recorded if row.positions]
     positions, padded, beyond = (
         sum(getattr(row, name) or 0 for row in rows) for name in ("positions", "padded", "beyond_longest")
     )
     if not positions or padded < POLICY.padding * positions:
-        return None
+        return
     lines = tuple(replace(line, ns=line.ns * padded / positions) for line in ledger.of(*PASSES))
-    return Fact(rank=rank, ledger=ledger, lines=lines), Detail(
-        fields={"share": percent(padded / positions)},
-        measured=(
-            f"{padded:,} of {positions:,} positions in {len(rows)} recorded batches, {percent(beyond / positions)} "
-            f"beyond the longest sample of their batch; forward and backward take {format_ns(ledger.ns(*PASSES))} of "
-            f"{ledger.length_text}"
+    yield (
+        Fact(source=rank, ledger=ledger, lines=lines),
+        Detail(
+            fields={"share": percent(padded / positions)},
+            measured=(
+                f"{padded:,} of {positions:,} positions in {len(rows)} recorded batches, {percent(beyond / positions)} "
+                "beyond the longest sample of their batch; forward and backward take "
+                f"{format_ns(ledger.ns(*PASSES))} of {ledger.length_text}"
+            ),
+            remedies=(PAD_TO_LONGEST, GROUP_BY_LENGTH) if beyond > padded / 2 else (GROUP_BY_LENGTH, PAD_TO_LONGEST),
+            evidence=facts.recorded(rank, "throughput"),
+            numbers={
+                "positions": positions,
+                "padded": padded,
+                "beyond_longest": beyond,
+                "passes_ns": ledger.ns(*PASSES),
+            },
         ),
-        remedies=(PAD_TO_LONGEST, GROUP_BY_LENGTH) if beyond > padded / 2 else (GROUP_BY_LENGTH, PAD_TO_LONGEST),
-        evidence=facts.recorded(rank, "throughput"),
-        numbers={
-            "positions": positions,
-            "padded": padded,
-            "beyond_longest": beyond,
-            "passes_ns": ledger.ns(*PASSES),
-        },
     )
 
 
@@ -517,8 +535,7 @@ ROWS: Final = (
             PIN_MEMORY,
         ),
         of=(Part.DATA_WAIT, Part.IDLE_DATA),
-        find=data_wait,
-        in_trace=loading_of,
+        find=data_waits,
         says=f"{SAYS}.",
         bound="Input-bound",
         saves=BESIDE_THE_STEP,

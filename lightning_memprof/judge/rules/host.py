@@ -68,7 +68,7 @@ def core_wait(facts: Facts) -> Finding | None:
     if worst is None or is_oversubscribed(facts, worst[0]):
         return None
     rank, ledger = worst
-    if least_ns(Fact(rank=rank, ledger=ledger, lines=ledger.of("core_wait"))) > ledger.ns("core_wait"):
+    if least_ns(Fact(source=rank, ledger=ledger, lines=ledger.of("core_wait"))) > ledger.ns("core_wait"):
         return None
     ns = ledger.ns("core_wait")
     worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.step_ns)

@@ -27,7 +27,6 @@ from lightning_memprof.judge.remedies import (
     WITHOUT_LOOPS,
     Remedy,
 )
-from lightning_memprof.judge.rules.compute import FOREACH
 from lightning_memprof.judge.traces import (
     computing,
     listed,
@@ -385,36 +384,5 @@ def unfused_attention(trace: TraceReport) -> Finding | None:
         remedies=remedies(trace, FUSED_ATTENTION, FUSE_KERNELS),
         evidence=seen_in(trace),
         numbers={"share": share, "ns": spent, "operators": most, "count": often, "steps": ledger.steps},
-        **worth.parts,
-    )
-
-
-# A kernel of all parameters reads and writes each state once, and of many small parameters it saves the launches.
-IN_ONE_KERNEL: Final = (0.4, 0.9)
-
-
-def optimizer_loop(trace: TraceReport) -> Finding | None:
-    """Find an optimizer whose kernels update the parameters one by one.
-
-    Recovers 40% to 90% of the time of its kernels.
-    """
-    ledger, window, program = trace.device_ledger, trace.gpu_window, trace.program
-    if ledger is None or window is None or not window.compute_ns or program.loop_optimizer not in FOREACH:
-        return None
-    spent = ledger.ns("compute") * min(program.loop_ns / window.compute_ns, 1.0)
-    share = spent / ledger.step_ns
-    worth = Recovery(unit="ns", min=IN_ONE_KERNEL[0] * spent, max=IN_ONE_KERNEL[1] * spent, whole=ledger.step_ns)
-    if worth.share < POLICY.note:
-        return None
-    return Finding(
-        rule="optimizer_loop",
-        title=(
-            f"{'Optimizer-bound: ' if share >= POLICY.bound else ''}{program.loop_optimizer}, one parameter at a time, "
-            f"takes {percent(share)} of {span(trace)}{on_rank(trace)}."
-        ),
-        why=f"Its kernels take {format_ns(spent)} of {format_ns(ledger.step_ns)}; none updates several parameters.",
-        remedies=remedies(trace, ALL_AT_ONCE),
-        evidence=seen_in(trace),
-        numbers={"share": share, "ns": spent, "optimizer": program.loop_optimizer},
         **worth.parts,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -311,10 +311,10 @@ STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 LEAST_SENT: Final = MIB
 
 
-def buffer_broadcast(facts: Facts) -> Found | None:
+def buffer_broadcast(facts: Facts) -> Iterator[Found]:
     """Return the broadcast of constant buffers before each forward, on the host, where nothing hides it."""
     if (worst := facts.heaviest(lambda ledger: ledger.communicates("collective"))) is None:
-        return None
+        return
     rank, ledger = worst
     recorded = facts.host_ledger(rank)
     calls = sum(line.count for line in recorded.of("forward") if line.operator == IN_FORWARD) if recorded else 0.0
@@ -323,7 +323,7 @@ def buffer_broadcast(facts: Facts) -> Found | None:
     sent = sum(buffer.bytes for buffer in constant)
     sends = [line for line in ledger.communication if line.part == "collective" and line.name == BROADCAST]
     if not calls or not sends or sent < LEAST_SENT or not is_wrapped(rank):
-        return None
+        return
     part = sent / sum(buffer.bytes for buffer in buffers)
     detail = Detail(
         fields={"buffer": constant[0].name},
@@ -335,7 +335,7 @@ def buffer_broadcast(facts: Facts) -> Found | None:
         evidence=facts.pulse_and_trace(rank)[1:],
     )
     lines = tuple(msgspec.structs.replace(line, ns=part * line.ns, count=0.0) for line in sends)
-    return Fact(rank=rank, ledger=ledger, lines=lines), detail
+    yield Fact(source=rank, ledger=ledger, lines=lines), detail
 
 
 def is_wrapped(rank: Rank) -> bool:

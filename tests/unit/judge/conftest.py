@@ -31,9 +31,12 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ledgers(facts: Any) -> list[TimeLedger | ByteLedger]:
     if isinstance(facts, Facts):
-        return [*facts.ledgers.values(), *facts.byte_ledgers.values(), *facts.resident_ledgers.values()]
+        return [
+            *facts.ledgers.values(),
+            *facts.byte_ledgers.values(),
+            *facts.resident_ledgers.values(),
+            *chain.from_iterable(map(ledgers, (*facts.traces, *facts.snapshots))),
+        ]
     if isinstance(facts, SnapshotReport):
         return [*map(snapshot_bytes, facts.devices)]
-    traces = facts if isinstance(facts, tuple) else (facts,)
-    of_traces = chain.from_iterable((trace.host_ledger, trace.device_ledger) for trace in traces)
-    return [ledger for ledger in of_traces if ledger is not None]
+    return [ledger for ledger in (facts.host_ledger, facts.device_ledger) if ledger is not None]

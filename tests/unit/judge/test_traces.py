@@ -755,7 +755,7 @@ def optimizer_loop(optimizer: str, ms_per_step: int) -> TraceReport:
 
 
 def test_an_optimizer_that_updates_parameters_one_by_one_on_a_busy_device_is_worth_a_fused_one() -> None:
-    finding = found(optimizer_loop("AdamW", 20))["optimizer_loop"]
+    finding = found(optimizer_loop("AdamW", 20))["optimizer_bound"]
     assert finding.severity is Severity.WARNING
     assert finding.title == ("AdamW, one parameter at a time, takes 20% of each step.")
     assert finding.next_steps == ("Update all parameters at once: torch.optim.AdamW(..., fused=True).",)
@@ -766,4 +766,4 @@ def test_an_optimizer_that_updates_parameters_one_by_one_on_a_busy_device_is_wor
 
 @pytest.mark.parametrize(("optimizer", "ms_per_step"), [("AdamW", 4), ("Shampoo", 20), ("", 0)])
 def test_an_optimizer_of_little_time_or_without_another_form_is_no_loop(optimizer: str, ms_per_step: int) -> None:
-    assert "optimizer_loop" not in found(optimizer_loop(optimizer, ms_per_step))
+    assert "optimizer_bound" not in found(optimizer_loop(optimizer, ms_per_step))

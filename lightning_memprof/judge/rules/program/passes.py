@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from msgspec.structs import replace
@@ -35,7 +35,7 @@ PAIR: Final = 2
 FROZEN: Final = (0.4, 1.0)
 
 
-def unused_gradients(facts: Facts) -> Found | None:
+def unused_gradients(facts: Facts) -> Iterator[Found]:
     """Return the backward of modules whose gradients no optimizer uses, or uses only some of.
 
     Of modules that are in no optimizer, or whose learning rate is 0, 40% to 100% are saved, the lower figure where
@@ -44,23 +44,23 @@ def unused_gradients(facts: Facts) -> Found | None:
     both compute the gradients of one of two optimizers: 40% to 100% of one of these.
     """
     if (worst := facts.heaviest(lambda ledger: ledger.ns("backward"))) is None or worst[0].training is None:
-        return None
+        return
     rank, ledger = worst
     training = worst[0].training
     found = _not_optimized(training, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
     if found is None:
-        return None
+        return
     lines, detail = found
-    return Fact(rank=rank, ledger=ledger, lines=lines), replace(detail, evidence=facts.pulse_and_trace(rank)[1:])
+    yield Fact(source=rank, ledger=ledger, lines=lines), replace(detail, evidence=facts.pulse_and_trace(rank)[1:])
 
 
 _Unused = tuple[tuple[TimeLine, ...], Detail]
 
 
-def double_backward(facts: Facts) -> Found | None:
+def double_backward(facts: Facts) -> Iterator[Found]:
     """Return the nodes that build or run the graph of gradients."""
     if (worst := facts.heaviest(lambda ledger: ledger.double_backward_ns)) is None:
-        return None
+        return
     rank, ledger = worst
     detail = Detail(
         why="Backward builds a graph of the gradients (create_graph=True), and a second backward runs through it.",
@@ -68,19 +68,19 @@ def double_backward(facts: Facts) -> Found | None:
         is_note=True,
         evidence=facts.pulse_and_trace(rank)[1:],
     )
-    return Fact(rank=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=ledger.double_backward_ns),)), detail
+    yield Fact(source=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=ledger.double_backward_ns),)), detail
 
 
-def repeated_backward(facts: Facts) -> Found | None:
+def repeated_backward(facts: Facts) -> Iterator[Found]:
     """Return the part of backward in passes that follow another one without a forward, for the same optimizer."""
     if (worst := facts.heaviest(lambda ledger: ledger.ns(Part.BACKWARD))) is None:
-        return None
+        return
     rank, ledger = worst
     rows = [row for window in rank.windows for row in window.read(SavedTensorsRow).recorded if row.modules]
     again = [row for row in rows if row.activation_bytes and not any(cells[2] for cells in row.modules.values())]
     optimizers = rank.training.optimizers if rank.training else []
     if not again or len(optimizers) != 1:
-        return None
+        return
     spent = ledger.ns(Part.BACKWARD) * len(again) / len(rows)
     passes = f"{len(rows) / max(len(rows) - len(again), 1):.2g}"
     detail = Detail(
@@ -89,21 +89,21 @@ def repeated_backward(facts: Facts) -> Found | None:
         numbers={"passes": len(rows), "repeated": len(again)},
         evidence=facts.recorded(rank, "saved_tensors"),
     )
-    return Fact(rank=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=spent),)), detail
+    yield Fact(source=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=spent),)), detail
 
 
 # Of the peak: what the memory can hold is four times as much, so that activations fit that checkpointing does not save.
 AMPLE: Final = 0.25
 
 
-def recomputation(facts: Facts) -> Found | None:
+def recomputation(facts: Facts) -> Iterator[Found]:
     """Return the forwards of modules that activation checkpointing runs again in backward."""
     if (worst := facts.heaviest(lambda ledger: ledger.recomputed_ns)) is None:
-        return None
+        return
     rank, ledger = worst
     memory = facts.byte_ledgers.get(rank.rank)
     if memory is None or memory.filled is None:
-        return None
+        return
     peak = f"{format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of the memory"
     detail = Detail(
         why=f"The peak of {peak}.",
@@ -111,7 +111,7 @@ def recomputation(facts: Facts) -> Found | None:
         numbers={"peak_bytes": memory.peak_bytes},
         evidence=facts.pulse_and_trace(rank)[1:],
     )
-    return Fact(rank=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=ledger.recomputed_ns),)), detail
+    yield Fact(source=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=ledger.recomputed_ns),)), detail
 
 
 def _not_optimized(training: TrainingFacts, ledger: TimeLedger) -> _Unused | None:
