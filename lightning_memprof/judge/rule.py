@@ -13,9 +13,10 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, merged, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
+from lightning_memprof.judge.traces import span
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.trace.model import TraceReport
-from lightning_memprof.units import format_count, format_ns
+from lightning_memprof.units import format_count, format_ns, percent
 
 PASSES: Final = (Part.FORWARD, Part.BACKWARD)
 """The parts in which the program alone spends time."""
@@ -90,6 +91,13 @@ class Fact(Spent, frozen=True, kw_only=True):
     """The same, with the rank of a run that spends it, or with the trace that shows it."""
 
     source: Rank | TraceReport
+
+    @property
+    def share_text(self) -> str:
+        """The share for a sentence: ``53% of each step``, of a trace without steps ``53% of the recorded time``."""
+        if isinstance(self.source, TraceReport):
+            return f"{percent(self.share)} of {span(self.source)}"
+        return self.ledger.share_text(self.ns)
 
     @property
     def rank(self) -> Rank:
@@ -211,7 +219,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         names = {
             "owner": fact.owner or f"these {fact.kind}s",
             "object": fact.owner.rpartition(".")[0],
-            "share": fact.ledger.share_text(fact.ns),
+            "share": fact.share_text,
             "rank": facts.on_rank(fact.source),
             **detail.fields,
         }

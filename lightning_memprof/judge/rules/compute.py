@@ -36,7 +36,7 @@ from lightning_memprof.judge.remedies import (
 )
 from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.judge.traces import remedies as remedies_for
-from lightning_memprof.judge.traces import seen_in, span
+from lightning_memprof.judge.traces import seen_in
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import MIB, format_bytes, format_count, format_ns, percent
 
@@ -212,10 +212,7 @@ def slow_optimizers(facts: Facts) -> Iterator[Found]:
             Fact(source=trace, ledger=ledger, lines=(line,)),
             Detail(
                 says="{optimizer}, one parameter at a time, takes {share}{rank}.",
-                fields={
-                    "optimizer": program.loop_optimizer,
-                    "share": f"{percent(spent / ledger.step_ns)} of {span(trace)}",
-                },
+                fields={"optimizer": program.loop_optimizer},
                 measured=f"Its kernels take {format_ns(spent)} of {format_ns(ledger.step_ns)}",
                 why="None updates several parameters.",
                 remedies=remedies_for(trace, ALL_AT_ONCE),

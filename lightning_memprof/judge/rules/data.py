@@ -329,7 +329,7 @@ def _loading(trace: TraceReport) -> Iterator[Found]:
     idle = f"; the GPU is idle for {format_ns(found.exposed_ns)} meanwhile" if has_device else ""
     ledger = trace.device_ledger if has_device else trace.host_ledger
     line = TimeLine(part=Part.IDLE_DATA if has_device else Part.DATA_WAIT, ns=found.exposed_ns / steps)
-    step_ns, span = found.span_ns / steps, "each step" if trace.steps else "the recorded time"
+    step_ns = found.span_ns / steps
     # A single step may be the start of the workers.
     saves = BESIDE_THE_STEP if steps >= MIN_TRACE_STEPS else (0.0, 1.0)
     pageable = any(each.kind == "HtoD" and each.is_pageable for each in trace.copies)
@@ -342,7 +342,6 @@ def _loading(trace: TraceReport) -> Iterator[Found]:
         Detail(
             fields={
                 "loop": "training loop" if trace.program.trains else "program",
-                "share": f"{percent(found.share)} of {span}",
             },
             measured=f"The DataLoader takes {format_ns(found.total_ns)} of {format_ns(found.span_ns)}{where}{idle}",
             remedies=(
