@@ -1,31 +1,63 @@
-"""Write the sections of the rules that are rows into the pages of their domains, and the texts of all rules.
+"""Write the sections of the rules into the reference pages of findings, and their texts into the package.
 
     python docs/finding_texts.py
 
-A row's section is made from the row and its remedies; the sections of other rules are written by hand. The texts are
-those with which the report explains each rule.
+A section has a summary, **When**, **Recovers** and **What to do**. They are made from the fields of a row, or from a
+function's docstring and the remedies that its code names. Only **When** of a function is written by hand, in the page.
 """
 
 from __future__ import annotations
 
+import dis
+import inspect
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Final
 
+from lightning_memprof.judge import verdict
 from lightning_memprof.judge.byte_rule import ByteRule
-from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import Remedy
-from lightning_memprof.judge.rule import PASSES, Rule
-from lightning_memprof.judge.verdict import BYTE_ROWS, ROWS
+from lightning_memprof.judge.remedies import OPEN_TRACE, Remedy
+from lightning_memprof.judge.rule import Rule
+from lightning_memprof.judge.rules.bound import nothing_found, nothing_in_files
 from lightning_memprof.units import percent
 
-PAGES = Path(__file__).parent / "reference" / "findings"
-OUT = PAGES.parents[2] / "lightning_memprof" / "report" / "printers" / "templates" / "findings.json"
-RULE = re.compile(r"^## `(\w+)`\n", re.MULTILINE)
-WHEN = "\n### When it fires\n"
-NEXT = "\n### "
-LINK = re.compile(r"\[([^\]]*)\]\((?:[\w./-]*#)?([\w-]+)(?:\.md)?\)")
+Row = Rule | ByteRule
+Judge = Callable[..., object]
+
+PAGES: Final = Path(__file__).parent / "reference" / "findings"
+OUT: Final = PAGES.parents[2] / "lightning_memprof" / "report" / "printers" / "templates" / "findings.json"
+HEADING: Final = re.compile(r"^## `(\w+)`\n", re.MULTILINE)
+WHEN: Final = "**When**: "
+# What follows the part of a section that is written by hand.
+REST: Final = re.compile(r"^\*\*(?:Recovers|What to do)\*\*:", re.MULTILINE)
+LINK: Final = re.compile(r"\[([^\]]*)\]\((?:[\w./-]*#)?([\w-]+)(?:\.md)?\)")
+# The verb of a docstring's summary: the page has its object.
+VERB: Final = re.compile(r"^(?:Find|Note|Return) ")
+# A field that is glued to the word, field or call before it may be empty.
+ADDITION: Final = re.compile(r"(?<=[\w})])\{\w+\}")
+FIELD: Final = re.compile(r"\{(\{)|\}(\})|\{(\w+)[^{}]*\}")
+
+
+def _balanced(depth: int) -> str:
+    return r"\([^()]*\)" if not depth else rf"\((?:[^()]|{_balanced(depth - 1)})*\)"
+
+
+# Calls, dotted names, names with an underscore, and settings.
+CODE: Final = re.compile(
+    rf"(?<![\w`.])\.?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:{_balanced(3)}(?:\.[A-Za-z_]\w*)*)+"
+    r"|(?<![\w`.])[A-Za-z_][\w.]*=(?:[\w.:]*\w|\[[^\]]*\])|(?<![\w`.])\.?[A-Za-z]\w*(?:\.[A-Za-z_]\w*)+|\b\w*_\w*\b"
+)
+
+
+def marked(text: str) -> str:
+    """Return a text with its code in backticks."""
+    parts = re.split(r"(`+[^`]+`+)", text)
+    return "".join(part if part.startswith("`") else CODE.sub(r"`\g<0>`", part) for part in parts)
 
 
 def plain(markdown: str) -> list[str]:
@@ -35,80 +67,142 @@ def plain(markdown: str) -> list[str]:
     return [re.sub(r"\s+", " ", re.sub(r"[`*]", "", paragraph)).strip() for paragraph in paragraphs]
 
 
-def when_of(row: Rule | ByteRule) -> str:
-    """Return when a row fires."""
+def named(value: object, seen: dict[int, object]) -> Iterator[Remedy]:
+    """Yield the remedies that a value is, contains, or names in its code, each once."""
+    value = inspect.unwrap(value) if callable(value) else value
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, Remedy):
+        yield value
+    elif isinstance(value, (tuple, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from named(each, seen)
+    elif isinstance(value, FunctionType) and value.__module__.startswith("lightning_memprof.judge"):
+        for each in _globals_of(value.__code__, value.__globals__):
+            yield from named(each, seen)
+
+
+def _globals_of(code: CodeType, names: Mapping[str, object]) -> Iterator[object]:
+    for instruction in dis.get_instructions(code):
+        if isinstance(instruction.argval, CodeType):
+            yield from _globals_of(instruction.argval, names)
+        elif instruction.opname == "LOAD_GLOBAL" and instruction.argval in names:
+            yield names[instruction.argval]
+
+
+def _sentence(text: str) -> str:
+    return marked(f"{text[:1].upper()}{text[1:]}")
+
+
+def _item(remedy: Remedy) -> str:
+    text = FIELD.sub(lambda field: field[1] or field[2] or field[3].upper(), ADDITION.sub("", remedy.text))
+    needs = "".join(f", {need}" for need in sorted(remedy.needs))
+    return f"- {marked(text.rstrip('.'))} (`{remedy.id}`{needs})"
+
+
+def section(about: str, when: str, recovers: str, remedies: Iterable[Remedy]) -> str:
+    """Return a section without its heading; what is empty is left out."""
+    shown = (remedy for remedy in remedies if remedy is not OPEN_TRACE and not FIELD.fullmatch(remedy.text))
+    steps = "\n".join(map(_item, shown))
+    parts = [about, when, recovers and f"**Recovers**: {recovers}", steps and f"**What to do**:\n\n{steps}"]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def section_of_row(row: Row, functions: Iterable[Judge]) -> str:
+    """Return the section of a row, with the remedies of functions that find the same."""
+    least, most = (percent(share) for share in row.saves)
+    shares = most if least == most else f"{least.removesuffix('%')}–{most}"
     if isinstance(row, ByteRule):
-        return (
-            f"From {percent(row.note)} of the peak in `{row.of}`, the line of the byte ledger. The severity follows "
-            "from what the first remedy recovers where the memory is nearly full (70% of what the device, the control "
-            "group or the machine can hold); elsewhere it is at most `info`, or `warning` for a fault."
-        )
-    of = " and ".join(f"`{part}`" for part in row.of)
-    when = f"From {percent(row.note)} of each step in {of}"
-    if not {*row.of} <= {*PASSES}:
-        when += f", {percent(2 * row.note)} if it runs only once or twice, and {POLICY.action_ns / 1e6:g} ms per step"
-    when += ", if it returns in several steps." if row.repeats else "."
-    when += " Each owner is a finding of its own." if row.each else ""
-    return when + (f" {row.when}" if row.when else "")
+        when, unit = f"At least {percent(row.note)} of the peak is `{row.of}`.", "these bytes"
+    else:
+        *most_parts, last = (f"`{part}`" for part in row.of)
+        of = f"{', '.join(most_parts)} and {last}" if most_parts else last
+        when, unit = f"At least {percent(row.note)} of each step, in {of}", "this time"
+        when += ", and in several steps." if row.repeats else "."
+        when += " Each owner is a finding." if row.each else ""
+        when += f" {marked(row.when)}" if row.when else ""
+    loses = f" Trade-off: {row.trade_off[:1].lower()}{row.trade_off[1:]}" if row.trade_off else ""
+    code = (getattr(row, field) for field in row.__struct_fields__)
+    return section(
+        marked(row.about),
+        WHEN + when,
+        f"{shares} of {unit}.{marked(loses)}",
+        named((row.remedies, *code, *functions), {}),
+    )
 
 
-def section(row: Rule | ByteRule) -> str:
-    """Return the section of a row."""
-    when = when_of(row)
-    least, most = (percent(share).removesuffix("%") for share in row.saves)
-    what = "these bytes" if isinstance(row, ByteRule) else "this time"
-    loses = f"{row.trade_off[:1].lower()}{row.trade_off[1:]}"
-    steps = "\n".join(f"- {shown(remedy)} (`{remedy.id}`)" for remedy in (*row.remedies, *row.offers))
-    parts = [
-        f"## `{row.id}`\n\n{row.about}",
-        f"### When it fires\n\n{when}",
-        f"### What it recovers\n\n{least}–{most}% of {what}. Trade-off: {loses}",
-        f"### What to do\n\n{steps}",
-    ]
-    return "\n\n".join(parts) + "\n"
+def section_of_functions(functions: Iterable[Judge], body: str) -> str:
+    """Return the section of functions that find the same; ``body`` is the section of the page with its condition."""
+    first, *_ = functions = tuple(functions)
+    doc = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(first) or "")
+    summary, _, recovers = doc.partition("Recovers ")
+    about = VERB.sub("", summary.strip())
+    seen: dict[int, object] = {}
+    remedies = itertools.chain.from_iterable(named(function, seen) for function in functions)
+    _, found, by_hand = body.partition(WHEN)
+    if not found:
+        raise SystemExit(f"{first.__name__}: write its condition, {WHEN!r}, in its section of docs/reference/findings/")
+    when = found + REST.split(by_hand)[0].strip()
+    return section(_sentence(about), when, _sentence(recovers), remedies)
 
 
-def shown(remedy: Remedy) -> str:
-    """Return the text of a remedy with the names of its fields."""
-    return re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), remedy.text).rstrip(".")
+def rows() -> dict[str, dict[str, Row]]:
+    """Return the rows, by page and id."""
+    described: Iterable[tuple[str, Iterable[Row]]] = (*verdict.ROWS.items(), *verdict.BYTE_ROWS.items())
+    return {domain: {row.id: row for row in found} for domain, found in described}
 
 
-def page_with_rows(text: str, rows: Mapping[str, Rule | ByteRule]) -> str:
-    """Return a page whose sections of rows are made anew; rows without a section are appended."""
-    head, *found = RULE.split(text)
-    sections = dict(zip(found[::2], found[1::2], strict=True))
-    made = {name: section(row) for name, row in rows.items()}
-    whole = {name: made.get(name, f"## `{name}`\n{body}") for name, body in sections.items()} | {
-        name: body for name, body in made.items() if name not in sections
-    }
-    return head + "\n".join(part.rstrip("\n") + "\n" for part in whole.values())
+def functions() -> dict[str, list[Judge]]:
+    """Return the rules that are functions, by rule."""
+    found: dict[str, list[Judge]] = defaultdict(list, nothing_found=[nothing_found, nothing_in_files])
+    judges: Iterable[Judge] = (*verdict.RULES, *verdict.STEP_RULES)
+    readers: Iterable[Judge] = (*verdict.TRACE_RULES, *verdict.SNAPSHOT_RULES)
+    for function in (*judges, *readers):
+        found[function.__name__].append(function)
+    return found
+
+
+def page_with_rules(text: str, described: Mapping[str, Row], judges: Mapping[str, Sequence[Judge]]) -> str:
+    """Return a page whose sections are made anew; rows without a section are appended."""
+    head, *found = HEADING.split(text)
+    bodies = zip(found[::2], found[1::2], strict=True)
+    made = {
+        rule: section_of_functions(judges[rule], body) if rule in judges.keys() - described.keys() else body
+        for rule, body in bodies
+    } | {rule: section_of_row(row, judges.get(rule, ())) for rule, row in described.items()}
+    return head + "\n".join(f"## `{rule}`\n\n{body.strip()}\n" for rule, body in made.items())
 
 
 def pages() -> dict[Path, str]:
-    """Return the pages of the domains; a row is on the page of the module that has it."""
-    found = {page: page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))}
-    described: list[tuple[str, tuple[Rule | ByteRule, ...]]] = [*ROWS.items(), *BYTE_ROWS.items()]
-    for domain, rows in described:
-        page = PAGES / f"{domain}.md"
-        found[page] = page_with_rows(found[page], {row.id: row for row in rows if row.about})
+    """Return the pages of the domains.
+
+    Raises:
+        SystemExit: a function has no condition, a rule has no section or two, or a section has no rule.
+
+    """
+    described, judges = rows(), functions()
+    by_row = {rule for found in described.values() for rule in found}
+    found = {
+        page: page_with_rules(page.read_text(encoding="utf-8"), described.get(page.stem, {}), judges)
+        for page in sorted(PAGES.glob("*.md"))
+    }
+    sections = Counter(rule for text in found.values() for rule in HEADING.findall(text))
+    if wrong := (sections - Counter({*by_row, *judges, verdict.RULE_FAILED})) | (
+        Counter({*by_row, *judges}) - sections
+    ):
+        raise SystemExit(f"one section per rule in docs/reference/findings/: see {', '.join(sorted(wrong))}")
     return found
 
 
 def texts() -> dict[str, dict[str, str | list[str]]]:
-    """Return, by rule, its page, its meaning and when it fires.
-
-    Raises:
-        SystemExit: a rule has no section "When it fires".
-
-    """
+    """Return, by rule, its page, its meaning and when it fires."""
     found: dict[str, dict[str, str | list[str]]] = {}
     for page, markdown in pages().items():
-        _, *parts = RULE.split(markdown)
+        _, *parts = HEADING.split(markdown)
         for rule, text in zip(parts[::2], parts[1::2], strict=True):
-            means, section, rest = text.partition(WHEN)
-            if not section:
-                raise SystemExit(f"{page.name}: {rule} has no section {WHEN.strip()!r}")
-            found[rule] = {"page": page.name, "means": plain(means), "when": plain(rest.partition(NEXT)[0])}
+            means, _, rest = text.partition(WHEN)
+            found[rule] = {"page": page.name, "means": plain(means), "when": plain(REST.split(rest)[0])}
     return found
 
 

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from html import unescape
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from fake_runs import FakeRun, make_run
 from lightning_memprof import judge
 from lightning_memprof.account.parts import Part
-from lightning_memprof.judge import Evidence, Finding, Severity
+from lightning_memprof.judge import Evidence, Finding, Severity, remedies, verdict
 from lightning_memprof.read.run.targets import find_targets
 from lightning_memprof.report.document import Lines
 from lightning_memprof.report.files_view import FilesView, files_view
@@ -121,23 +122,38 @@ def test_the_documentation_has_every_peak_in_the_same_words() -> None:
         assert f"| {peak.label} | {peak.counts} | {peak.span} |" in text
 
 
-def test_what_the_page_says_of_the_rules_is_what_their_documentation_says() -> None:
+def documented() -> dict[str, dict[str, str | list[str]]]:
+    file = Path(html_module.__file__).with_name("templates") / "findings.json"
+    texts: dict[str, dict[str, str | list[str]]] = json.loads(file.read_text(encoding="utf-8"))
+    return texts
+
+
+def test_the_pages_of_findings_are_those_of_the_rules() -> None:
     script = (
         "import finding_texts, json; print(json.dumps(finding_texts.texts())); "
         "assert all(page.read_text() == text for page, text in finding_texts.pages().items())"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=DOCS, capture_output=True, text=True, check=True)
-    held = Path(html_module.__file__).with_name("templates") / "findings.json"
-    assert json.loads(held.read_text(encoding="utf-8")) == json.loads(done.stdout), "python docs/finding_texts.py"
+    assert documented() == json.loads(done.stdout), "python docs/finding_texts.py"
 
 
 def test_every_rule_is_documented() -> None:
-    modules = Path(judge.__file__).parent.rglob("*.py")
-    rules = {rule for module in modules for rule in re.findall(r'\brule="(\w+)"', module.read_text(encoding="utf-8"))}
-    held = Path(html_module.__file__).with_name("templates") / "findings.json"
-    missing = rules - json.loads(held.read_text(encoding="utf-8")).keys()
-    assert len(rules) > 20
-    assert not missing, "describe them in docs/reference/findings/, then run python docs/finding_texts.py"
+    modules = [path.read_text(encoding="utf-8") for path in Path(judge.__file__).parent.rglob("*.py")]
+    rules = {rule for text in modules for rule in re.findall(r'\brule="(\w+)"', text)}
+    rows = {row.id for row in chain.from_iterable((*verdict.ROWS.values(), *verdict.BYTE_ROWS.values()))}
+    texts = documented()
+    assert len(rules | rows) > 40
+    assert not (rules | rows) - texts.keys(), (
+        "describe them in docs/reference/findings/, then run docs/finding_texts.py"
+    )
+    assert all(text["means"] and text["when"] for text in texts.values())
+
+
+def test_every_remedy_is_documented() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference" / "findings").glob("*.md"))
+    generic = {"open_trace", "more_steps", "out_of_memory", "report_error"}
+    found = {value.id for value in vars(remedies).values() if isinstance(value, remedies.Remedy)}
+    assert {remedy for remedy in found if f"(`{remedy}`" not in pages} == generic
 
 
 def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp_path: Path) -> None:
@@ -152,8 +168,9 @@ def test_a_finding_explains_its_rule_and_names_its_page_of_the_documentation(tmp
     )
     page = unescape(to_html(replace(view, findings=(finding,))))
     (details,) = re.findall(r"<details>.*?</details>", page, re.DOTALL)
-    assert "A few steps take a multiple of the others." in details
-    assert re.search(r"<b>When</b> At most a third of the steps", details)
+    text = documented()["slow_steps"]
+    assert f"<p>{text['means'][0]}</p>" in details
+    assert f"<b>When</b> {text['when'][0]}</p>" in details
     assert "docs/reference/findings/host.md#slow_steps" in details
     own = Finding(rule="a_rule_of_yours", severity=Severity.INFO, title="s.", why="w.", remedies=(step("n."),))
     assert "<details>" not in to_html(replace(view, findings=(own,)))
