@@ -1,6 +1,6 @@
 """Write the sections of the rules into the reference pages of findings, and their texts into the package.
 
-    python docs/finding_texts.py
+    .venv/editable/bin/python docs/finding_texts.py
 
 A section has a summary, **When**, **Recovers** and **What to do**. They are made from the fields of a row, or from a
 function's docstring and the remedies that its code names. Only **When** of a function is written by hand, in the page.

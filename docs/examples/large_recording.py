@@ -21,7 +21,7 @@ FEWER_WINDOWS: Final = Remedy(
 
 
 def large_recording(facts: Facts, notable_bytes: int = NOTABLE_BYTES) -> list[Finding]:
-    """Return a finding if the run's files together are large, with the collector that wrote the most."""
+    """Find a recording that takes a lot of disk space, and the collector that wrote the most."""
     by_collector: Counter[str] = Counter()
     for artifact in facts.run.artifacts:
         by_collector[artifact.collector] += artifact.size_bytes or 0
