@@ -50,7 +50,8 @@ def _balanced(depth: int) -> str:
 # Calls, dotted names, names with an underscore, and settings.
 CODE: Final = re.compile(
     rf"(?<![\w`.])\.?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:{_balanced(3)}(?:\.[A-Za-z_]\w*)*)+"
-    r"|(?<![\w`.])[A-Za-z_][\w.]*=(?:[\w.:]*\w|\[[^\]]*\])|(?<![\w`.])\.?[A-Za-z]\w*(?:\.[A-Za-z_]\w*)+|\b\w*_\w*\b"
+    rf"|(?<![\w`.-])[A-Za-z_][\w.]*=(?:[\w.:]*\w(?:{_balanced(3)})?|\[[^\]]*\])"
+    r"|(?<![\w`.])\.?[A-Za-z]\w*(?:\.[A-Za-z_]\w*)+|\b\w*_\w*\b"
 )
 
 
