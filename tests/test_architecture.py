@@ -27,7 +27,7 @@ LAZY_IMPORTS = {
 # Modules with a single importer, each with the reason why it is not part of it.
 ONE_IMPORTER = {
     "read/snapshot/restricted_pickle.py": "reads pickles of unknown origin and executes nothing",
-    "read/trace/host.py": "pass over the host's events, beside those of device and idle time",
+    "account/trace/host.py": "pass over the host's events, beside those of device and idle time",
     "artifacts/tfevents.py": "imports tensorboard",
     "artifacts/upload.py": "runs in a separate process",
     "capture/function_rows.py": "file format of function memory",
@@ -224,10 +224,10 @@ def test_long_modules_become_fewer():
     assert len(long) <= LONG_MODULES, f"{len(long)} modules have more than {LONG_LINES} lines: {long}"
 
 
-def imports_of(name: str, *, typing: bool) -> set[str]:
-    """The modules of the package that a module imports; ``typing`` adds what only a type checker imports."""
+def imports_of(name: str) -> set[str]:
+    """The modules of the package that a module imports, those that only a type checker imports included."""
     found: set[str] = set()
-    for node in walk(tree(name), typing=typing):
+    for node in ast.walk(tree(name)):
         match node:
             case ast.ImportFrom(module=str() as module, names=names):
                 parts = module.split(".")
@@ -244,16 +244,8 @@ def imports_of(name: str, *, typing: bool) -> set[str]:
     return found - {name}
 
 
-def walk(node: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if not typing and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-            continue
-        yield child
-        yield from walk(child, typing=typing)
-
-
 def test_no_module_imports_itself_through_others():
-    graph = {name: imports_of(name, typing=False) for name in MODULES if name != "__init__.py"}
+    graph = {name: imports_of(name) for name in MODULES if name != "__init__.py"}
     for name, imported in LAZY_IMPORTS:
         graph[name].discard(imported)
     for package in [name for name in graph if name.endswith("/__init__.py")]:
@@ -268,7 +260,7 @@ def test_no_module_imports_itself_through_others():
 def test_a_module_with_one_importer_has_a_reason_to_be_one():
     importers: dict[str, set[str]] = {name: set() for name in MODULES}
     for name in MODULES:
-        for imported in imports_of(name, typing=True):
+        for imported in imports_of(name):
             importers[imported].add(name)
     # The root resolves public names when they are used, and the console script is in the package's metadata.
     entries = ({"__init__.py"}, {"__main__.py"})

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_memprof.artifacts.sink import Sink
     from lightning_memprof.capture.clock import StepClock
     from lightning_memprof.capture.faults import Faults
+    from lightning_memprof.capture.timing import DeviceTimer, StepTimes
     from lightning_memprof.schedule import Mark, Point, Window
 
 _NOTABLE_PAUSE_NS: Final = 50_000_000
@@ -57,22 +58,6 @@ class TrainingFeed(Protocol):
 
     def is_over(self) -> bool:
         """Return whether the Trainer's run has ended, even if no hook has ended the recording yet."""
-
-
-class DeviceTimer(Protocol):
-    """Timestamps on the device's own clock, read when the device has reached them."""
-
-    def record(self) -> Any:
-        """Put a timestamp into the device's queue."""
-
-    def reached(self, moment: Any) -> bool:
-        """Return whether the device has passed ``moment``; does not wait."""
-
-    def elapsed_ns(self, start: Any, end: Any) -> int:
-        """Return the nanoseconds between two reached timestamps."""
-
-    def release(self, moment: Any) -> None:
-        """Return a timestamp for reuse."""
 
 
 class Position(NamedTuple):
@@ -121,18 +106,6 @@ class Progress:
         """Count time outside windows as the collector's, not as the pulse's."""
         self.apart_ns[collector] = self.apart_ns.get(collector, 0) + ns
         self.charged_ns += ns
-
-
-class StepTimes(Protocol):
-    """Host time of a finished step."""
-
-    @property
-    def phases_ns(self) -> Sequence[int]:
-        """Self time of each of ``artifacts.series.PHASES``; the sum is the step's duration."""
-
-    @property
-    def actions(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Self time in nanoseconds by slot of the run's clock, and number of entries by slot."""
 
 
 class StepRecord(NamedTuple):

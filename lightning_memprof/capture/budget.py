@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from lightning_memprof.capture.base import RunContext
 
 # Viewers that load a whole trace fail between 200 MB and 600 MB of JSON.
 _LARGE_BYTES: Final = 400_000_000
@@ -229,15 +226,3 @@ def _size_warning(export: Export) -> str | None:
         f"can load: {advice}, or set Budget(max_trace_bytes={_LARGE_BYTES}); open a part of this one with "
         "`lightning-memprof view RUN --steps 2-3`"
     )
-
-
-def remove_old_windows(run: RunContext, newest: int) -> None:
-    """Remove the files of all windows but the last ``keep_windows`` up to ``newest``; never raises."""
-    keep = run.ledger.budget.keep_windows
-    if keep is None:
-        return
-    with run.faults.caught("keep_windows", "write", newest):
-        windows = {artifact.window for artifact in list(run.sink.artifacts) if artifact.window is not None}
-        for window in sorted(window for window in windows if window <= newest)[:-keep]:
-            run.sink.remove_window(window, f"keep_windows is {keep}")
-            run.ledger.removed(window)

@@ -19,7 +19,7 @@ from lightning_memprof.capture.sources.compiled import around_compilations
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from lightning_memprof.capture.base import DeviceTimer, StepTimes
+    from lightning_memprof.capture.timing import DeviceTimer, StepTimes
 
 _OTHER: Final = PHASES.index("other")
 # Codes of a clock's log.

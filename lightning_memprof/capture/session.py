@@ -13,7 +13,6 @@ import msgspec
 from lightning_memprof.artifacts.manifest import OverheadFacts
 from lightning_memprof.artifacts.series import PHASES, PROFILER
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, Position, RunContext, SkipWindow, StepRecord
-from lightning_memprof.capture.budget import remove_old_windows
 from lightning_memprof.capture.clock import StepClock
 from lightning_memprof.capture.planner import RequestSource, Turn, WindowPlanner
 from lightning_memprof.capture.room import with_room
@@ -431,7 +430,7 @@ class _Recording:
             self._open.clear()
         if self._run.ledger.budget.keep_windows is not None:
             # After the background work of the collectors.
-            remove = partial(remove_old_windows, self._run, self.window.index)
+            remove = partial(_remove_old_windows, self._run, self.window.index)
             self._run.sink.in_background(remove, window=self.window.index)
 
     def _guard(self, name: str, where: str, call: Callable[[], object]) -> None:
@@ -457,3 +456,15 @@ class _Recording:
 
     def _charge(self, name: str, started: int) -> None:
         self._spent_ns[name] = self._spent_ns.get(name, 0) + time.perf_counter_ns() - started
+
+
+def _remove_old_windows(run: RunContext, newest: int) -> None:
+    """Remove the files of all windows but the last ``keep_windows`` up to ``newest``; never raises."""
+    keep = run.ledger.budget.keep_windows
+    if keep is None:
+        return
+    with run.faults.caught("keep_windows", "write", newest):
+        windows = {artifact.window for artifact in list(run.sink.artifacts) if artifact.window is not None}
+        for window in sorted(window for window in windows if window <= newest)[:-keep]:
+            run.sink.remove_window(window, f"keep_windows is {keep}")
+            run.ledger.removed(window)

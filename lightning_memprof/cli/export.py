@@ -127,11 +127,11 @@ def _tables(source: _Source) -> Iterator[Table]:
     if source.traces and source.snapshots:
         raise ConfigError("the tables of traces and snapshots have the same names: export one kind of file at a time")
     if source.traces:
-        from lightning_memprof.read.trace.report import trace_report
+        from lightning_memprof.account.trace.report import trace_report
 
         yield from trace_tables([trace_report(path) for path in source.traces])
     if source.snapshots:
-        from lightning_memprof.read.snapshot.report import snapshot_report
+        from lightning_memprof.account.snapshot.report import snapshot_report
 
         yield from snapshot_tables([snapshot_report(path) for path in source.snapshots])
 
@@ -196,7 +196,7 @@ def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
 def _memory_stacks(source: _Source) -> Iterator[tuple[str, Counter[Stack]]]:
     """Yield the stacks of live bytes at the peak, by device of each snapshot, else of each trace."""
     from lightning_memprof.account.memory.allocations import window_allocations
-    from lightning_memprof.read.snapshot.report import snapshot_report
+    from lightning_memprof.account.snapshot.report import snapshot_report
     from lightning_memprof.report.export.stacks import holder_stacks, site_stacks
 
     for path in source.snapshots:

@@ -17,17 +17,17 @@ from lightning_memprof.account.memory.allocations import run_allocations, window
 from lightning_memprof.account.memory.model import DeviceAllocations, Site
 from lightning_memprof.account.memory.report import RankMemory, memory_report
 from lightning_memprof.account.parts import PHASE_PARTS
-from lightning_memprof.account.steps.statistics import window_steps
+from lightning_memprof.account.snapshot.replay import Holder
+from lightning_memprof.account.steps.statistics import peak_rss_bytes, typical_steps, window_steps
 from lightning_memprof.account.steps.throughput import rank_throughput
+from lightning_memprof.account.trace.key_averages import collect_rows
+from lightning_memprof.account.trace.model import GpuTimes, TraceReport
 from lightning_memprof.compare.model import QUANTITIES, Measure, Side, SideKind
 from lightning_memprof.compare.significance import drift
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Facts, Finding, Severity, examine, examine_files
 from lightning_memprof.read.run.model import Rank, Run
-from lightning_memprof.read.snapshot.replay import Holder
 from lightning_memprof.read.stacks import parse_frame
-from lightning_memprof.read.trace.key_averages import collect_rows
-from lightning_memprof.read.trace.model import GpuTimes, TraceReport
 
 # Noise of a single time, for which there is no spread.
 _ONE_TIME: Final = 0.10
@@ -145,7 +145,7 @@ def _last(traces: Sequence[Path]) -> list[Path]:
 
 
 def _add_times(found: _Gathered, rank: Rank) -> None:
-    steps = rank.typical_steps
+    steps = typical_steps(rank)
     if steps is not None:
         rows = [(duration, breakdown) for _, duration, breakdown in steps.steps]
         source = f"the pulse, on the {steps.clock}'s clock"
@@ -166,7 +166,7 @@ def _add_times(found: _Gathered, rank: Rank) -> None:
 
 def _add_sizes(found: _Gathered, run: Run) -> None:
     """Add the peak RSS and the device peaks, each of the rank with the largest."""
-    rss = [size for rank in run.ranks if (size := rank.peak_rss_bytes)]
+    rss = [size for rank in run.ranks if (size := peak_rss_bytes(rank))]
     is_whole = all(rank.high_water_bytes for rank in run.ranks)
     device = [
         max(known) for rank in run.ranks if (known := [r for row in rank.pulse if (r := row["device_peak_bytes"])])
@@ -199,7 +199,7 @@ def traces_side(paths: Sequence[Path], label: str) -> Side:
     Raises:
         ArtifactError: a trace is missing, damaged or truncated.
     """
-    from lightning_memprof.read.trace.report import trace_report
+    from lightning_memprof.account.trace.report import trace_report
 
     reports = across_ranks([trace_report(path) for path in paths])
     found = _Gathered()
@@ -268,7 +268,7 @@ def snapshots_side(paths: Sequence[Path], label: str) -> Side:
     Raises:
         ArtifactError: a file is missing, damaged or not a snapshot.
     """
-    from lightning_memprof.read.snapshot.report import snapshot_report
+    from lightning_memprof.account.snapshot.report import snapshot_report
 
     reports = [snapshot_report(path) for path in paths]
     found = _Gathered()

@@ -14,8 +14,8 @@ import numpy as np
 from torch.autograd import DeviceType  # type: ignore[attr-defined] # torch's stubs do not re-export it
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
+from lightning_memprof.account.trace.key_averages import CPU, CPU_MEMORY, DEVICE, DEVICE_MEMORY, HIDDEN, MEMORY
 from lightning_memprof.read.trace.events import OperatorEvent, read_trace
-from lightning_memprof.read.trace.key_averages import CPU, CPU_MEMORY, DEVICE, DEVICE_MEMORY, HIDDEN, MEMORY
 
 _PARAMETERS: Final = frozenset(inspect.signature(FunctionEvent).parameters)
 

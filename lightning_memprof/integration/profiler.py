@@ -16,6 +16,12 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction
 
+from lightning_memprof.account.trace.operators import (
+    AVAILABLE_SORT_KEYS,
+    TableOptions,
+    table_path,
+    write_operator_table,
+)
 from lightning_memprof.artifacts.remote import local_path
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
@@ -40,12 +46,6 @@ from lightning_memprof.integration.settings import (
     schedule_of,
 )
 from lightning_memprof.logs import logger_of
-from lightning_memprof.read.trace.operators import (
-    AVAILABLE_SORT_KEYS,
-    TableOptions,
-    table_path,
-    write_operator_table,
-)
 from lightning_memprof.schedule import Schedule, StageSchedules
 from lightning_memprof.units import quoted
 

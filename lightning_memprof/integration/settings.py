@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
+from lightning_memprof.account.trace.operators import TableOptions
 from lightning_memprof.artifacts.remote import check_url, is_url
 from lightning_memprof.capture.base import Collector
 from lightning_memprof.capture.budget import Budget
@@ -31,7 +32,6 @@ from lightning_memprof.capture.collectors.system import SystemStats
 from lightning_memprof.capture.collectors.throughput import Throughput
 from lightning_memprof.capture.triggers.watch import Triggers
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.read.trace.operators import TableOptions
 from lightning_memprof.schedule import Action, Schedule, StageSchedules
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from typing import Final
 
 import msgspec
 
+from lightning_memprof.account.snapshot.report import SnapshotReport, snapshot_report
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.naming import SnapshotName
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Finding, examine_files
@@ -17,8 +19,6 @@ from lightning_memprof.judge.rules.bound import nothing_in_files
 from lightning_memprof.read.run.locate import shown_path
 from lightning_memprof.read.run.problems import Problem
 from lightning_memprof.read.run.targets import Targets
-from lightning_memprof.read.snapshot.report import SnapshotReport, snapshot_report
-from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.report.document import Command
 from lightning_memprof.units import quoted
 
@@ -82,7 +82,7 @@ def read_files(
     problems: list[Problem] = []
     for path in traces:
         # numpy, which a page without traces spares
-        from lightning_memprof.read.trace.report import of_rank, trace_report
+        from lightning_memprof.account.trace.report import of_rank, trace_report
 
         try:
             report = trace_report(path, None if progress is None else _of_file(path, progress))

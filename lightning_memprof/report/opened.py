@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from lightning_memprof.account.memory.allocations import run_allocations
+from lightning_memprof.account.trace.operators import ensure_operator_tables
 from lightning_memprof.artifacts.remote import is_url
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.confined import load_confined
@@ -18,7 +19,6 @@ from lightning_memprof.read.run.fetch import LocalRun, local_run
 from lightning_memprof.read.run.model import ArtifactFile, Run
 from lightning_memprof.read.run.problems import Note
 from lightning_memprof.read.run.targets import find_targets
-from lightning_memprof.read.trace.operators import ensure_operator_tables
 from lightning_memprof.report.files_view import FileReports, FilesView, files_view, read_files
 from lightning_memprof.report.view import View, run_view
 from lightning_memprof.units import format_list, quoted

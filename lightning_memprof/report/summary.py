@@ -14,8 +14,8 @@ from lightning_memprof.units import MIB, format_list
 
 if TYPE_CHECKING:
     from lightning_memprof.account.memory.model import WindowAllocations
+    from lightning_memprof.account.trace.model import TraceReport
     from lightning_memprof.read.run.model import ArtifactFile, Run
-    from lightning_memprof.read.trace.model import TraceReport
     from lightning_memprof.report.view import View
 
 # Training waits for the page: about three seconds of reading at most, whatever the number of ranks.
@@ -73,7 +73,7 @@ def _print_line(view: View, file: TextIO) -> None:
 
 def _traces(run: Run) -> tuple[TraceReport, ...]:
     """Return the report of the lead rank's first trace, none where it is large or cannot be read."""
-    from lightning_memprof.read.trace.report import of_rank, trace_report
+    from lightning_memprof.account.trace.report import of_rank, trace_report
 
     with suppress(MemprofError):
         return tuple(

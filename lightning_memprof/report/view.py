@@ -18,6 +18,7 @@ from lightning_memprof.account.memory.report import MemoryReport, memory_report
 from lightning_memprof.account.oom.autopsy import Autopsy, autopsies
 from lightning_memprof.account.ranks.hangs import first_exception
 from lightning_memprof.account.ranks.report import RankReport
+from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.account.steps.events import StepEvents, rank_events
 from lightning_memprof.account.steps.pauses import Pauses, pauses
 from lightning_memprof.account.steps.statistics import (
@@ -25,10 +26,12 @@ from lightning_memprof.account.steps.statistics import (
     HostMemory,
     PulseStatistics,
     StepReport,
+    peak_rss_bytes,
     window_steps,
 )
 from lightning_memprof.account.steps.system import RankSystem, systems
 from lightning_memprof.account.steps.throughput import RankThroughput, throughputs
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.files import read_object
 from lightning_memprof.artifacts.naming import RUN_DIRECTORY, TRIED, parse_numbered
 from lightning_memprof.artifacts.series import HangRow
@@ -44,8 +47,6 @@ from lightning_memprof.read.run.locate import (
 )
 from lightning_memprof.read.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.read.run.problems import Note, Problem
-from lightning_memprof.read.snapshot.report import SnapshotReport
-from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.report.document import Command
 from lightning_memprof.report.named import NamedMoment, named_moments
 from lightning_memprof.units import quoted
@@ -267,7 +268,7 @@ def _rank_view(rank: Rank, statistics: PulseStatistics | None, windows: tuple[Wi
             _last(step.host.rss_bytes for step in steps),
         ),
         max_rss_bytes=_most(*rss, *(step.host.max_rss_bytes for step in steps)),
-        peak_rss_bytes=rank.peak_rss_bytes,
+        peak_rss_bytes=peak_rss_bytes(rank),
         uss_bytes=_last(step.host.uss_bytes for step in steps),
         vms_bytes=_last(step.host.vms_bytes for step in steps),
     )

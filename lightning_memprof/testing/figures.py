@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from lightning_memprof.account.memory.report import TRACKERS, RankMemory, memory_report
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.collectives import collective_calls
+from lightning_memprof.account.trace.device import device_events
+from lightning_memprof.account.trace.idle import call_part, training_lane
+from lightning_memprof.account.trace.modules import HostThreads, Makers, Modules
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.read.trace.columns import Kind, TraceColumns, read_columns, step_spans
-from lightning_memprof.read.trace.communication import collective_calls
-from lightning_memprof.read.trace.device import device_events
-from lightning_memprof.read.trace.idle import call_part, training_lane
 from lightning_memprof.read.trace.intervals import Column, nearest
 from lightning_memprof.read.trace.kernel_names import plain_kernel
-from lightning_memprof.read.trace.modules import HostThreads, Makers, Modules
 
 # Quantities by the category of the peak that they are; None is not a category.
 BYTES: Final[Mapping[str, str | None]] = {

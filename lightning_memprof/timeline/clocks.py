@@ -16,10 +16,10 @@ from typing import Final
 import msgspec
 
 from lightning_memprof.account.ranks.arrivals import TOGETHER, RankTrack, trace_track, window_waits
+from lightning_memprof.account.trace.report import recorded_rank
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import Rank, Run
 from lightning_memprof.read.trace.communication import Collective, collectives
-from lightning_memprof.read.trace.report import recorded_rank
 from lightning_memprof.read.trace.text import TraceText
 from lightning_memprof.timeline.merge import steps_of
 from lightning_memprof.units import format_ns

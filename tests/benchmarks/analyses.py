@@ -63,7 +63,7 @@ PROGRAMS: Final = {
         "found.events",
     ),
     "ours": Analysis(
-        "from pathlib import Path\nfrom lightning_memprof.read.trace.report import trace_report" + TELL,
+        "from pathlib import Path\nfrom lightning_memprof.account.trace.report import trace_report" + TELL,
         "found = trace_report(Path(path), tell)",
         "found.events",
     ),

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from corpus_files import needs_corpus
+from lightning_memprof.account.trace.key_averages import collect_rows
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.read.trace.communication import collectives
-from lightning_memprof.read.trace.key_averages import collect_rows
-from lightning_memprof.read.trace.report import trace_report
 from profiler_tab import GPU_TRACES, fetches_us, made_runs, profiler_tab
 from recorded_rows import read_events
 

@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 
 from corpus_files import recorded_file
+from lightning_memprof.account.snapshot.replay import Replay, replay
 from lightning_memprof.estimation import requests
 from lightning_memprof.estimation.allocator import Block, CachingAllocator
 from lightning_memprof.estimation.requests import Requests
 from lightning_memprof.read.snapshot.reader import ALLOCATED, Segment, read_snapshot
-from lightning_memprof.read.snapshot.replay import Replay, replay
 from lightning_memprof.units import MIB
 
 pytestmark = pytest.mark.corpus

@@ -6,9 +6,9 @@ import pytest
 
 from corpus_files import SNAPSHOTS, recorded_file, reference_figures
 from lightning_memprof.account.memory.block_lives import live_by_kind, lives_of_replay
+from lightning_memprof.account.snapshot.replay import replay
+from lightning_memprof.account.trace.device import device_timeline
 from lightning_memprof.read.snapshot.reader import read_snapshot
-from lightning_memprof.read.snapshot.replay import replay
-from lightning_memprof.read.trace.device import device_timeline
 
 pytestmark = pytest.mark.corpus
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from corpus_files import TRACES, recorded_file
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Finding, Severity, examine_files
-from lightning_memprof.read.trace.report import trace_report
 
 pytestmark = pytest.mark.corpus
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from corpus_files import TRACES
+from lightning_memprof.account.trace.operators import TableOptions, operator_table
 from lightning_memprof.read.trace.events import read_trace
-from lightning_memprof.read.trace.operators import TableOptions, operator_table
 
 pytestmark = pytest.mark.corpus
 

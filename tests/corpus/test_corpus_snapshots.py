@@ -8,10 +8,10 @@ import pytest
 
 from corpus_files import SNAPSHOTS, TRACES, reference_figures
 from lightning_memprof.account.memory.allocations import window_allocations
+from lightning_memprof.account.snapshot.replay import Replay, free_ranges, replay
+from lightning_memprof.account.snapshot.report import snapshot_report
 from lightning_memprof.judge import Severity, examine_files
 from lightning_memprof.read.snapshot.reader import DeviceSnapshot, read_snapshot
-from lightning_memprof.read.snapshot.replay import Replay, free_ranges, replay
-from lightning_memprof.read.snapshot.report import snapshot_report
 
 pytestmark = pytest.mark.corpus
 

@@ -12,9 +12,9 @@ import pytest
 
 from corpus_files import TRACES, recorded_file, reference_figures
 from lightning_memprof.account.parts import BUSY, Part
+from lightning_memprof.account.trace.model import GpuTimes, KernelKind, TraceReport
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.artifacts.trace_rewriting import tensorboard_categories
-from lightning_memprof.read.trace.model import GpuTimes, KernelKind, TraceReport
-from lightning_memprof.read.trace.report import trace_report
 
 pytestmark = pytest.mark.corpus
 

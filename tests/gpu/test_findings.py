@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Finding, Severity, examine_files
-from lightning_memprof.read.trace.report import trace_report
 
 pytestmark = pytest.mark.gpu
 

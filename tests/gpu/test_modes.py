@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule, load_run
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.capture.collectors.allocator_history import AllocatorHistory
-from lightning_memprof.read.trace.report import trace_report
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 pytestmark = pytest.mark.gpu

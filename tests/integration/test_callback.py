@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.account.trace.operators import ensure_operator_tables
 from lightning_memprof.artifacts import naming
 from lightning_memprof.artifacts.series import PHASES
 from lightning_memprof.artifacts.trace_rewriting import original_categories
@@ -21,7 +22,6 @@ from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import HookTimings, HostMemory, OperatorTrace, Pulse
 from lightning_memprof.integration.attachment import Attachment
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.operators import ensure_operator_tables
 from lightning_memprof.units import MIB
 from recorded_rows import read_pulse
 from training import Package, Perceptron, loader, manifest, only_run, rows_of, trainer

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memprof import MemProfilerCallback, Schedule
 from lightning_memprof.account.memory.allocations import window_allocations
+from lightning_memprof.account.snapshot.replay import replay
 from lightning_memprof.cli.main import main
 from lightning_memprof.read.snapshot.reader import read_snapshot
-from lightning_memprof.read.snapshot.replay import replay
 from training import trainer
 
 

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 from faults import Samples, Steady
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.account.trace.model import TraceReport
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.collectors import Pulse
 from lightning_memprof.judge import Finding, Severity, examine_files
-from lightning_memprof.read.trace.model import TraceReport
-from lightning_memprof.read.trace.report import trace_report
 from training import trainer
 
 STEPS = 6

@@ -16,6 +16,7 @@ import yaml
 from lightning.pytorch import Callback
 from torch import nn
 
+from lightning_memprof.account.trace.operators import ensure_operator_tables
 from lightning_memprof.cli.main import main
 from lightning_memprof.compat.fts import (
     MemProfiler,
@@ -29,7 +30,6 @@ from lightning_memprof.errors import ConfigError
 from lightning_memprof.integration.callback import MemProfilerCallback
 from lightning_memprof.integration.settings import OutputOptions
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.operators import ensure_operator_tables
 from training import Perceptron, loader, only_run, rows_of, trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"

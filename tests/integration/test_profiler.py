@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.autograd.profiler_util import EventList
 
 from lightning_memprof import ConfigError, ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.account.trace.key_averages import collect_rows
+from lightning_memprof.account.trace.operators import ensure_operator_tables
 from lightning_memprof.collectors import OperatorTrace
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.key_averages import collect_rows
-from lightning_memprof.read.trace.operators import ensure_operator_tables
 from training import Package, Perceptron, loader, only_run, rows_of, trainer
 
 if TYPE_CHECKING:

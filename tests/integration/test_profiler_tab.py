@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from corpus_files import CORPUS, needs_corpus
+from lightning_memprof.account.trace.key_averages import collect_rows
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.read.trace.communication import collectives
-from lightning_memprof.read.trace.key_averages import collect_rows
-from lightning_memprof.read.trace.report import trace_report
 from profiler_tab import GPU_TRACES, Tab, fetches_us, made_runs, profiler_tab
 from recorded_rows import read_events, read_pulse
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from lightning_memprof.read.trace.key_averages import OperatorRow
+    from lightning_memprof.account.trace.key_averages import OperatorRow
 
 WORKER = "fit-fts_extended_pytorch_profiler-{}[Strategy]{}.training_step"
 

@@ -25,11 +25,11 @@ from lightning_memprof import (
     StageSchedules,
     Triggers,
 )
+from lightning_memprof.account.trace.operators import ensure_operator_tables
 from lightning_memprof.artifacts.trigger import Request, read_plan, write_request
 from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import HostMemory, OperatorTrace, Pulse
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.operators import ensure_operator_tables
 from lightning_memprof.triggers import AllocatorRetries, SlowStep
 from ranks import launch
 from training import Perceptron, loader, only_run, rows_of, trainer

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from lightning_memprof import load_run
-from lightning_memprof.read.trace.operators import ensure_operator_tables
+from lightning_memprof.account.trace.operators import ensure_operator_tables
 from ranks import launch
 from recorded_rows import read_pulse
 from training import manifest, only_run, rows_of

@@ -18,10 +18,10 @@ import pytest
 
 from corpus_files import CORPUS
 from fuzz_targets import LONGEST_LINE, outcome
+from lightning_memprof.account.snapshot.report import snapshot_report
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.cli.main import main
 from lightning_memprof.judge import examine_files
-from lightning_memprof.read.snapshot.report import snapshot_report
-from lightning_memprof.read.trace.report import trace_report
 from lightning_memprof.units import GIB, MIB
 from mutations import Runs, changed, damaged
 from snapshots import MODEL, TRAIN, block, event, failed, freed, segment, snapshot, unused

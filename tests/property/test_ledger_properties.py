@@ -21,12 +21,13 @@ from ledger_lines import out_of_bounds
 from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.memory.report import memory_report
+from lightning_memprof.account.snapshot.report import snapshot_report
+from lightning_memprof.account.steps.statistics import typical_steps
+from lightning_memprof.account.trace.model import TraceReport
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Facts, examine, examine_files
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.snapshot.report import snapshot_report
-from lightning_memprof.read.trace.model import TraceReport
-from lightning_memprof.read.trace.report import trace_report
 
 RECORDED: Final = Path(__file__).parents[1] / "golden" / "recorded"
 NEAR: Final = 1e-3
@@ -77,7 +78,7 @@ def test_the_ledgers_of_a_run_sum_to_its_mean_step_and_its_peak(name: str, recor
         ranks = {rank.rank: rank for rank in run.ranks}
         for number, ledger in facts.ledgers.items():
             assert_sums(ledger, f"{directory}: rank {number}")
-            typical = ranks[number].typical_steps
+            typical = typical_steps(ranks[number])
             assert typical is not None
             durations = [duration for _, duration, _ in typical.steps]
             assert ledger.step_ns == pytest.approx(sum(durations) / len(durations), rel=NEAR)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_memprof.account.snapshot.replay import replay
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.snapshot.reader import parse_snapshot
-from lightning_memprof.read.snapshot.replay import replay
 from lightning_memprof.read.snapshot.restricted_pickle import read_pickle
 
 PROFILE = settings(max_examples=60)

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from kineto import DEVICE_CATEGORIES, Made, event_fields, torch_table, write_trace
+from lightning_memprof.account.trace.key_averages import collect_rows
+from lightning_memprof.account.trace.operators import TableOptions, operator_table
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.trace import events as trace_module
 from lightning_memprof.read.trace.events import read_trace
-from lightning_memprof.read.trace.key_averages import collect_rows
-from lightning_memprof.read.trace.operators import TableOptions, operator_table
 
 HOSTILE = [
     '}, {"ph"',

@@ -21,7 +21,7 @@ class _Moment:
 
 
 class FakeTimer:
-    """The clock of a device that works through a queue; a :class:`~lightning_memprof.capture.base.DeviceTimer`.
+    """The clock of a device that works through a queue; a :class:`~lightning_memprof.capture.timing.DeviceTimer`.
 
     The test queues work, in nanoseconds of the device's time, and says when the device has done it. A moment is the
     time at which the device will reach it.

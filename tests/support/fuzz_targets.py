@@ -16,12 +16,12 @@ from typing import Any, Final
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.account.memory.allocations import run_allocations
+from lightning_memprof.account.snapshot.report import snapshot_report
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.errors import MemprofError
 from lightning_memprof.judge import examine_files
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.snapshot.report import snapshot_report
 from lightning_memprof.read.trace.communication import collectives
-from lightning_memprof.read.trace.report import trace_report
 from lightning_memprof.report.printers.json import to_json
 from lightning_memprof.report.view import run_view
 

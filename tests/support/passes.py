@@ -8,9 +8,9 @@ from typing import Any
 
 from fake_runs import FakeRun, add_series, make_run
 from kineto import write_trace
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, examine
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.report import trace_report
 
 FORWARD = "[pl][profile][Strategy]SingleDeviceStrategy.training_step"
 BACKWARD = "[pl][profile][Strategy]SingleDeviceStrategy.backward"

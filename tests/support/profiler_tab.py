@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from lightning_memprof.read.trace.model import TraceStep
+    from lightning_memprof.account.trace.model import TraceStep
 
 
 # Recorded on GPUs of three kinds, by torch of three years.

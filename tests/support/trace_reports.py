@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from lightning_memprof.account.parts import Part
-from lightning_memprof.read.trace.model import (
+from lightning_memprof.account.trace.model import (
     CollectiveTotals,
     GpuTimes,
     IdleCause,

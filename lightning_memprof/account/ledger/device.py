@@ -18,9 +18,8 @@ from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.table import Table, joined, summed
 from lightning_memprof.account.ledger.work import operator_work, shaped
 from lightning_memprof.account.parts import BUSY, PARTS, PHASE_PARTS, Part
-from lightning_memprof.read.trace.columns import Kind, is_loading
-from lightning_memprof.read.trace.device import copy_kind, device_steps, totals_by
-from lightning_memprof.read.trace.idle import (
+from lightning_memprof.account.trace.device import copy_kind, device_steps, totals_by
+from lightning_memprof.account.trace.idle import (
     COLLECTS,
     LOADING,
     READS_BACK,
@@ -31,6 +30,9 @@ from lightning_memprof.read.trace.idle import (
     is_own_work,
     training_lane,
 )
+from lightning_memprof.account.trace.model import IdleCause
+from lightning_memprof.account.trace.modules import HostThreads, Modules, is_place
+from lightning_memprof.read.trace.columns import Kind, is_loading
 from lightning_memprof.read.trace.intervals import (
     Intervals,
     difference,
@@ -44,19 +46,17 @@ from lightning_memprof.read.trace.intervals import (
     stretches,
     union,
 )
-from lightning_memprof.read.trace.model import IdleCause
-from lightning_memprof.read.trace.modules import HostThreads, Modules, is_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from lightning_memprof.account.trace.collectives import CollectiveCall
+    from lightning_memprof.account.trace.device import DeviceEvents
+    from lightning_memprof.account.trace.modules import Makers, Tree
     from lightning_memprof.read.trace.columns import Step, TraceColumns
-    from lightning_memprof.read.trace.communication import CollectiveCall
-    from lightning_memprof.read.trace.device import DeviceEvents
     from lightning_memprof.read.trace.intervals import Column
-    from lightning_memprof.read.trace.modules import Makers, Tree
 
     _Numbers: TypeAlias = NDArray[np.signedinteger[Any]] | int
 

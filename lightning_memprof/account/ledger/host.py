@@ -20,9 +20,10 @@ from lightning_memprof.account.ledger.table import Table, joined, summed
 from lightning_memprof.account.ledger.work import operator_work, shaped
 from lightning_memprof.account.parts import PARTS, Part
 from lightning_memprof.account.steps.events import MODULES, RANGES, action_name, is_profiler, meeting, part_of
+from lightning_memprof.account.trace.idle import COLLECTS
+from lightning_memprof.account.trace.modules import HostThreads, Modules, Places, Tree
 from lightning_memprof.read.trace.columns import STEP_NAME, Kind, Step, TraceColumns
-from lightning_memprof.read.trace.communication import common_name
-from lightning_memprof.read.trace.idle import COLLECTS
+from lightning_memprof.read.trace.communication import HOST_BACKENDS, common_name
 from lightning_memprof.read.trace.intervals import (
     Column,
     Intervals,
@@ -35,7 +36,6 @@ from lightning_memprof.read.trace.intervals import (
     stretches,
     union,
 )
-from lightning_memprof.read.trace.modules import HostThreads, Modules, Places, Tree
 
 _NODE: Final = "autograd::engine::evaluate_function: "
 _ACTION: Final = "[pl][profile]"
@@ -59,8 +59,6 @@ _HOOKS: Final = ("[pl][forward_hook]", "[pl][backward_hook]")
 _NONE: Final = -1
 # Pairs and triplets of inputs; more forwards are a loop over time, or over samples.
 MAX_FORWARDS: Final = 3
-# Collectives of the host run on threads of their backend; the training thread waits in the call, or in no operator.
-_COLLECTIVES: Final = ("gloo:", "mpi:", "ucc:")
 _CALLS: Final = "c10d::"
 # A validation inside a fit is one part, as in the hook timings, less these.
 _BESIDE_VALIDATION: Final = (
@@ -273,7 +271,8 @@ def _exposed(threads: _Threads, spans: Intervals) -> Intervals:
 
 
 def _collectives(columns: TraceColumns) -> Column:
-    return columns.rows_named(lambda name: name.startswith(_COLLECTIVES), Kind.ANNOTATION)
+    # They run on threads of their backend; the training thread waits in the call, or in no operator.
+    return columns.rows_named(lambda name: name.startswith(HOST_BACKENDS), Kind.ANNOTATION)
 
 
 def _communication(columns: TraceColumns, exposed: Intervals, steps: int) -> Iterator[TimeLine]:

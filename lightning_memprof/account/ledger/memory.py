@@ -16,11 +16,12 @@ from lightning_memprof.account.estimate import default_workspace
 from lightning_memprof.account.ledger.growth import outside_peak, steady_growth, validation_growth
 from lightning_memprof.account.memory.activations import Activations, patterns
 from lightning_memprof.account.memory.report import CategoryPeak, RankMemory
+from lightning_memprof.account.snapshot.replay import free_ranges
+from lightning_memprof.account.snapshot.report import DeviceReport
 from lightning_memprof.account.steps.events import action_name
+from lightning_memprof.account.steps.statistics import peak_rss_bytes
 from lightning_memprof.artifacts.series import AllocatorRow, ProcessRow
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.read.snapshot.replay import free_ranges
-from lightning_memprof.read.snapshot.report import DeviceReport
 
 UNATTRIBUTED: Final = "unattributed"
 # Of a peak this close to what the machine can hold, a few percent decide whether the next batch fits.
@@ -157,7 +158,7 @@ def resident_bytes(rank: Rank, sharing: int = 1) -> ByteLedger | None:
 
 
 def _on_host(rank: Rank, tensors: list[ByteLine], step: int | None, sharing: int) -> ByteLedger | None:
-    measured = rank.peak_rss_bytes
+    measured = peak_rss_bytes(rank)
     process = measured or sum(line.bytes for line in tensors)
     if not process:
         return None

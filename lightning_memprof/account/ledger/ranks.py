@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.arrivals import WindowWaits, trace_track, window_waits
 from lightning_memprof.account.ranks.lateness import meeting_ns
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.read.trace.intervals import Intervals, difference, intersection, length_within, union
-from lightning_memprof.read.trace.model import TraceReport
 
 if TYPE_CHECKING:
     from lightning_memprof.account.ledger.model import TimeLedger, TimeLine

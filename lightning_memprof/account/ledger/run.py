@@ -24,7 +24,7 @@ from lightning_memprof.account.steps.events import (
     part_of,
     rank_events,
 )
-from lightning_memprof.account.steps.statistics import TypicalSteps
+from lightning_memprof.account.steps.statistics import TypicalSteps, typical_steps
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import COMPILATION, GC_PAUSE, PHASES, PulseRow
 from lightning_memprof.read.run.model import Rank
@@ -84,7 +84,7 @@ def run_ledger(
         waits_ns: wait for a late rank by phase, and that in ``self.log`` and metrics by their part.
         device: the device ledger of a trace of the rank.
     """
-    typical = rank.typical_steps
+    typical = typical_steps(rank)
     if typical is None:
         return None
     steady = _steady_phases(rank)
@@ -360,7 +360,7 @@ def _beside_pauses(ns: float, lines: Sequence[TimeLine]) -> list[TimeLine]:
 
 def typical_in_windows(rank: Rank) -> tuple[int, ...]:
     """Return the steps in windows among the steps that a rank's figures come from."""
-    typical = rank.typical_steps
+    typical = typical_steps(rank)
     in_windows = {row["step"] for row in rank.pulse if row["window"] is not None}
     return tuple(step for step, _, _ in typical.steps if step in in_windows) if typical is not None else ()
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLine, total
 from lightning_memprof.account.parts import BUSY, Part
-from lightning_memprof.read.trace.model import IdleCause, Steady, TraceReport
+from lightning_memprof.account.trace.model import IdleCause, Steady, TraceReport
 
 _NOT_OF_PASSES: Final = (Part.IDLE_DATA, Part.COLD_START)
 _OTHERS: Final = "other work in the step"

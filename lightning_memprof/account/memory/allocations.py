@@ -35,10 +35,10 @@ from lightning_memprof.account.memory.model import (
     WindowAllocations,
     curve_corners,
 )
+from lightning_memprof.account.snapshot.replay import Replay, replay
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import ArtifactFile, Run
 from lightning_memprof.read.snapshot.reader import read_snapshot
-from lightning_memprof.read.snapshot.replay import Replay, replay
 from lightning_memprof.read.stacks import native_site, user_frame
 
 _TRACE_COLLECTOR: Final = "operator_trace"

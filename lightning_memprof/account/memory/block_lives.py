@@ -38,7 +38,7 @@ from lightning_memprof.account.memory.columns import (
     read_memory,
 )
 from lightning_memprof.account.memory.model import curve_corners
-from lightning_memprof.read.snapshot.replay import Replay
+from lightning_memprof.account.snapshot.replay import Replay
 from lightning_memprof.read.stacks import Frame, is_library
 
 # These are not freed between steps.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from lightning_memprof.read.snapshot.frames import phase_of
-from lightning_memprof.read.snapshot.replay import Replay
+from lightning_memprof.account.snapshot.frames import phase_of
+from lightning_memprof.account.snapshot.replay import Replay
 
 BEFORE: Final = "before"
 OUTLIVING: Final = {

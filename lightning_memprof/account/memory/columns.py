@@ -18,6 +18,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from lightning_memprof.account.parts import Part
+from lightning_memprof.account.steps.events import RANGES, classify
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.read.stacks import Frame
 from lightning_memprof.read.trace.events import OperatorEvent, read_trace
@@ -107,6 +109,7 @@ class MemoryTrace(msgspec.Struct):
     """The memory events of one trace by device, with its host ranges, steps and marks.
 
     Attributes:
+        stage: of the run, which tells the phase of Lightning's actions.
         ranges: nested ranges of the host threads.
         devices: events by device.
         steps: start and end in ns after the origin, and step number, by time.
@@ -114,7 +117,8 @@ class MemoryTrace(msgspec.Struct):
         origin_ns: Unix ns of the origin.
     """
 
-    ranges: HostRanges
+    stage: str
+    ranges: HostRanges = msgspec.field(default_factory=HostRanges)
     devices: dict[DeviceMemory, MemoryColumns] = msgspec.field(default_factory=dict)
     steps: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
     points: list[tuple[int, str]] = msgspec.field(default_factory=list)
@@ -140,7 +144,7 @@ class MemoryTrace(msgspec.Struct):
             if label.step is not None:
                 self.steps.append((event.start_ns, event.start_ns + event.duration_ns, label.step))
             if label.step is not None or label.action is not None:
-                self.points += _points(event, label)
+                self.points += _points(event, label, phase_of(label, self.stage))
 
     def finish(self, origin_ns: int) -> None:
         """Sort all events and find the innermost range at every allocation."""
@@ -176,7 +180,7 @@ def read_memory(path: Path) -> MemoryTrace:
     """
     trace = read_trace(path)
     name = TraceName.parse(path.name)
-    found = MemoryTrace(HostRanges(name.stage if name else "fit"))
+    found = MemoryTrace(name.stage if name else "fit")
     for batch in trace.batches():
         for event in batch:
             found.add(event)
@@ -184,7 +188,18 @@ def read_memory(path: Path) -> MemoryTrace:
     return found
 
 
-def _points(event: OperatorEvent, label: Label) -> Sequence[tuple[int, str]]:
+def phase_of(label: Label, stage: str) -> str | None:
+    """Return the phase of a range, or None where it belongs to the range around it."""
+    if label.action is not None:
+        return classify(label.action, stage)
+    if label.runs_node:
+        return Part.BACKWARD.phase
+    if label.operator or label.module or label.frame:
+        return None
+    return next((part.phase for start, part in RANGES.items() if label.name.startswith(start)), None)
+
+
+def _points(event: OperatorEvent, label: Label, phase: str | None) -> Sequence[tuple[int, str]]:
     """Return the marks of a step at the start and end of a range, as ns after the origin and point."""
     start, end = event.start_ns, event.start_ns + event.duration_ns
     if label.step is not None:
@@ -192,9 +207,9 @@ def _points(event: OperatorEvent, label: Label) -> Sequence[tuple[int, str]]:
     action = label.action or ""
     if action == "run_training_batch":
         return (start, Point.BATCH_START.value), (end, Point.BATCH_END.value)
-    if label.phase == "forward":
+    if phase == Part.FORWARD.phase:
         return ((end, Point.AFTER_FORWARD.value),)
-    if label.phase == "backward":
+    if phase == Part.BACKWARD.phase:
         return (start, Point.BEFORE_BACKWARD.value), (end, Point.AFTER_BACKWARD.value)
     if action.startswith("[LightningModule]") and action.endswith(_OPTIMIZER_HOOK):
         return ((start, Point.BEFORE_OPTIMIZER_STEP.value),)
@@ -261,7 +276,7 @@ class Origins:
             if label.operator and (operator is None or operator in _ALLOCATING):
                 operator = label.operator
             module = module or label.module
-            phase = phase or label.phase
+            phase = phase or phase_of(label, self._trace.stage)
             if label.frame is not None:
                 stack.append(label.frame)
             if forward is None and module is None and at in nodes:

@@ -22,6 +22,7 @@ from lightning_memprof.account.memory.activations import (
 )
 from lightning_memprof.account.memory.functions import FUNCTIONS, FunctionReport, function_memory
 from lightning_memprof.account.memory.model import WindowAllocations
+from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.artifacts.series import PeakRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import Rank, Run
@@ -162,7 +163,8 @@ def _last_windows(rank: Rank, max_bytes: int) -> Rank:
 
 def _forward_ns(rank: Rank) -> int | None:
     """Return the mean forward of the typical steps, None if it was not measured."""
-    steps = rank.typical_steps.steps if rank.typical_steps is not None else ()
+    typical = typical_steps(rank)
+    steps = typical.steps if typical is not None else ()
     known = [ns for _, _, breakdown in steps if (ns := breakdown["forward"]) is not None]
     return round(sum(known) / len(known)) if known else None
 

@@ -29,13 +29,13 @@ from lightning_memprof.account.oom.causes import (
     host_memory,
     next_steps,
 )
-from lightning_memprof.account.oom.events import OomEvent
+from lightning_memprof.account.snapshot.replay import Replay, replay
 from lightning_memprof.artifacts.manifest import OomForwards, OomRow, TrainingFacts
 from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import Rank, Run
+from lightning_memprof.read.run.ooms import OomEvent
 from lightning_memprof.read.snapshot.reader import read_snapshot
-from lightning_memprof.read.snapshot.replay import Replay, replay
 from lightning_memprof.read.stacks import Frame, parse_frame, user_frame
 from lightning_memprof.units import format_bytes, format_count
 

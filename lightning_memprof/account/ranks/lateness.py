@@ -13,7 +13,7 @@ import msgspec
 
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.steps.events import action_name, meeting
-from lightning_memprof.account.steps.statistics import Breakdown
+from lightning_memprof.account.steps.statistics import Breakdown, typical_steps
 from lightning_memprof.artifacts.series import GC_PAUSE, ThroughputRow
 from lightning_memprof.read.run.model import Rank
 
@@ -86,7 +86,7 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
     rank waits longer for a core than the others is not counted. One slow step is chance, and so are ranks that are late
     in turns: lateness of other ranks is subtracted, and the mean must exceed its scatter over the parts of the run.
     """
-    typical = {rank.rank: rank.typical_steps for rank in ranks if rank.in_full}
+    typical = {rank.rank: typical_steps(rank) for rank in ranks if rank.in_full}
     if len(typical) < max(len(ranks), 2) or any(each is None or each.clock != "host" for each in typical.values()):
         return None
     found = {rank: {step: phases for step, _, phases in each.steps} for rank, each in typical.items() if each}

@@ -32,7 +32,7 @@ from lightning_memprof.account.ranks.lateness import (
     share_cores,
 )
 from lightning_memprof.account.ranks.summary import Arrivals, Figures, RankSummary, read_summary
-from lightning_memprof.account.steps.statistics import PulseStatistics
+from lightning_memprof.account.steps.statistics import PulseStatistics, peak_rss_bytes
 from lightning_memprof.artifacts.naming import parse_summary_path
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.locate import names_in
@@ -289,7 +289,7 @@ def _times(rank: Rank, pulse: PulseStatistics | None, gathered: _Gathered) -> Ra
             if recorded is not None and wait is not None
             else None
         ),
-        rss_peak_bytes=max(rank.peak_rss_bytes or 0, peaks.get("peak_rss_bytes", 0)) or None,
+        rss_peak_bytes=max(peak_rss_bytes(rank) or 0, peaks.get("peak_rss_bytes", 0)) or None,
         device_peak_bytes=max(device, peaks.get("allocated_bytes.all.peak", 0)) or None,
     )
 

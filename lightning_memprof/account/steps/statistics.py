@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
+from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.steps.events import exclusive_times, step_span
-from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, HostRow, PulseRow
+from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, HostRow, ProcessRow, PulseRow
 
 if TYPE_CHECKING:
+    from lightning_memprof.read.run.following import RankProgress
     from lightning_memprof.read.run.model import Rank, RecordedWindow
 
 Clock = Literal["host", "device"]
@@ -106,7 +108,36 @@ class PulseStatistics(msgspec.Struct, frozen=True):
         return (self.breakdown_ns[phase] or 0) / self.mean_ns if self.mean_ns else 0.0
 
 
-def typical_steps(pulse: Sequence[PulseRow], held_up: Collection[int] = ()) -> TypicalSteps | None:
+def typical_steps(rank: Rank) -> TypicalSteps | None:
+    """Return the typical steps of a rank's pulse, None where it has no timed step; they are found once."""
+    return rank.computed(_typical_of_rank)
+
+
+def _typical_of_rank(rank: Rank) -> TypicalSteps | None:
+    return typical_in(rank.pulse, rank.held_up)
+
+
+def peak_rss_bytes(rank: Rank) -> int | None:
+    """Return the maximum of the high-water mark and all samples of the resident memory; None if there are none."""
+    return rank.computed(_peak_rss_of_rank)
+
+
+def _peak_rss_of_rank(rank: Rank) -> int | None:
+    windows = (row for window in rank.windows for row in window.read(HostRow).rows)
+    sampled = [*(row["rss_bytes"] for row in rank.pulse), *(row.peak_rss_bytes or row.rss_bytes for row in windows)]
+    sampled += [size for row in rank.read(ProcessRow).rows for size in row.rss_bytes]
+    return max((size for size in (rank.high_water_bytes, *sampled) if size is not None), default=None)
+
+
+def mean_parts(rank: RankProgress) -> dict[Part, int]:
+    """Return the phases of the mean recent step of a run in progress, as parts, in ns."""
+    rows = rank.usual()
+    return {
+        part: sum(row[f"{phase}_ns"] or 0 for row in rows) // max(len(rows), 1) for phase, part in PHASE_PARTS.items()
+    }
+
+
+def typical_in(pulse: Sequence[PulseRow], held_up: Collection[int] = ()) -> TypicalSteps | None:
     """Return the steps of a pulse that are typical, or None where it has no timed step.
 
     Args:
@@ -211,7 +242,7 @@ def window_steps(rank: Rank, window: RecordedWindow) -> list[StepReport]:
 
 def pulse_statistics(rank: Rank) -> PulseStatistics | None:
     """Return the statistics of a rank's pulse, or None where it has no timed step."""
-    typical = rank.typical_steps
+    typical = typical_steps(rank)
     if typical is None:
         return None
     durations = sorted(duration for _, duration, _ in typical.steps)

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.read.run.model import Rank, Run
 
@@ -82,7 +83,7 @@ def rank_throughput(rank: Rank) -> RankThroughput | None:
 
 
 def _durations(rank: Rank, rows: Sequence[ThroughputRow]) -> tuple[list[int], str]:
-    typical = rank.typical_steps
+    typical = typical_steps(rank)
     if typical is not None:
         return [duration for _, duration, _ in typical.steps if duration > 0], typical.basis
     return [row.duration_ns for row in rows if row.duration_ns and row.duration_ns > 0], IN_WINDOWS

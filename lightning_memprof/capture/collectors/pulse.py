@@ -28,11 +28,12 @@ from lightning_memprof.artifacts.series import (
     encode_rows,
 )
 from lightning_memprof.artifacts.sink import ArtifactSpec
-from lightning_memprof.capture.base import Collector, DeviceTimer, OnMark, OnStep, RunContext, StepRecord
+from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, StepRecord
 from lightning_memprof.capture.clock import LoggedTimes, RecentMedian, StepClock, compilations, gc_pauses
 from lightning_memprof.capture.collectors.hook_timings import timed_parts
 from lightning_memprof.capture.sources.memory import ResidentSize, peak_allocated_bytes, without_statistics
 from lightning_memprof.capture.threads import CoreWait
+from lightning_memprof.capture.timing import DeviceTimer
 from lightning_memprof.capture.torch_internals import _profiler_enabled, _profiler_type
 from lightning_memprof.schedule import Window
 

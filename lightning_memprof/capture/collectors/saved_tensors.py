@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 
 from lightning_memprof.artifacts.series import SavedTensorsRow
-from lightning_memprof.capture.base import Collector, DeviceTimer, OnMark, RunContext, SkipWindow
+from lightning_memprof.capture.base import Collector, OnMark, RunContext, SkipWindow
 from lightning_memprof.capture.sources.compiled import module_paths
 from lightning_memprof.capture.sources.module_calls import module_calls
 from lightning_memprof.capture.sources.saved_graph import Checkpoint, SavedGraph, SavedStorages, can_read
@@ -22,6 +22,7 @@ from lightning_memprof.capture.sources.tensors import (
     local_bytes,
     tensors_in,
 )
+from lightning_memprof.capture.timing import DeviceTimer
 from lightning_memprof.capture.torch_internals import (
     DisableTorchFunction,
     _current_graph_task_id,

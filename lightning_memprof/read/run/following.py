@@ -11,7 +11,6 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.artifacts.files import open_plain
 from lightning_memprof.artifacts.manifest import EndRow, ErrorRow, RunFacts, TrainingFacts, WindowRow, decode_fact
 from lightning_memprof.artifacts.naming import (
@@ -129,14 +128,6 @@ class RankProgress(msgspec.Struct):
     def usual(self) -> list[PulseRow]:
         """Return the recent steps outside windows, or all of them where there are no others."""
         return [row for row in self.recent if row["window"] is None] or list(self.recent)
-
-    def parts_ns(self) -> dict[Part, int]:
-        """Return the phases of the mean recent step, as parts."""
-        rows = self.usual()
-        return {
-            part: sum(row[f"{phase}_ns"] or 0 for row in rows) // max(len(rows), 1)
-            for phase, part in PHASE_PARTS.items()
-        }
 
     def take_step(self, row: PulseRow) -> None:
         """Add a row of the pulse."""

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from lightning_memprof.account.oom.events import OomEvent, oom_events
 from lightning_memprof.artifacts.manifest import (
     ArtifactRow,
     BudgetRow,
@@ -44,6 +43,7 @@ from lightning_memprof.artifacts.pulse import decode_pulse
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.locate import Place, find_run
 from lightning_memprof.read.run.model import ArtifactFile, Rank, RecordedWindow, Run, Status, read_lines
+from lightning_memprof.read.run.ooms import OomEvent, oom_events
 from lightning_memprof.read.run.problems import CUT, CollectorError, Note, Problem, Unavailable
 from lightning_memprof.read.trace.intervals import length_within, union
 

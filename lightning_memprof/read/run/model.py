@@ -11,23 +11,20 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from lightning_memprof.account.oom.events import OomEvent
-from lightning_memprof.account.steps.statistics import TypicalSteps, typical_steps
-from lightning_memprof.account.steps.system import SystemSamples, read_samples
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.manifest import OverheadFacts, RunFacts, TrainingFacts
-from lightning_memprof.artifacts.naming import heartbeat_name
+from lightning_memprof.artifacts.naming import heartbeat_name, system_name
 from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.artifacts.series import (
     ActionTotalRow,
     HangRow,
-    HostRow,
-    ProcessRow,
     PulseRow,
     SeriesRow,
     StallRow,
 )
+from lightning_memprof.read.run.ooms import OomEvent
 from lightning_memprof.read.run.problems import CUT, CollectorError, Note, Problem, Unavailable
+from lightning_memprof.read.run.samples import SystemSamples, read_samples
 from lightning_memprof.units import format_count
 
 Status = Literal["finished", "exception", "running or killed"]
@@ -162,22 +159,21 @@ class Rank(_Reader, frozen=True, dict=True):
     held_up: frozenset[int] = frozenset()
 
     @cached_property
-    def typical_steps(self) -> TypicalSteps | None:
-        """The typical steps of the pulse, None where it has no timed step; several rules use them."""
-        return typical_steps(self.pulse, self.held_up)
+    def _computed(self) -> dict[Callable[[Rank], Any], Any]:
+        return {}
 
-    @cached_property
-    def peak_rss_bytes(self) -> int | None:
-        """The peak RSS: the maximum of the high-water mark and all samples; None if there are none."""
-        windows = (row for window in self.windows for row in window.read(HostRow).rows)
-        sampled = [*(row["rss_bytes"] for row in self.pulse), *(row.peak_rss_bytes or row.rss_bytes for row in windows)]
-        sampled += [size for row in self.read(ProcessRow).rows for size in row.rss_bytes]
-        return max((size for size in (self.high_water_bytes, *sampled) if size is not None), default=None)
+    def computed(self, function: Callable[[Rank], T]) -> T:
+        """Return a function's value for this rank, computed once: a pulse may have a million rows."""
+        if function not in self._computed:
+            self._computed[function] = function(self)
+        found: T = self._computed[function]
+        return found
 
     @cached_property
     def system(self) -> SystemSamples:
         """The samples of the machine."""
-        return read_samples(self)
+        windows = (window.series.get("system") for window in self.windows)
+        return read_samples(self.rank, windows, self.directory / system_name(self.rank))
 
     @property
     def actions(self) -> tuple[ActionTotalRow, ...]:

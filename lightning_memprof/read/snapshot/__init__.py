@@ -1,1 +1,1 @@
-"""Snapshots of the CUDA allocator: reading, replaying and summing them."""
+"""Snapshots of the CUDA allocator, read without executing anything."""

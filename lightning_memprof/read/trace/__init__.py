@@ -1,1 +1,1 @@
-"""Operator traces: reading them, and the time of steps, devices, operators and collectives."""
+"""Operator traces: their text, events and columns."""

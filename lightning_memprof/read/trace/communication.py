@@ -1,9 +1,9 @@
-"""Collectives of a trace: when this rank arrived at each, when it left, and their totals.
+"""Collectives of a trace: when this rank arrived at each, and when it left.
 
 A trace has a few hundred collectives among millions of events. `collectives` decodes only events that look like one: it
 searches the text for the words at the beginning of their names, a piece of 256 KiB at a time, so that a training run
 process can read its own trace beside its steps: a piece holds the interpreter for about a millisecond.
-`trace_collectives` sums up the collectives of a trace that was read into columns.
+`trace_arrivals` takes them from the columns of a trace.
 """
 
 from __future__ import annotations
@@ -16,19 +16,14 @@ from collections.abc import Iterator
 from decimal import Decimal
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
 from typing import IO, Any, Final, Literal
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.trace.columns import Kind, Lane, NamedEvent, TraceColumns
-from lightning_memprof.read.trace.device import DeviceEvents
-from lightning_memprof.read.trace.intervals import Column, Intervals, length_within, union
 from lightning_memprof.read.trace.kernel_names import plain_kernel
-from lightning_memprof.read.trace.model import CollectiveTotals
 from lightning_memprof.read.trace.text import BASE_TIME, UNREADABLE, open_trace
 
 _CHUNK: Final = 1 << 18
@@ -39,7 +34,8 @@ _LARGEST: Final = 1 << 53
 _start: Final = attrgetter("start_ns")
 _OPENINGS_TO_TRY: Final = 6
 
-_HOST_BACKENDS: Final = ("gloo:", "mpi:", "ucc:")
+HOST_BACKENDS: Final = ("gloo:", "mpi:", "ucc:")
+"""The beginnings of the names of collectives on the host."""
 _ON_HOST: Final = re.compile(r"(gloo|mpi|ucc):(\w+)\Z")
 _ON_DEVICE: Final = re.compile(r"(?:nccl|xccl|hccl):(\w+)\Z")
 _KERNEL: Final = re.compile(r"[nr]ccl(?:Symk?)?(?:Dev)?Kernel_?([A-Za-z]+)")
@@ -57,8 +53,6 @@ _CALL_NAMES: Final = {
     "alltoall_base": "all_to_all", "all_to_allv": "all_to_all", "allreduce_coalesced": "all_reduce",
     "allgather_into_tensor_coalesced": "all_gather", "reduce_scatter_tensor_coalesced": "reduce_scatter",
 }  # fmt: skip
-# How often the share (n - 1) / n of the data crosses each link between n ranks.
-_BUS_SHARES: Final = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 _POINT_TO_POINT: Final = frozenset({"send", "recv", "recvAnySource", "send_recv"})
 _ANY_SIZE: Final = frozenset({"all_to_all", "all_gather", "gather", "scatter"})
 _ITEM_BYTES: Final = {
@@ -345,64 +339,6 @@ def _event_around(text: bytes, at: int) -> dict[str, Any] | None:
     return None
 
 
-class CollectiveCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective of a trace; times are ns after the trace's origin, ``row`` is the kernel's, -1 on the host."""
-
-    name: str
-    group: str
-    bytes: int | None
-    start: int
-    end: int
-    row: int = -1
-    ranks: int | None = None
-
-    @property
-    def on_device(self) -> bool:
-        """Whether it ran on a device."""
-        return self.row >= 0
-
-
-def trace_collectives(
-    columns: TraceColumns, device: DeviceEvents, found: list[CollectiveCall]
-) -> tuple[CollectiveTotals, ...]:
-    """Return the totals of collectives and of point-to-point operations, longest first.
-
-    A collective on a device is exposed where no device computes. A collective on the host (gloo) is exposed where, in
-    addition, no other thread is inside an operator.
-    """
-    exposed = _exposed(columns, device, found)
-    kinds: dict[tuple[str, str, int | None], list[int]] = defaultdict(list)
-    for i, call in enumerate(found):
-        kinds[call.name, call.group, call.bytes].append(i)
-    result = []
-    for (name, group, size), members in kinds.items():
-        durations = [found[i].end - found[i].start for i in members]
-        longest = max(members, key=lambda i: found[i].end - found[i].start)
-        result.append(
-            CollectiveTotals(
-                name=name,
-                group=group,
-                bytes_each=size,
-                count=len(members),
-                total_ns=sum(durations),
-                median_ns=round(median(durations)),
-                max_ns=max(durations),
-                exposed_ns=sum(int(exposed[i]) for i in members),
-                bus_bytes_per_s=_bus_bytes_per_s(found[members[0]], min(durations)),
-                longest_start_ns=columns.origin_ns + found[longest].start,
-            )
-        )
-    return tuple(sorted(result, key=lambda row: (-row.total_ns, row.name, row.group)))
-
-
-def _bus_bytes_per_s(call: CollectiveCall, ns: int) -> float | None:
-    """Return the bus bandwidth in bytes/s (``PERFORMANCE.md`` of nccl-tests), None where it is unknown."""
-    share, ranks = _BUS_SHARES.get(call.name, 0), call.ranks or 0
-    return (
-        share * (ranks - 1) / ranks * call.bytes * 1e9 / ns if share and call.bytes and ranks > 1 and ns > 0 else None
-    )
-
-
 def trace_arrivals(columns: TraceColumns) -> tuple[Collective, ...]:
     """Return the collectives of a trace as :func:`collectives` does, by start."""
     events = _Found(base_ns=columns.origin_ns)
@@ -411,28 +347,7 @@ def trace_arrivals(columns: TraceColumns) -> tuple[Collective, ...]:
     return tuple(events.collectives())
 
 
-def collective_calls(columns: TraceColumns, device: DeviceEvents) -> Iterator[CollectiveCall]:
-    """Yield the collectives and point-to-point operations of a trace."""
-    launchers = _Launchers(columns)
-    known: dict[tuple[int, int], Collective] = {}
-    for row in trace_arrivals(columns):
-        start, end = row.start_ns - columns.origin_ns, row.end_ns - columns.origin_ns
-        if row.device == "host":
-            yield CollectiveCall(name=row.name, group=row.group, bytes=row.bytes, start=start, end=end)
-        else:
-            known[start, end] = row
-    rows = device.rows[device.communicates]
-    for kernel, launch in zip(rows.tolist(), device.launched[device.communicates].tolist(), strict=True):
-        start, end = int(columns.starts[kernel]), int(columns.ends[kernel])
-        found = known.get((start, end))
-        described = (found.name, found.group, found.bytes, found.ranks) if found else None
-        if found is None or found.bytes is None:
-            described = launchers.describe(launch) or described
-        name, group, size, ranks = described or (_plain_name(columns.name(kernel)), "", None, None)
-        yield CollectiveCall(name=name, group=group, bytes=size, start=start, end=end, row=kernel, ranks=ranks)
-
-
-class _Launchers:
+class Launchers:
     """The annotations and calls on the host inside which collectives were launched, by lane."""
 
     def __init__(self, columns: TraceColumns) -> None:
@@ -463,7 +378,7 @@ class _Launchers:
         return found if found and found.end_ns > moment else None
 
 
-def _plain_name(kernel: str) -> str:
+def plain_name(kernel: str) -> str:
     """Return the collective in a kernel's name: `ncclDevKernel_AllReduce_Sum_f32_RING` is an all_reduce."""
     if (name := _of_kernel(kernel)) is not None:
         return name or _UNKNOWN
@@ -476,23 +391,3 @@ def _of_kernel(kernel: str) -> str | None:
     """Return the collective in the name of a kernel of NCCL or RCCL, empty if it has none; None for other kernels."""
     match = _KERNEL.search(kernel)
     return None if match is None else "" if match[1] == _GENERIC else _CAMEL.sub("_", match[1]).lower()
-
-
-def _exposed(columns: TraceColumns, device: DeviceEvents, found: list[CollectiveCall]) -> Column:
-    starts = np.array([call.start for call in found], np.int64)
-    ends = np.array([call.end for call in found], np.int64)
-    on_device = np.array([call.on_device for call in found], np.bool_)
-    anywhere = device.compute if np.all(on_device) else _computing_anywhere(columns, device)
-    hidden = (length_within(when, starts, ends) for when in (device.compute, anywhere))
-    exposed: Column = ends - starts - np.where(on_device, *hidden)
-    return exposed
-
-
-def _computing_anywhere(columns: TraceColumns, device: DeviceEvents) -> Intervals:
-    """Return the time in which a device computes, or a thread without collectives is inside an operator of torch."""
-    communicating = [event.row for event in columns.collectives if event.name.startswith(_HOST_BACKENDS)]
-    lanes = np.unique(columns.lanes[np.array(communicating, np.int64)])
-    rows = columns.rows_named(lambda name: name.startswith("aten::"), Kind.OPERATOR)
-    rows = rows[~np.isin(columns.lanes[rows], lanes)]
-    starts = np.append(device.compute.starts, columns.starts[rows])
-    return union(starts, np.append(device.compute.ends, columns.ends[rows]))

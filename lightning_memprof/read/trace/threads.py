@@ -1,4 +1,4 @@
-"""Threads of a trace: nested ranges with the operator, module and phase in their names, and lanes for flame graphs.
+"""Threads of a trace: nested ranges with the operator and module in their names, and lanes for flame graphs.
 
 Events of a thread come in any order. A host range takes 24 bytes, and about 100 more for each operator that autograd
 has numbered; an event of a lane takes 20. Nesting takes about 60 more for each event of one thread at a time.
@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from lightning_memprof.account.steps.events import RANGES, classify
 from lightning_memprof.read.stacks import Frame, parse_frame
 from lightning_memprof.read.trace.events import OperatorEvent, read_trace
 from lightning_memprof.read.trace.intervals import ROUNDING_NS, Column, innermost_at, nest
@@ -28,6 +27,8 @@ _MODULE: Final = "[pl][module]"
 _ACTION: Final = "[pl][profile]"
 _NODE: Final = "autograd::engine::evaluate_function: "
 _STEP: Final = "ProfilerStep#"
+# Ranges of torch itself; until torch 1.9 they were operators among others.
+_RANGES: Final = ("Optimizer.step#", "Optimizer.zero_grad#", "enumerate(DataLoader)")
 _STEP_DIGITS: Final = 18
 _DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"})
 # Spans that cover lanes and are no calls in them.
@@ -43,14 +44,18 @@ def _numbers() -> array[int]:
 
 
 class Label(NamedTuple):
-    """The content of a range's name; None for each part that it does not have."""
+    """A range's name, and what is in it; None for each part that it does not have.
 
+    ``action`` is of Lightning's profiler. ``runs_node`` is whether the range runs a node of autograd.
+    """
+
+    name: str
     operator: str | None = None
     module: str | None = None
-    phase: str | None = None
     frame: Frame | None = None
     action: str | None = None
     step: int | None = None
+    runs_node: bool = False
 
 
 class Ranges(msgspec.Struct):
@@ -100,17 +105,11 @@ class Ranges(msgspec.Struct):
 
 
 class HostRanges:
-    """The ranges of all threads of one trace.
+    """The ranges of all threads of one trace."""
 
-    Args:
-        stage: the run's stage, which tells the phase of Lightning's actions.
-    """
-
-    def __init__(self, stage: str = "fit") -> None:
+    def __init__(self) -> None:
         self.threads: list[Ranges] = []
         self.labels: list[Label] = []
-        self.has_stacks = False
-        self._stage = stage
         self._numbers: dict[tuple[int | str, int | str], int] = {}
         self._names: dict[tuple[str, str], int] = {}
 
@@ -128,13 +127,12 @@ class HostRanges:
             # The names of builtins and modules contain addresses: too many labels, and none is a line of the user's.
             if name.startswith(("<", "nn.Module:")):
                 return None
-            self.has_stacks = True
         elif category not in _OPERATORS and category not in _ANNOTATIONS:
             return None
         number = self._names.get((name, category))
         if number is None:
             number = self._names[name, category] = len(self.labels)
-            self.labels.append(_label(name, category, self._stage))
+            self.labels.append(_label(name, category))
         self.threads[self.thread(event)].add(event, number)
         return self.labels[number]
 
@@ -161,24 +159,20 @@ class HostRanges:
         return found
 
 
-def _label(name: str, category: str, stage: str) -> Label:  # noqa: PLR0911 a return for each kind of name
+def _label(name: str, category: str) -> Label:
     if category == "python_function":
-        return Label(frame=parse_frame(name))
+        return Label(name, frame=parse_frame(name))
     if name.startswith(_STEP):
         number = name[len(_STEP) :]
         is_step = number.isascii() and number.isdigit() and len(number) <= _STEP_DIGITS
-        return Label(step=int(number) if is_step else None)
+        return Label(name, step=int(number) if is_step else None)
     if name.startswith(_MODULE):
-        return Label(module=name.rpartition(": ")[2])
+        return Label(name, module=name.rpartition(": ")[2])
     if name.startswith(_ACTION):
-        action = name[len(_ACTION) :]
-        return Label(phase=classify(action, stage), action=action)
-    for start, part in RANGES.items():
-        if name.startswith(start):
-            return Label(phase=part.phase)
+        return Label(name, action=name[len(_ACTION) :])
     if name.startswith(_NODE):
-        return Label(operator=name[len(_NODE) :], phase="backward")
-    return Label() if category in _ANNOTATIONS else Label(operator=name)
+        return Label(name, operator=name[len(_NODE) :], runs_node=True)
+    return Label(name) if category in _ANNOTATIONS or name.startswith(_RANGES) else Label(name, operator=name)
 
 
 class Call(NamedTuple):

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Final
 
 from lightning_memprof.account.memory.block_lives import BlockLives, lives_of_replay, lives_of_trace, with_held
+from lightning_memprof.account.snapshot.replay import replay
+from lightning_memprof.account.snapshot.report import SnapshotReport
+from lightning_memprof.account.trace.device import device_timeline
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge.rules.gpu.busy import busy
 from lightning_memprof.read.run.model import Run
 from lightning_memprof.read.snapshot.reader import read_snapshot
-from lightning_memprof.read.snapshot.replay import replay
-from lightning_memprof.read.snapshot.report import SnapshotReport
-from lightning_memprof.read.trace.device import device_timeline
-from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.report.charts.embed import Chart
 from lightning_memprof.report.charts.holders import holder_path, holders_chart, site_path
 from lightning_memprof.report.charts.memory import memory_chart

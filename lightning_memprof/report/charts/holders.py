@@ -12,7 +12,7 @@ from bokeh.core.properties import value
 from bokeh.models import ColumnDataSource, HoverTool, Range1d
 
 from lightning_memprof.account.memory.model import Site
-from lightning_memprof.read.snapshot.replay import Holder
+from lightning_memprof.account.snapshot.replay import Holder
 from lightning_memprof.read.stacks import is_library, parse_frame
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import bytes_ticks, new_figure

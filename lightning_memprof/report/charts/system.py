@@ -13,8 +13,8 @@ from bokeh.layouts import column
 from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 
-from lightning_memprof.account.steps.system import SystemStretch
 from lightning_memprof.read.run.model import Run
+from lightning_memprof.read.run.samples import SystemStretch
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import (
     Renderer,

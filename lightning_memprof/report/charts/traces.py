@@ -12,8 +12,8 @@ from bokeh.models.annotations import BoxAnnotation, Label
 from bokeh.plotting import figure
 
 from lightning_memprof.account.parts import Part
-from lightning_memprof.read.trace.device import STATES, DeviceTimeline
-from lightning_memprof.read.trace.model import TraceReport
+from lightning_memprof.account.trace.device import STATES, DeviceTimeline
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.report.charts.embed import Chart, made
 from lightning_memprof.report.charts.style import colour, hover, legend, new_figure, stacked, time_unit
 from lightning_memprof.report.printers.values import clean

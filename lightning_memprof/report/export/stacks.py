@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import msgspec
 
 from lightning_memprof.account.memory.model import Site
-from lightning_memprof.read.snapshot.replay import Holder
+from lightning_memprof.account.snapshot.replay import Holder
 from lightning_memprof.read.stacks import parse_frame
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ import msgspec
 from lightning_memprof.account.memory.allocations import run_allocations, window_allocations
 from lightning_memprof.account.memory.model import DeviceAllocations
 from lightning_memprof.account.memory.report import memory_report
+from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.account.steps.statistics import window_steps
+from lightning_memprof.account.trace.key_averages import collect_rows
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.files import read_plain
 from lightning_memprof.artifacts.rows import decode_rows
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Facts, Finding, examine, examine_files
 from lightning_memprof.read.run.model import Run
-from lightning_memprof.read.snapshot.report import SnapshotReport
-from lightning_memprof.read.trace.key_averages import collect_rows
-from lightning_memprof.read.trace.model import TraceReport
 
 Row = Mapping[str, Any]
 
@@ -105,7 +105,7 @@ def run_tables(run: Run) -> Iterator[Table]:
 
 def _traced(run: Run, problems: list[Row]) -> Iterator[Table]:
     """Yield the tables of a run's operator traces; an unreadable trace is a problem and hides no other."""
-    from lightning_memprof.read.trace.report import trace_report
+    from lightning_memprof.account.trace.report import trace_report
 
     parts: dict[str, list[Row]] = {part: [] for part in _DEVICE_PARTS}
     operators: list[Row] = []

@@ -30,13 +30,13 @@ from lightning_memprof.report.sections.memory import peak_allocations
 if TYPE_CHECKING:
     from lightning_memprof.account.estimate import Estimate
     from lightning_memprof.account.memory.functions import FunctionReport
+    from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
+    from lightning_memprof.account.trace.model import TraceReport
     from lightning_memprof.compare.batches import Batches
     from lightning_memprof.compare.comparison import Outcome
     from lightning_memprof.compare.model import Comparison
     from lightning_memprof.compare.trial import Trial
     from lightning_memprof.read.run.model import Rank
-    from lightning_memprof.read.snapshot.report import DeviceReport, SnapshotReport
-    from lightning_memprof.read.trace.model import TraceReport
     from lightning_memprof.report.view import RankView, View
 
 # A window has thousands of allocation sites, nearly all of a few bytes; a trace thousands of kernels, a snapshot

@@ -9,11 +9,11 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.snapshot.report import DeviceReport
+from lightning_memprof.account.trace.model import GpuTimes
 from lightning_memprof.judge import Severity
 from lightning_memprof.read.run.locate import shown_place
 from lightning_memprof.read.run.model import Run
-from lightning_memprof.read.snapshot.report import DeviceReport
-from lightning_memprof.read.trace.model import GpuTimes
 from lightning_memprof.report.document import Badge, Bar, Cell, Style
 from lightning_memprof.units import quoted
 

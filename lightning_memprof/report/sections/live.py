@@ -10,6 +10,7 @@ import msgspec
 
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.parts import Part, phase_label
+from lightning_memprof.account.steps.statistics import mean_parts
 from lightning_memprof.judge import Finding
 from lightning_memprof.read.run.following import Follower, RankProgress, total_steps
 from lightning_memprof.report.document import (
@@ -78,7 +79,7 @@ def live_line(watched: Watched) -> Words:
     if not lead.recent:
         return f"{watched.name}: {_state(watched, lead)}"
     rss = lead.recent[-1]["rss_bytes"]
-    times = lead.parts_ns()
+    times = mean_parts(lead)
     whole = sum(times.values())
     first = max(times, key=lambda part: times[part])
     parts: list[tuple[str | Cell, ...]] = [("steps ", *_steps(lead)), ("median step ", duration(_median(lead)))]
@@ -178,7 +179,7 @@ def _step_times(lead: RankProgress) -> Words:
 
 def _times(lead: RankProgress, ledger: TimeLedger | None) -> Iterator[Item]:
     yield Chart("step-times", "Step time over the run", lead.durations_ns.values)
-    times = lead.parts_ns()
+    times = mean_parts(lead)
     whole = sum(times.values())
     if ledger is not None:
         yield step_stack(ledger)
@@ -222,7 +223,7 @@ def _steps_done(rank: RankProgress) -> int:
 
 
 def _data_wait(rank: RankProgress) -> float | None:
-    times = rank.parts_ns()
+    times = mean_parts(rank)
     return ratio(times[Part.DATA_WAIT], sum(times.values()))
 
 

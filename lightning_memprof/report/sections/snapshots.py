@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from lightning_memprof.read.snapshot.report import DeviceReport, SnapshotReport
+from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.report.document import (
     Cell,
     Chart,

@@ -10,9 +10,9 @@ import pytest
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.account.memory.allocations import window_allocations
+from lightning_memprof.account.snapshot.replay import replay
 from lightning_memprof.cli.main import main
 from lightning_memprof.read.snapshot.reader import read_snapshot
-from lightning_memprof.read.snapshot.replay import replay
 from lightning_memprof.units import MIB
 from snapshots import MODEL, block, event, segment, snapshot, write_snapshot
 from speedscope import validate

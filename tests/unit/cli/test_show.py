@@ -8,13 +8,13 @@ from typing import cast
 import pytest
 
 from fake_runs import FakeRun, make_run
+from lightning_memprof.account.trace import operators
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.cli.main import main
 from lightning_memprof.cli.progress import reading
 from lightning_memprof.cli.show import show
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.judge import Evidence, Finding, Severity
-from lightning_memprof.read.trace import operators
-from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.report.opened import OpenOptions
 from lightning_memprof.units import quoted
 from next_steps import step

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from fake_memory import FakeMemory
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import Made, event_fields, write_trace
+from lightning_memprof.account.snapshot.replay import Holder
 from lightning_memprof.compare import significance
 from lightning_memprof.compare.comparison import check, compare, parse_limit
 from lightning_memprof.compare.model import QUANTITIES, Comparison, Measure, Side
@@ -29,7 +30,6 @@ from lightning_memprof.compare.sides import (
 from lightning_memprof.compare.significance import rank_test
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.snapshot.replay import Holder
 from lightning_memprof.units import MIB
 from snapshots import MODEL, TRAIN, block, event, segment, snapshot, write_snapshot
 

@@ -10,11 +10,11 @@ import pytest
 
 from kineto import write_trace
 from lightning_memprof.account.ledger.ranks import across_ranks
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.compare.comparison import check, compare, parse_limit
 from lightning_memprof.compare.model import Side
 from lightning_memprof.compare.sides import traces_side
 from lightning_memprof.judge import examine_files
-from lightning_memprof.read.trace.report import trace_report
 from lightning_memprof.units import MIB
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"

@@ -11,8 +11,8 @@ import pytest
 from ledger_lines import out_of_bounds
 from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
 from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.judge import Facts, Finding, verdict
-from lightning_memprof.read.snapshot.report import SnapshotReport
 
 
 @pytest.fixture(autouse=True)

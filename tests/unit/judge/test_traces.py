@@ -8,15 +8,15 @@ from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
-from lightning_memprof.judge import Finding, Severity, examine_files
-from lightning_memprof.judge.traces import listed
-from lightning_memprof.read.trace.model import (
+from lightning_memprof.account.trace.model import (
     Copies,
     HostOperators,
     Program,
     Synchronization,
     TraceReport,
 )
+from lightning_memprof.judge import Finding, Severity, examine_files
+from lightning_memprof.judge.traces import listed
 from lightning_memprof.units import GIB
 from trace_reports import MS, START, STEP_NS, call, collective, gpu_times, idle, kernel, trace
 

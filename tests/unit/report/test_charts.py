@@ -21,14 +21,14 @@ from kineto import write_trace
 from lightning_memprof.account.memory.allocations import run_allocations
 from lightning_memprof.account.memory.block_lives import BlockLives
 from lightning_memprof.account.parts import PHASE_PARTS
+from lightning_memprof.account.trace.device import device_timeline
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.compare.significance import PairedChange
 from lightning_memprof.compare.trial import Equality, Outcome, Trial
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.model import Run
 from lightning_memprof.read.run.targets import find_targets
-from lightning_memprof.read.trace.device import device_timeline
-from lightning_memprof.read.trace.report import trace_report
 from lightning_memprof.report.charts import charts, file_charts
 from lightning_memprof.report.charts.embed import Chart, chart_resources, inert
 from lightning_memprof.report.charts.holders import holders_chart

@@ -6,9 +6,9 @@ import pytest
 
 from kineto import write_trace
 from lightning_memprof.account.memory.allocations import window_allocations
+from lightning_memprof.account.snapshot.replay import replay
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.snapshot.reader import parse_snapshot
-from lightning_memprof.read.snapshot.replay import replay
 from lightning_memprof.report.export.memory_viz import history_of_trace
 
 

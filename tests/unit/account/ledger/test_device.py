@@ -13,9 +13,9 @@ from kineto import write_trace
 from lightning_memprof.account.ledger.device import device_account
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.parts import PARTS, Part
+from lightning_memprof.account.trace.device import device_events, device_steps
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.read.trace.columns import Kind, TraceColumns, step_spans
-from lightning_memprof.read.trace.device import device_events, device_steps
-from lightning_memprof.read.trace.report import trace_report
 
 IDLE = tuple(part for part in PARTS if part.group == "device idle" and part is not Part.IDLE_UNKNOWN)
 HOST, AUTOGRAD, OTHER_THREAD, STREAM, OTHER_STREAM = 1, 2, 3, 7, 9

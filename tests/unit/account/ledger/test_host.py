@@ -14,8 +14,8 @@ from kineto import write_trace
 from lightning_memprof.account.ledger.host import corrected
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.artifacts.naming import TraceName
-from lightning_memprof.read.trace.report import trace_report
 
 HOST, AUTOGRAD = 1, 2
 NODE = "autograd::engine::evaluate_function: "

@@ -14,10 +14,10 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ledger.growth import validation_growth, worker_growth
 from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine, grouped_bytes, run_bytes, snapshot_bytes
 from lightning_memprof.account.memory.report import memory_report
+from lightning_memprof.account.snapshot.report import snapshot_report
 from lightning_memprof.artifacts.naming import system_name
 from lightning_memprof.artifacts.series import ProcessRow
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.snapshot.report import snapshot_report
 from lightning_memprof.report.printers.values import words_text
 from lightning_memprof.report.sections.memory import peak_stack
 from lightning_memprof.report.view import run_view

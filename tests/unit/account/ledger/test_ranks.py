@@ -14,10 +14,10 @@ from ledger_lines import out_of_bounds
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.ranks import across_ranks, log_waits
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.model import TraceReport
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, examine, examine_files
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.model import TraceReport
-from lightning_memprof.read.trace.report import trace_report
 
 BASE_NS = 1_700_000_000_000_000_000
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"

@@ -13,6 +13,7 @@ from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, grouped, total
 from lightning_memprof.account.ledger.run import run_ledger, without_stalls
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.model import Rank
 
@@ -40,7 +41,7 @@ def test_the_lines_sum_to_the_mean_step_whatever_the_steps_are(
     windows = ((2, 3),) if is_recorded and len(spent) > 4 else ()
     fake = FakeRun(steps=len(spent), phases=lambda _, step: spent[step], windows=windows)
     rank = lead(tmp_path_factory.mktemp("run"), fake)
-    typical = rank.typical_steps
+    typical = typical_steps(rank)
     assert typical is not None
     mean = sum(duration for _, duration, _ in typical.steps) / len(typical.steps)
     found = ledger(rank)

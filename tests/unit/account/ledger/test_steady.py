@@ -13,9 +13,9 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.steady import in_steady_state
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge import Facts, Severity, examine, examine_files
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.model import TraceReport
 from trace_reports import MS, START, STEP_NS, call, gpu_times, idle, trace
 
 STEPS = 5

@@ -12,8 +12,8 @@ from kineto import write_trace
 from lightning_memprof.account.ledger.model import OperatorWork
 from lightning_memprof.account.ledger.work import all_pairs, work_of
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.read.trace.columns import Inputs
-from lightning_memprof.read.trace.report import trace_report
 
 
 def inputs(name: str, dims: list[Any], dtype: str = "float", values: list[str] | None = None) -> Inputs:

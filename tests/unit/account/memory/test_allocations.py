@@ -18,11 +18,11 @@ from kineto import write_trace
 from lightning_memprof import ExtendedPyTorchProfiler, Schedule
 from lightning_memprof.account.memory.allocations import replay_allocations, run_allocations, window_allocations
 from lightning_memprof.account.memory.model import DeviceAllocations, Site
+from lightning_memprof.account.snapshot.replay import replay
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.model import ArtifactFile, Run
 from lightning_memprof.read.snapshot.reader import parse_snapshot
-from lightning_memprof.read.snapshot.replay import replay
 from training import loader, trainer
 
 WIDTH = 512

@@ -16,8 +16,8 @@ from lightning_memprof.account.memory.block_lives import (
     lives_of_trace,
     with_held,
 )
+from lightning_memprof.account.snapshot.replay import replay
 from lightning_memprof.read.snapshot.reader import parse_snapshot
-from lightning_memprof.read.snapshot.replay import replay
 from training import Perceptron, loader, trainer
 
 STEP = {"filename": "/home/a/train.py", "line": 3, "name": "<module>"}

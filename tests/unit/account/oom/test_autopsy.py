@@ -12,7 +12,7 @@ import pytest
 from corpus_files import recorded_file, reference_figures
 from fake_runs import FakeRun, make_run
 from lightning_memprof.account.oom.autopsy import Autopsy, ModuleStacks, autopsies, autopsy
-from lightning_memprof.account.oom.events import OomEvent, oom_events
+from lightning_memprof.account.snapshot.replay import replay
 from lightning_memprof.artifacts.manifest import Manifest, OomForwards, OomRow, TrainingFacts
 from lightning_memprof.artifacts.rows import salvaged
 from lightning_memprof.artifacts.sink import RunPlace, Sink
@@ -20,8 +20,8 @@ from lightning_memprof.judge import examine
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Severity
 from lightning_memprof.read.run.load import load_run
+from lightning_memprof.read.run.ooms import OomEvent, oom_events
 from lightning_memprof.read.snapshot.reader import read_snapshot
-from lightning_memprof.read.snapshot.replay import replay
 from lightning_memprof.units import GIB, KIB, MIB
 
 SOURCES: dict[str, Any] = {

@@ -13,7 +13,7 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ledger.model import Stall
 from lightning_memprof.account.ledger.run import run_ledger
 from lightning_memprof.account.steps.events import classify, exclusive_times
-from lightning_memprof.account.steps.statistics import pulse_statistics, typical_steps, window_steps
+from lightning_memprof.account.steps.statistics import pulse_statistics, typical_in, typical_steps, window_steps
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import manifest_name
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, HookRow
@@ -197,7 +197,7 @@ def test_the_devices_clock_is_used_where_most_steps_have_it(tmp_path: Path, ever
     pulse = load_run(make_run(tmp_path, FakeRun(device_bytes=lambda _: MIB))).lead.pulse
     empty: dict[str, Any] = {name: None for name in PULSE_COLUMNS if name.startswith("device_")}
     rows = [row if (row["step"] or 0) % every == 0 else msgspec.structs.replace(row, **empty) for row in pulse]
-    found = typical_steps(rows)
+    found = typical_in(rows)
     assert found is not None
     assert found.clock == clock
     assert len(found.steps) == 26  # without the first step and those of a window
@@ -227,7 +227,7 @@ def test_a_step_that_waits_for_the_profiler_on_another_rank_is_neither_typical_n
 
 def test_where_nearly_all_steps_wait_for_another_rank_they_count(tmp_path: Path) -> None:
     pulse = load_run(make_run(tmp_path, FakeRun(windows=()))).lead.pulse
-    counts = [len(found.steps) for held in (25, 26) if (found := typical_steps(pulse, range(held)))]
+    counts = [len(found.steps) for held in (25, 26) if (found := typical_in(pulse, range(held)))]
     assert counts == [5, 29]
 
 
@@ -275,12 +275,12 @@ def test_steps_without_device_timestamps_are_left_out_and_counted(tmp_path: Path
 
 def test_a_run_without_a_step_has_no_statistics(tmp_path: Path) -> None:
     assert pulse_statistics(load_run(make_run(tmp_path, FakeRun(steps=0, windows=()))).lead) is None
-    assert load_run(tmp_path).lead.typical_steps is None
+    assert typical_steps(load_run(tmp_path).lead) is None
 
 
 def test_typical_steps_are_those_that_the_statistics_rest_on(tmp_path: Path) -> None:
     rank = load_run(make_run(tmp_path)).lead
-    typical, statistics = rank.typical_steps, pulse_statistics(rank)
+    typical, statistics = typical_steps(rank), pulse_statistics(rank)
     assert typical is not None
     assert statistics is not None
     assert [step for step, _, _ in typical.steps] == list(range(4, 30))
@@ -289,4 +289,4 @@ def test_typical_steps_are_those_that_the_statistics_rest_on(tmp_path: Path) -> 
 
 def test_the_typical_steps_of_a_rank_are_found_once(tmp_path: Path) -> None:
     rank = load_run(make_run(tmp_path)).lead
-    assert rank.typical_steps is rank.typical_steps
+    assert typical_steps(rank) is typical_steps(rank)

@@ -13,10 +13,10 @@ from device_traces import GEMM, Recording
 from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, examine_files, nothing_in_files
 from lightning_memprof.judge.rules.bound import nothing_found
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.report import trace_report
 
 MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float>>(int)"
 OTHERS = [("aten::_softmax", "b"), ("aten::sum", "c")]

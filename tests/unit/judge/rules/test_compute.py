@@ -11,9 +11,9 @@ from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.report import trace_report
 from lightning_memprof.units import GIB
 
 DENSE = {"name": "table.weight", "module": "Embedding", "bytes": 900, "sparse": False}

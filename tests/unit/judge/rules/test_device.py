@@ -10,9 +10,9 @@ import pytest
 from device_traces import BASE_NS, GEMM, Recording, paired_ranks
 from ledger_lines import held, out_of_bounds
 from lightning_memprof.account.ledger.ranks import across_ranks
+from lightning_memprof.account.trace.model import TraceReport
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Finding, Severity, examine_files, nothing_in_files
-from lightning_memprof.read.trace.model import TraceReport
-from lightning_memprof.read.trace.report import trace_report
 
 STEPS = 4
 KERNELS = 25

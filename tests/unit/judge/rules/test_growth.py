@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fake_runs import FakeRun, make_run
+from lightning_memprof.account.snapshot.report import SnapshotReport, snapshot_report
 from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.snapshot.report import SnapshotReport, snapshot_report
 from lightning_memprof.units import GIB, MIB
 from snapshots import MODEL, TRAIN, History, write_snapshot
 

@@ -12,6 +12,7 @@ from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, examine
 from lightning_memprof.judge.rules.modules import (
     Heaviest,
@@ -22,7 +23,6 @@ from lightning_memprof.judge.rules.modules import (
 )
 from lightning_memprof.judge.rules.program.python import _python
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.report import trace_report
 from lightning_memprof.units import MIB
 from passes import calls, event, found
 

@@ -14,10 +14,10 @@ from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.artifacts.naming import processes_name
 from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.report import trace_report
 from lightning_memprof.units import MIB
 
 MS = 1_000_000

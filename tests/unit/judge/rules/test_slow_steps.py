@@ -17,9 +17,9 @@ from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.memory.report import memory_report
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.statistics import pulse_statistics, window_steps
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, Severity, examine, verdict_of
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.report import trace_report
 from lightning_memprof.units import GIB, MIB
 
 MS = 1_000_000

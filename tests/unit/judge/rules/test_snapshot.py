@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from lightning_memprof.account.snapshot.report import snapshot_report
 from lightning_memprof.judge import Finding, Severity, examine_files
 from lightning_memprof.judge.finding import Recovery
 from lightning_memprof.judge.rules.gpu.holders import of_memory
-from lightning_memprof.read.snapshot.report import snapshot_report
 from lightning_memprof.units import GIB, MIB
 from snapshots import (
     EMPTY_CACHE,

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fake_runs import FakeRun, make_run
+from lightning_memprof.account.steps.statistics import mean_parts
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.read.run.following import MOST_POINTS, RECENT_STEPS, Curve, Follower, Tail, total_steps
 
@@ -36,7 +37,7 @@ def test_a_run_grows_from_look_to_look(tmp_path: Path) -> None:
     assert len(follower.lead.recent) == 30
     assert follower.has_ended
     assert [(window.steps, window.closed) for window in follower.lead.windows.values()] == [((2, 3), True)]
-    assert sum(follower.lead.parts_ns().values()) > 0
+    assert sum(mean_parts(follower.lead).values()) > 0
 
 
 def test_a_rank_that_comes_late_is_found_and_the_lead_is_the_lowest_with_a_step(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def test_a_pickle_that_was_optimised_is_read_too():
 
 def test_reading_loads_neither_torch_nor_pickle(run_python):
     loaded = "print(*{'torch', 'pandas', 'lightning', 'pickle'} & {*sys.modules})"
-    assert run_python("-c", f"import sys, lightning_memprof.read.snapshot.replay; {loaded}").stdout == "\n"
+    assert run_python("-c", f"import sys, lightning_memprof.account.snapshot.replay; {loaded}").stdout == "\n"
 
 
 @pytest.mark.slow

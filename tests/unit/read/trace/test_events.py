@@ -203,7 +203,7 @@ def test_what_is_no_whole_trace_is_refused_by_name(tmp_path, kind, words):
 @pytest.mark.slow
 def test_reading_loads_neither_torch_nor_pandas(run_python):
     loaded = "print(*{'torch', 'pandas', 'lightning'} & {*sys.modules})"
-    code = f"import sys, lightning_memprof.read.trace.operators; {loaded}"
+    code = f"import sys, lightning_memprof.account.trace.operators; {loaded}"
     assert run_python("-c", code).stdout == "\n"
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_memprof.read.snapshot.report import snapshot_report
+from lightning_memprof.account.snapshot.report import snapshot_report
 from lightning_memprof.report.document import Document
 from lightning_memprof.report.printers.text import full_page, plain
 from lightning_memprof.report.sections.snapshots import snapshots_section

@@ -13,9 +13,9 @@ from kineto import write_trace
 from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, examine
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.report import trace_report
 
 FORWARD = "[pl][profile][Strategy]SingleDeviceStrategy.training_step"
 BACKWARD = "[pl][profile][Strategy]SingleDeviceStrategy.backward"

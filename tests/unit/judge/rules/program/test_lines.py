@@ -13,12 +13,12 @@ from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.lines import Spot
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.rules.program.lines import costly_line, fitting
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.report import trace_report
 
 MS = 1_000_000
 STEP, MODULE = "Net.training_step", "()"

@@ -8,9 +8,9 @@ import pytest
 from fake_memory import START_NS
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
 from kineto import write_trace
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, examine
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.read.trace.report import trace_report
 from passes import event
 
 STEP_US = 20_000

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_memprof.read.snapshot.frames import is_lightning, is_training, phase_of
+from lightning_memprof.account.snapshot.frames import is_lightning, is_training, phase_of
 from lightning_memprof.read.snapshot.reader import parse_snapshot
 from lightning_memprof.units import MIB
 from snapshots import TRAIN, History, frame

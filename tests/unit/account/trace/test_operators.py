@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from kineto import ACCELERATED, Made, event_fields, torch_table, write_trace
-from lightning_memprof.errors import ArtifactError, ConfigError
-from lightning_memprof.read.trace.columns import read_columns
-from lightning_memprof.read.trace.host import operators
-from lightning_memprof.read.trace.key_averages import OperatorRow, collect_rows
-from lightning_memprof.read.trace.operators import (
+from lightning_memprof.account.trace.host import operators
+from lightning_memprof.account.trace.key_averages import OperatorRow, collect_rows
+from lightning_memprof.account.trace.operators import (
     AVAILABLE_SORT_KEYS,
     TableOptions,
     operator_table,
     write_operator_table,
 )
+from lightning_memprof.errors import ArtifactError, ConfigError
+from lightning_memprof.read.trace.columns import read_columns
 
 ALL = TableOptions(row_limit=-1)
 

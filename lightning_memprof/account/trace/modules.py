@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memprof.account.trace.idle import is_own_work
 from lightning_memprof.read.stacks import is_library, parse_frame
 from lightning_memprof.read.trace.columns import HOST_KINDS, STEP_NAME, Kind, TraceColumns
-from lightning_memprof.read.trace.idle import is_own_work
 from lightning_memprof.read.trace.intervals import ROUNDING_NS, Column, exclusive_ends, lookup, nearest, nest
 
 _LIGHTNING: Final = "[pl][module]"

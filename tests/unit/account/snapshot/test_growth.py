@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memprof.read.snapshot.growth import Growth
-from lightning_memprof.read.snapshot.report import snapshot_report
+from lightning_memprof.account.snapshot.growth import Growth
+from lightning_memprof.account.snapshot.report import snapshot_report
 from lightning_memprof.units import MIB
 from snapshots import TRAIN, History, frame, write_snapshot
 

@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memprof.account.trace.device import totals_by
+from lightning_memprof.account.trace.model import HostOperators, Operator
 from lightning_memprof.read.trace.columns import STEP_NAME, Kind, Step, TraceColumns
-from lightning_memprof.read.trace.device import totals_by
 from lightning_memprof.read.trace.intervals import ROUNDING_NS, Column, innermost_at, nest, nesting_order, outermost
-from lightning_memprof.read.trace.model import HostOperators, Operator
 
 # Finding, checking and calling an operator takes 1 to 10 µs: one that takes no longer computes little.
 _SMALL_NS: Final = 10_000

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from lightning_memprof.account.snapshot.replay import FreeRange, free_ranges, replay
+from lightning_memprof.account.snapshot.report import HeldLine, Imbalance, LargeBlock, SnapshotReport, snapshot_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.snapshot.reader import parse_snapshot
-from lightning_memprof.read.snapshot.replay import FreeRange, free_ranges, replay
-from lightning_memprof.read.snapshot.report import HeldLine, Imbalance, LargeBlock, SnapshotReport, snapshot_report
 from lightning_memprof.units import MIB
 from snapshots import (
     LINEAR,

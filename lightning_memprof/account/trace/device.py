@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.model import Copies, Kernel, KernelKind
 from lightning_memprof.read.trace.columns import (
     DEVICE_KINDS,
     Kind,
@@ -33,7 +34,6 @@ from lightning_memprof.read.trace.intervals import (
     union,
 )
 from lightning_memprof.read.trace.kernel_names import plain_kernel
-from lightning_memprof.read.trace.model import Copies, Kernel, KernelKind
 
 # Libraries whose kernels contain their name (NCCL, RCCL, oneCCL and XCCL, HCCL, MSCCL++, NVSHMEM, DeepEP), and kernels
 # of torch's symmetric memory, vLLM, TensorRT-LLM and others that are named after the collective. A kernel fused by a

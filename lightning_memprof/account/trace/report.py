@@ -15,6 +15,26 @@ from msgspec.structs import replace
 from lightning_memprof.account.ledger.device import device_account
 from lightning_memprof.account.ledger.host import host_ledger
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.collectives import collective_calls, trace_collectives
+from lightning_memprof.account.trace.device import (
+    DeviceEvents,
+    copies,
+    device_events,
+    device_steps,
+    kernels,
+    launch_moments,
+)
+from lightning_memprof.account.trace.host import host_operators, operators
+from lightning_memprof.account.trace.idle import (
+    allocator_spans,
+    call_part,
+    calls,
+    gives_work,
+    steady_allocations,
+    synchronizations,
+)
+from lightning_memprof.account.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
+from lightning_memprof.account.trace.modules import HostThreads
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.read.trace.columns import (
     HOST_KINDS,
@@ -27,27 +47,8 @@ from lightning_memprof.read.trace.columns import (
     skips_calls,
     step_spans,
 )
-from lightning_memprof.read.trace.communication import collective_calls, trace_arrivals, trace_collectives
-from lightning_memprof.read.trace.device import (
-    DeviceEvents,
-    copies,
-    device_events,
-    device_steps,
-    kernels,
-    launch_moments,
-)
-from lightning_memprof.read.trace.host import host_operators, operators
-from lightning_memprof.read.trace.idle import (
-    allocator_spans,
-    call_part,
-    calls,
-    gives_work,
-    steady_allocations,
-    synchronizations,
-)
+from lightning_memprof.read.trace.communication import trace_arrivals
 from lightning_memprof.read.trace.intervals import Intervals, clip, intersection, length, length_within
-from lightning_memprof.read.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
-from lightning_memprof.read.trace.modules import HostThreads
 from lightning_memprof.units import format_ns
 
 _RANK: Final = re.compile(r"['\"]rank['\"]\s*:\s*(\d{1,9})\b")

@@ -12,9 +12,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from lightning_memprof.read.snapshot.growth import Growth, steady_growth
-from lightning_memprof.read.snapshot.reader import ALLOCATED, INACTIVE, DeviceSnapshot, Snapshot, read_snapshot
-from lightning_memprof.read.snapshot.replay import (
+from lightning_memprof.account.snapshot.growth import Growth, steady_growth
+from lightning_memprof.account.snapshot.replay import (
     GROWS,
     SHRINKS,
     BlockLife,
@@ -25,6 +24,7 @@ from lightning_memprof.read.snapshot.replay import (
     holders_of,
     site_of,
 )
+from lightning_memprof.read.snapshot.reader import ALLOCATED, INACTIVE, DeviceSnapshot, Snapshot, read_snapshot
 from lightning_memprof.read.stacks import parse_frame
 from lightning_memprof.units import MIB, format_bytes, percent
 

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import is_profiler
+from lightning_memprof.account.trace.device import LATENCY_NS, DeviceEvents, totals_by
+from lightning_memprof.account.trace.model import RuntimeCall, Synchronization
 from lightning_memprof.read.trace.columns import (
     STEP_NAME,
     Kind,
     TraceColumns,
     loading_intervals,
 )
-from lightning_memprof.read.trace.device import LATENCY_NS, DeviceEvents, totals_by
 from lightning_memprof.read.trace.intervals import (
     Column,
     Intervals,
@@ -32,7 +33,6 @@ from lightning_memprof.read.trace.intervals import (
     outermost,
     union,
 )
-from lightning_memprof.read.trace.model import RuntimeCall, Synchronization
 
 # Calls that return when the device is done, and calls that get or return memory.
 _WAITS: Final = re.compile(r"(?:cuda|hip|cu)\w*Synchronize\w*\Z|(?:cuda|hip)Memcpy(?:WithStream|2D|3D)?\Z")

@@ -11,12 +11,12 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from lightning_memprof.account.trace.key_averages import OperatorRow, OperatorRows, collect_rows
 from lightning_memprof.artifacts.files import own_temporary
 from lightning_memprof.artifacts.manifest import RunFacts
 from lightning_memprof.artifacts.naming import TraceName, table_name
 from lightning_memprof.errors import ArtifactError, ConfigError
 from lightning_memprof.read.run.model import ArtifactFile, Run
-from lightning_memprof.read.trace.key_averages import OperatorRow, OperatorRows, collect_rows
 from lightning_memprof.units import quoted
 
 _WIDTH: Final = 12

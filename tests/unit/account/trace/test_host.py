@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kineto import Made, event_fields, write_trace
-from lightning_memprof.read.trace.model import HostOperators
-from lightning_memprof.read.trace.operators import TableOptions, operator_table
-from lightning_memprof.read.trace.report import trace_report
+from lightning_memprof.account.trace.model import HostOperators
+from lightning_memprof.account.trace.operators import TableOptions, operator_table
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.read.trace.threads import read_lanes
 
 

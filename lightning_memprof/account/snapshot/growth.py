@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from lightning_memprof.read.snapshot.frames import BACKWARD, CACHE, Phase, Stack, is_training, phase_of
-from lightning_memprof.read.snapshot.replay import BlockLife, Replay, holders_of
+from lightning_memprof.account.snapshot.frames import BACKWARD, CACHE, Phase, Stack, is_training, phase_of
+from lightning_memprof.account.snapshot.replay import BlockLife, Replay, holders_of
 from lightning_memprof.read.stacks import user_frame
 from lightning_memprof.units import MIB
 

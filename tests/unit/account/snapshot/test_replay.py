@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from lightning_memprof.account.snapshot.replay import Holder, Live, Replay, replay
+from lightning_memprof.account.snapshot.report import DeviceReport
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.snapshot.reader import parse_snapshot
-from lightning_memprof.read.snapshot.replay import Holder, Live, Replay, replay
-from lightning_memprof.read.snapshot.report import DeviceReport
 
 MODEL = {"filename": "/home/a/model.py", "line": 7, "name": "forward"}
 TRAIN = {"filename": "/home/a/train.py", "line": 3, "name": "<module>"}

@@ -12,10 +12,10 @@ import pytest
 
 from device_traces import Recording
 from kineto import write_trace
+from lightning_memprof.account.trace.key_averages import collect_rows
+from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.trace.columns import Kind, read_columns
-from lightning_memprof.read.trace.key_averages import collect_rows
-from lightning_memprof.read.trace.report import trace_report
 
 HOST, AUTOGRAD, STREAM, OTHER_STREAM = 1, 2, 7, 9
 
@@ -464,7 +464,7 @@ def test_a_list_of_events_alone_is_a_trace(tmp_path):
 
 def test_analysing_a_trace_loads_neither_pandas_nor_torch():
     program = (
-        "import sys, lightning_memprof.read.trace.report; print(*{'torch', 'pandas', 'lightning'} & {*sys.modules})"
+        "import sys, lightning_memprof.account.trace.report; print(*{'torch', 'pandas', 'lightning'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == ""

@@ -1,0 +1,1 @@
+"""Memory of an allocator snapshot: its history replayed, who holds what, and what grows."""
