@@ -19,12 +19,12 @@ from lightning_memprof.account.memory.report import MemoryReport
 from lightning_memprof.account.oom.autopsy import owned_at_failure
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.report import RankReport, rank_report
+from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.account.steps.statistics import PulseStatistics, pulse_statistics
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.naming import pulse_name
 from lightning_memprof.judge.finding import Evidence, Finding
 from lightning_memprof.read.run.model import ArtifactFile, Rank, Run
-from lightning_memprof.read.snapshot.report import SnapshotReport
-from lightning_memprof.read.trace.model import TraceReport
 
 # What the host does in a step beside the passes and the optimizer; a median step has none of what is rare.
 _ALWAYS: Final = (Part.DATA_WAIT, Part.TRANSFER)

@@ -14,7 +14,7 @@ from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.ledger.run import typical_in_windows
 from lightning_memprof.account.steps.events import OWN_WORK
 from lightning_memprof.account.steps.lines import Spot
-from lightning_memprof.account.steps.statistics import PulseStatistics
+from lightning_memprof.account.steps.statistics import PulseStatistics, typical_steps
 from lightning_memprof.account.steps.system import systems
 from lightning_memprof.account.steps.workers import Call, Loading, calls, loading, workers
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
@@ -108,7 +108,7 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
 
 def rhythm(rank: Rank, phase: str) -> Rhythm | None:
     """Return the few steps that hold most of a phase's time, or None if it is spread over all steps."""
-    typical = rank.typical_steps
+    typical = typical_steps(rank)
     if typical is None:
         return None
     spent = [(step, breakdown[phase] or 0) for step, _, breakdown in typical.steps]

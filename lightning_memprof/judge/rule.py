@@ -9,13 +9,13 @@ import msgspec
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, merged, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.traces import span
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_count, format_ns, percent
 
 PASSES: Final = (Part.FORWARD, Part.BACKWARD)

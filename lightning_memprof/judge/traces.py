@@ -10,6 +10,14 @@ from typing import Final, NamedTuple
 
 from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.idle import COMPILES
+from lightning_memprof.account.trace.model import (
+    CollectiveTotals,
+    IdleCause,
+    Kernel,
+    Synchronization,
+    TraceReport,
+)
 from lightning_memprof.judge.finding import Evidence, Recovery, Severity
 from lightning_memprof.judge.optimizers import FOREACH, FUSED
 from lightning_memprof.judge.policy import POLICY
@@ -25,15 +33,7 @@ from lightning_memprof.judge.remedies import (
     Remedy,
     applicable,
 )
-from lightning_memprof.read.trace.idle import COMPILES
 from lightning_memprof.read.trace.kernel_names import kernel_name, kernel_names
-from lightning_memprof.read.trace.model import (
-    CollectiveTotals,
-    IdleCause,
-    Kernel,
-    Synchronization,
-    TraceReport,
-)
 from lightning_memprof.units import quoted
 
 # Of exposed loading, and of copies from pageable memory: both can run beside the step.

@@ -8,6 +8,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.facts import NO_RUN, Facts, Judge
 from lightning_memprof.judge.finding import Finding, Severity, merged, ordered, titled
@@ -31,8 +33,6 @@ from lightning_memprof.judge.rules.bound import nothing_found
 from lightning_memprof.judge.rules.gpu import allocator, collectives, holders, idle, waits
 from lightning_memprof.judge.rules.program import lines, loops, passes, python, slowing
 from lightning_memprof.read.run.model import Run
-from lightning_memprof.read.snapshot.report import DeviceReport, SnapshotReport
-from lightning_memprof.read.trace.model import TraceReport
 
 # About memory and the end of a run: valid after any number of steps.
 RULES: Final[tuple[Judge, ...]] = (

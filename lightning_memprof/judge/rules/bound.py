@@ -16,7 +16,9 @@ from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device
 from lightning_memprof.account.ledger.work import all_pairs
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.hangs import first_exception
+from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.account.steps.lines import Spot
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
@@ -64,9 +66,7 @@ from lightning_memprof.judge.traces import (
 )
 from lightning_memprof.read.run.locate import shown_place
 from lightning_memprof.read.run.model import Rank, Run
-from lightning_memprof.read.snapshot.report import SnapshotReport
 from lightning_memprof.read.trace.intervals import length, union
-from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_count, format_ns, percent, quoted
 
 # The required steps, the first step, and the steps of two windows.

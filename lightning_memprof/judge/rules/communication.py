@@ -16,6 +16,7 @@ from lightning_memprof.account.ranks.lateness import larger_batches
 from lightning_memprof.account.ranks.report import Straggler
 from lightning_memprof.account.steps.events import FORWARD
 from lightning_memprof.account.steps.lines import Spot, lines, spots
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, ordered, severity_of, titled
 from lightning_memprof.judge.policy import POLICY
@@ -38,7 +39,6 @@ from lightning_memprof.judge.remedies import (
 )
 from lightning_memprof.judge.traces import CAUSES, idle_ns, seen_in
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_bytes, format_ns, percent, quoted
 
 SHOWN: Final = 3

@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.run import RESTART
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.account.steps.workers import loading, private_memory, workers_end
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import ProcessRow, ThroughputRow
 from lightning_memprof.judge.facts import Facts
@@ -66,7 +68,6 @@ from lightning_memprof.judge.traces import (
     workers_in,
 )
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 # In fewer turns of the workers, a few steps that wait show no pattern.
@@ -182,7 +183,7 @@ def _in_few_steps(rank: Rank, share: float) -> bool:
     N workers that start together finish together, and one step in N waits for all of them: the wait is counted per
     turn of N steps.
     """
-    typical, turn = rank.typical_steps, max(workers_of(rank), 1)
+    typical, turn = typical_steps(rank), max(workers_of(rank), 1)
     if typical is None or (turn > 1 and len(typical.steps) < MIN_TURNS * turn):
         return False
     waits = [(breakdown["data_wait"] or 0, duration) for _, duration, breakdown in typical.steps]

@@ -8,6 +8,7 @@ from typing import Final
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.pauses import pauses
+from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.artifacts.series import GC_PAUSE
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
@@ -123,7 +124,7 @@ def slow_steps(facts: Facts) -> Finding | None:
         return None
     rank, ledger = worst
     ns, longest = ledger.ns("stall"), ledger.stalls[0]
-    typical = rank.typical_steps
+    typical = typical_steps(rank)
     slow = {stall.step for stall in ledger.stalls}
     durations = [(step, spent) for step, spent, _ in typical.steps] if typical else []
     few = few_steps(rank, [(step, spent if step in slow else 0) for step, spent in durations], stands_out=0)

@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from lightning_memprof.account.ledger.model import grouped
+from lightning_memprof.account.trace.model import HostOperators, Kernel, TraceReport
 from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -40,7 +41,6 @@ from lightning_memprof.judge.traces import (
     times,
     total_ns,
 )
-from lightning_memprof.read.trace.model import HostOperators, Kernel, TraceReport
 from lightning_memprof.units import format_ns, percent
 
 SHOWN: Final = 3

@@ -10,6 +10,7 @@ from typing import Final
 
 from lightning_memprof.account.ledger.run import typical_in_windows
 from lightning_memprof.account.steps.statistics import PulseStatistics
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.manifest import OverheadFacts
 from lightning_memprof.artifacts.series import (
     PROFILERS,
@@ -43,7 +44,6 @@ from lightning_memprof.judge.traces import (
     times,
 )
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_count, format_ns, percent
 
 # Why the operator trace is not available: the words of capture and integration.

@@ -10,6 +10,10 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from lightning_memprof.account.ledger.memory import snapshot_bytes
+from lightning_memprof.account.snapshot.frames import is_lightning, is_training
+from lightning_memprof.account.snapshot.growth import Growth
+from lightning_memprof.account.snapshot.replay import GROWS, SHRINKS, free_ranges
+from lightning_memprof.account.snapshot.report import DeviceReport, FailedRequest, HeldLine, SnapshotReport, held_lines
 from lightning_memprof.artifacts.naming import SnapshotName, series_path
 from lightning_memprof.artifacts.series import AllocatorRow
 from lightning_memprof.judge.facts import Facts
@@ -42,10 +46,6 @@ from lightning_memprof.judge.remedies import (
 )
 from lightning_memprof.judge.traces import times
 from lightning_memprof.read.run.model import Rank, RecordedWindow
-from lightning_memprof.read.snapshot.frames import is_lightning, is_training
-from lightning_memprof.read.snapshot.growth import Growth
-from lightning_memprof.read.snapshot.replay import GROWS, SHRINKS, free_ranges
-from lightning_memprof.read.snapshot.report import DeviceReport, FailedRequest, HeldLine, SnapshotReport, held_lines
 from lightning_memprof.read.stacks import user_frame
 from lightning_memprof.units import MIB, format_bytes, format_count, percent
 

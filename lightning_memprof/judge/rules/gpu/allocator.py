@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from lightning_memprof.account.trace.model import (
+    CollectiveTotals,
+    RuntimeCall,
+    TraceReport,
+)
 from lightning_memprof.judge.finding import Finding, Severity, titled
 from lightning_memprof.judge.remedies import (
     CACHING_ALLOCATOR,
@@ -28,11 +33,6 @@ from lightning_memprof.judge.traces import (
     steps_ns,
     times,
     waited_ns,
-)
-from lightning_memprof.read.trace.model import (
-    CollectiveTotals,
-    RuntimeCall,
-    TraceReport,
 )
 from lightning_memprof.units import format_ns, percent
 

@@ -8,6 +8,7 @@ from typing import Final
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.model import IdleCause, TraceReport
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -40,7 +41,6 @@ from lightning_memprof.judge.traces import (
 )
 from lightning_memprof.read.run.locate import shown_path
 from lightning_memprof.read.trace.kernel_names import kernel_name
-from lightning_memprof.read.trace.model import IdleCause, TraceReport
 from lightning_memprof.units import format_count, format_ns, percent, quoted
 
 

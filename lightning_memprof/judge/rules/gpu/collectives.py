@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from lightning_memprof.account.trace.model import CollectiveTotals, TraceReport
 from lightning_memprof.judge.finding import Finding, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -42,7 +43,6 @@ from lightning_memprof.judge.traces import (
     shorter_name,
     times,
 )
-from lightning_memprof.read.trace.model import CollectiveTotals, TraceReport
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 # Below this size the start-up of a collective takes as long as its data on any link.

@@ -10,6 +10,9 @@ from typing import Final
 from msgspec.structs import replace
 
 from lightning_memprof.account.memory.categories import categories
+from lightning_memprof.account.snapshot import frames
+from lightning_memprof.account.snapshot.replay import Holder, site_of
+from lightning_memprof.account.snapshot.report import DeviceReport, HeldLine, SnapshotReport
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.remedies import (
     CHECKPOINT_MODULES,
@@ -33,9 +36,6 @@ from lightning_memprof.judge.rules.snapshot import (
     recovery_of,
     seen_in,
 )
-from lightning_memprof.read.snapshot import frames
-from lightning_memprof.read.snapshot.replay import Holder, site_of
-from lightning_memprof.read.snapshot.report import DeviceReport, HeldLine, SnapshotReport
 from lightning_memprof.read.stacks import parse_frame
 from lightning_memprof.units import GIB, format_bytes, format_count, percent
 

@@ -8,6 +8,12 @@ from typing import Any, Final
 
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import action_name
+from lightning_memprof.account.trace.idle import COMPILES
+from lightning_memprof.account.trace.model import (
+    IdleCause,
+    Steady,
+    TraceReport,
+)
 from lightning_memprof.judge.finding import Finding, Recovery, Severity
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -58,12 +64,6 @@ from lightning_memprof.judge.traces import (
     severity_of,
     shorter_name,
     workers_in,
-)
-from lightning_memprof.read.trace.idle import COMPILES
-from lightning_memprof.read.trace.model import (
-    IdleCause,
-    Steady,
-    TraceReport,
 )
 from lightning_memprof.units import format_count, format_ns, percent
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.model import Copies, Synchronization, TraceReport
 from lightning_memprof.judge.finding import Finding, Severity
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -46,7 +47,6 @@ from lightning_memprof.judge.traces import (
     shorter_name,
     times,
 )
-from lightning_memprof.read.trace.model import Copies, Synchronization, TraceReport
 from lightning_memprof.units import format_bytes, format_ns, percent
 
 READS: Final = (KEEP_ON_DEVICE, KEEP_ON_DEVICE_IN_TORCH)

@@ -12,6 +12,7 @@ import msgspec
 from lightning_memprof.account.ledger.memory import ByteLedger
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, grouped, total
 from lightning_memprof.account.steps.events import Event, rank_events
+from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.series import ThroughputRow
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery, titled
@@ -33,7 +34,6 @@ from lightning_memprof.judge.rules.modules import MOSTLY, ROOT, in_compiled, is_
 from lightning_memprof.judge.rules.program.lines import has, of_forward, of_spot
 from lightning_memprof.judge.rules.program.passes import ALL_GRADIENTS
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 # Batching the calls of a loop saves their dispatch, and lets an operator use all cores: of calls of PARALLEL_NS and
