@@ -20,6 +20,7 @@ from fake_runs import HEALTHY, FakeRun, make_run
 from ledger_lines import out_of_bounds
 from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
 from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.ledger.ranks import across_ranks
 from lightning_memprof.account.memory.report import memory_report
 from lightning_memprof.account.snapshot.report import snapshot_report
 from lightning_memprof.account.steps.statistics import typical_steps
@@ -30,6 +31,8 @@ from lightning_memprof.judge import Facts, examine, examine_files
 from lightning_memprof.read.run.load import load_run
 
 RECORDED: Final = Path(__file__).parents[1] / "golden" / "recorded"
+GOLDEN_RUNS: Final = RECORDED.parent / "runs"
+FAULTS: Final = sorted(path.name.removesuffix(".tar.xz") for path in GOLDEN_RUNS.glob("*.tar.xz"))
 NEAR: Final = 1e-3
 TRACE_ENDINGS: Final = (".trace.json", ".json.gz")
 # Of two generations of torch.
@@ -69,26 +72,43 @@ def assert_sums(ledger: TimeLedger | ByteLedger, name: str) -> None:
     assert sum(parts) == pytest.approx(whole, rel=NEAR), name
 
 
+def assert_run(directory: Path) -> None:
+    """Every ledger of a run sums to its whole: the mean step, the steps of each trace, the peaks of bytes."""
+    run = load_run(directory)
+    files = [run.directory.parent / row.path for row in run.artifacts if row.type == "trace"]
+    recorded = across_ranks([trace_report(file) for file in files if file.is_file()])
+    facts = Facts.of(run, recorded, memory=memory_report(run))
+    ranks = {rank.rank: rank for rank in run.ranks}
+    for number, ledger in facts.ledgers.items():
+        assert_sums(ledger, f"{directory}: rank {number}")
+        typical = typical_steps(ranks[number])
+        assert typical is not None
+        durations = [duration for _, duration, _ in typical.steps]
+        assert ledger.step_ns == pytest.approx(sum(durations) / len(durations), rel=NEAR)
+    for bytes_ledger in facts.byte_ledgers.values():
+        assert_sums(bytes_ledger, str(directory))
+    assert len(facts.ledgers) == len(ranks)
+    # As recorded, and as they are in the steps outside windows.
+    of_files = [of for trace in (*recorded, *facts.traces) for of in (trace.host_ledger, trace.device_ledger) if of]
+    for of_file in of_files:
+        assert_sums(of_file, str(directory))
+    assert not out_of_bounds(examine(facts), *facts.ledgers.values(), *facts.byte_ledgers.values(), *of_files)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_ledgers_of_a_run_sum_to_its_mean_step_and_its_peak(name: str, recorded: Path) -> None:
     for directory in sorted((recorded / name).rglob("memprofiler")):
-        run = load_run(directory)
-        files = [run.directory.parent / row.path for row in run.artifacts if row.type == "trace"]
-        facts = Facts.of(run, tuple(trace_report(file) for file in files if file.is_file()), memory=memory_report(run))
-        ranks = {rank.rank: rank for rank in run.ranks}
-        for number, ledger in facts.ledgers.items():
-            assert_sums(ledger, f"{directory}: rank {number}")
-            typical = typical_steps(ranks[number])
-            assert typical is not None
-            durations = [duration for _, duration, _ in typical.steps]
-            assert ledger.step_ns == pytest.approx(sum(durations) / len(durations), rel=NEAR)
-        for bytes_ledger in facts.byte_ledgers.values():
-            assert_sums(bytes_ledger, str(directory))
-        assert len(facts.ledgers) == len(ranks)
-        of_files = [ledger for trace in facts.traces for ledger in (trace.host_ledger, trace.device_ledger)]
-        assert not out_of_bounds(
-            examine(facts), *facts.ledgers.values(), *facts.byte_ledgers.values(), *filter(None, of_files)
-        )
+        assert_run(directory)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_ledgers_of_a_recorded_fault_sum_to_its_mean_step_and_its_peak(name: str, tmp_path: Path) -> None:
+    with tarfile.open(GOLDEN_RUNS / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    found = sorted(tmp_path.rglob("memprofiler"))
+    assert found
+    for directory in found:
+        assert_run(directory)
 
 
 @st.composite
@@ -218,7 +238,12 @@ def assert_tables(report: TraceReport, events: list[dict[str, Any]]) -> None:
 
 
 def assert_time(report: TraceReport, events: list[dict[str, Any]]) -> None:
-    """The lines sum to the steps, those of work to what ran on the device, and no finding recovers more than its."""
+    """The lines sum to the steps, those of work to what ran on the device, and no finding recovers more than its.
+
+    Idle causes sum to the idle time.
+    """
+    if report.idle and not report.is_sample and report.window is not None:
+        assert sum(cause.total_ns for cause in report.idle) == pytest.approx(report.window.idle_ns, rel=NEAR)
     for ledger in (report.host_ledger, report.device_ledger):
         if ledger is not None:
             assert_sums(ledger, str(report.file))
