@@ -15,8 +15,8 @@ from lightning_memprof.account.memory.report import TRACKERS, RankMemory, memory
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.collectives import collective_calls
 from lightning_memprof.account.trace.device import device_events
-from lightning_memprof.account.trace.idle import call_part, training_lane
-from lightning_memprof.account.trace.modules import HostThreads, Makers, Modules
+from lightning_memprof.account.trace.events import HostEvents
+from lightning_memprof.account.trace.idle import call_part
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import Rank, RecordedWindow, Run
 from lightning_memprof.read.trace.columns import Kind, TraceColumns, read_columns, step_spans
@@ -170,17 +170,15 @@ def _counts(columns: TraceColumns) -> Iterator[tuple[str, Counter[str]]]:
     device = device_events(columns)
     operators, syncs, lightning = Counter[str](), Counter[str](), Counter[str]()
     by_lightning = columns.named(f"{LINE}{LIGHTNING}".__eq__)
-    modules, threads = Modules(columns), HostThreads(columns)
-    lead, makers = training_lane(columns), None
-    lanes = sorted(np.unique(columns.lanes[threads.on_host]).tolist(), key=lambda lane: lane != lead)
-    for lane in lanes:
-        rows, parents, _ = threads.tree(lane)
-        module = modules.around(rows, parents, makers)
-        makers = makers or Makers(*modules.makers(rows, module))
+    events = HostEvents(columns)
+    lanes = np.unique(columns.lanes[events.on_host]).tolist()
+    for lane in sorted(lanes, key=lambda lane: lane != events.training):
+        rows, parents, _ = events.thread(lane)
+        module = events.module[rows]
         names, dispatched, waits, lines = _of_thread(columns, rows, parents, on_device=len(device.rows) > 0)
-        operators += _labels(columns, modules, names[dispatched], module[dispatched])
+        operators += _labels(columns, events, names[dispatched], module[dispatched])
         for counter, chosen in ((syncs, waits & ~by_lightning[lines]), (lightning, waits & by_lightning[lines])):
-            counter.update(_labels(columns, modules, names[chosen], module[chosen], lines[chosen]))
+            counter.update(_labels(columns, events, names[chosen], module[chosen], lines[chosen]))
     if operators:
         yield "operators", operators
     yield "syncs", syncs
@@ -236,16 +234,16 @@ def _names_at(names: NDArray[np.int32], positions: Column) -> NDArray[np.int32]:
 
 def _labels(
     columns: TraceColumns,
-    modules: Modules,
+    events: HostEvents,
     names: NDArray[np.int32],
-    owners: NDArray[np.int64],
+    owners: NDArray[np.int32],
     lines: NDArray[np.int32] | None = None,
 ) -> Counter[str]:
     """Return the count of each event, named ``train.py:12: aten::item in net.4``; no line if unknown."""
     numbers = [-1] * len(names) if lines is None else lines.tolist()
     found: Counter[str] = Counter()
     for (name, owner, number), count in Counter(zip(names.tolist(), owners.tolist(), numbers, strict=True)).items():
-        path = modules.path(owner)
+        path = events.path(owner)
         line = columns.name_of[number].removeprefix(LINE) if number >= 0 else ""
         found[f"{line and f'{line}: '}{columns.name_of[name]}{f' in {path}' if path else ''}"] += count
     return found

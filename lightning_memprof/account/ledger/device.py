@@ -15,10 +15,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
-from lightning_memprof.account.ledger.table import Table, joined, summed
+from lightning_memprof.account.ledger.table import NODE, Table, joined, summed, time_lines
 from lightning_memprof.account.ledger.work import operator_work, shaped
 from lightning_memprof.account.parts import BUSY, PARTS, PHASE_PARTS, Part
 from lightning_memprof.account.trace.device import copy_kind, device_steps, totals_by
+from lightning_memprof.account.trace.events import HostEvents, is_place
 from lightning_memprof.account.trace.idle import (
     COLLECTS,
     LOADING,
@@ -28,10 +29,8 @@ from lightning_memprof.account.trace.idle import (
     gap_ends,
     graph_captures,
     is_own_work,
-    training_lane,
 )
 from lightning_memprof.account.trace.model import IdleCause
-from lightning_memprof.account.trace.modules import HostThreads, Modules, is_place
 from lightning_memprof.read.trace.columns import Kind, is_loading
 from lightning_memprof.read.trace.intervals import (
     Intervals,
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
 
     from lightning_memprof.account.trace.collectives import CollectiveCall
     from lightning_memprof.account.trace.device import DeviceEvents
-    from lightning_memprof.account.trace.modules import Makers, Tree
+    from lightning_memprof.account.trace.events import Thread
     from lightning_memprof.read.trace.columns import Step, TraceColumns
     from lightning_memprof.read.trace.intervals import Column
 
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
 
 # Time inside an event of these parts is theirs, whatever runs in it; of several the last one.
 _ENCLOSING: Final = (Part.COLD_START, Part.IDLE_SYNCHRONIZATION, Part.IDLE_DATA, Part.IDLE_GC_PAUSES)
-_BACKWARD: Final = "autograd::engine::evaluate_function: "
 # The passes whose kernels have lines of their own, and the action around those of forward.
 _PASSES: Final = (Part.FORWARD, Part.BACKWARD)
 _FORWARD: Final = re.compile(r"\[pl\]\[profile\]\[Strategy\]\w+\.training_step\Z")
@@ -87,8 +85,8 @@ def device_account(
     columns: TraceColumns,
     device: DeviceEvents,
     steps: list[Step],
+    events: HostEvents,
     collectives: Sequence[CollectiveCall] = (),
-    threads: HostThreads | None = None,
 ) -> DeviceAccount | None:
     """Return the owners of the device's time in the steps; None where nothing ran on a device.
 
@@ -97,8 +95,8 @@ def device_account(
         device: its device events.
         steps: by start; without any, the time from the first device event to the last one is the step. Where the host
             is ahead, the device's time for them counts.
+        events: the host's events of the trace.
         collectives: those of the trace, for their names.
-        threads: of the trace, where they are known already.
     """
     if not len(device.busy.starts):
         return None
@@ -117,8 +115,8 @@ def device_account(
         basis += ", without the time in which launched work waits for work that is not in the trace"
     spans = difference(Intervals(np.array([start], np.int64), np.array([end], np.int64)), device.unrecorded)
     work = _Work(columns=columns, device=device, spans=spans, launched=device.launched, collectives=collectives)
-    host = _Host(work, ranges, threads or HostThreads(columns))
-    lines, passes = _Lines(columns, host.modules), _Lines(columns, host.modules)
+    host = _Host(work, ranges, events)
+    lines, passes = _Lines(columns, events), _Lines(columns, events)
     computed = _add_busy(lines, passes, host, work)
     first = int(device.busy.starts[0])
     longest = int(np.max(columns.ends[device.rows] - columns.starts[device.rows]))
@@ -133,7 +131,7 @@ def device_account(
         basis=basis,
         lines=owners,
         communication=tuple(line for line in owners if line.part == Part.COLLECTIVE),
-        work=operator_work(columns, [computed], host.modules.path, len(ranges)),
+        work=operator_work(columns, [computed], events.path, len(ranges)),
         exposed=stretches(difference(intersection(device.communication, spans), device.compute), columns.origin_ns),
         passes=_of_all_kernels(passes.lines(len(ranges)), owners),
     )
@@ -153,11 +151,11 @@ class _Work(msgspec.Struct, frozen=True, kw_only=True):
 class _Lines:
     """Owners while they are gathered: columns of numbers, and the texts behind them."""
 
-    def __init__(self, columns: TraceColumns, modules: Modules) -> None:
+    def __init__(self, columns: TraceColumns, events: HostEvents) -> None:
         self._texts = list(columns.name_of)
         self._numbers: dict[str, int] = {}
         self._tables: list[Table] = []
-        self._modules = modules
+        self._events = events
 
     def text(self, text: str) -> int:
         """Return the number of a text that need not be the name of an event."""
@@ -180,21 +178,13 @@ class _Lines:
     def lines(self, steps: int) -> tuple[TimeLine, ...]:
         """Return the owners, the longest first."""
         table = joined(self._tables)
-        keys, sums, longest = table[:4].T.tolist(), table[4:6].tolist(), table[6].tolist()
-        found = [
-            TimeLine(
-                part=PARTS[part],
-                name="" if label < 0 else self._texts[label],
-                module=None if module == _UNKNOWN else self._modules.path(module),
-                operator=None if operator < 0 else self._texts[operator].removeprefix(_BACKWARD),
-                ns=ns / steps,
-                count=count / steps,
-                longest_ns=most,
-            )
-            for (part, label, module, operator), ns, count, most in zip(keys, *sums, longest, strict=True)
-            if ns
-        ]
-        return tuple(sorted(found, key=lambda line: (-line.ns, line.part, line.name, line.operator or "")))
+        return time_lines(
+            table[:, table[4] != 0],
+            steps,
+            lambda label: "" if label < 0 else self._texts[label],
+            lambda module: None if module == _UNKNOWN else self._events.path(module),
+            lambda operator: None if operator < 0 else self._texts[operator].removeprefix(NODE),
+        )
 
 
 class _Host:
@@ -202,7 +192,7 @@ class _Host:
 
     Attributes:
         part: ``(n,)`` ``Part.number`` of the time in which the event is the innermost one.
-        label: ``(n,)`` number of the name that says more than the part; ``module`` and ``operator`` likewise.
+        label: ``(n,)`` number of the name that says more than the part; ``module`` likewise.
         outer: ``(n,)`` row of the event that names the activity: in Python the place around it, else the outermost one
             of the same part.
         shaped: ``(n,)`` row of the innermost operator with recorded inputs; one -1 where the trace has none.
@@ -210,50 +200,39 @@ class _Host:
         training: lane of the training thread, -1 where the trace has none.
     """
 
-    def __init__(self, work: _Work, ranges: Sequence[tuple[int, int]], threads: HostThreads) -> None:
+    def __init__(self, work: _Work, ranges: Sequence[tuple[int, int]], events: HostEvents) -> None:
         self._columns = columns = work.columns
         self._launched = work.launched
         count = len(columns.starts)
-        self.training = training_lane(columns)
+        self.training, self.module, self._events = events.training, events.module, events
         self.part = np.full(count, _NONE, np.int8)
-        self.label, self.module, self.operator = (np.full(count, _NONE, np.int32) for _ in range(3))
+        self.label = np.full(count, _NONE, np.int32)
         self.outer = np.full(count, _NONE, np.int64)
         self.shaped = np.full(count if len(columns.shapes.rows) else 1, _NONE, np.int64)
-        self.modules = Modules(columns)
-        names = _Names(columns, self.modules.named)
-        self.is_named = ~(names.own | self.modules.named)
+        names = _Names(columns, events.is_module)
+        self.is_named = ~(names.own | events.is_module)
         lanes = np.unique(np.append(columns.lanes[work.launched[work.launched >= 0]], self.training))
-        found = {int(lane): threads.tree(int(lane)) for lane in lanes}
-        for tree in found.values():
-            self.part[tree.rows] = names.parts(tree.rows)
+        found = {int(lane): events.thread(int(lane)) for lane in lanes}
+        for thread in found.values():
+            self.part[thread.rows] = names.parts(thread.rows)
         cold = cold_calls(columns, work.device, ranges)
         self.part[cold[self.part[cold] >= 0]] = Part.COLD_START.number
-        # The training thread first: the others run the nodes that it makes.
-        self._forward: Makers | None = None
-        self.trees = found
-        for _, tree in sorted(found.items(), key=lambda item: item[0] != self.training):
-            self._describe(tree, names)
-            self._forward = self._forward or self.modules.makers(tree.rows, self.module[tree.rows].astype(np.int64))
+        self.threads = found
+        for thread in found.values():
+            self._describe(thread, names)
 
-    def _describe(self, tree: Tree, names: _Names) -> None:
-        columns, (rows, parents, _) = self._columns, tree
+    def _describe(self, thread: Thread, names: _Names) -> None:
+        columns, (rows, parents, _) = self._columns, thread
         kinds, known = columns.kinds[rows], columns.names[rows]
 
-        def around(marked: NDArray[np.bool_], values: NDArray[np.int32], target: NDArray[np.int32]) -> None:
-            at = nearest(parents, marked)
-            target[rows[at >= 0]] = values[at[at >= 0]]
-
-        around(kinds == Kind.OPERATOR, known, self.operator)
         if len(columns.shapes.rows):
             at = nearest(parents, columns.shapes.of(rows) >= 0)
             self.shaped[rows] = np.where(at >= 0, rows[at], _NONE)
-        self.module[rows] = self.modules.around(rows, parents, self._forward)
         is_python = (kinds == Kind.PYTHON) | (kinds == Kind.ANNOTATION)
-        self.label[rows] = np.where((kinds == Kind.OPERATOR) | self.modules.named[known], _NONE, known)
-        places = np.full(len(self.label), _NONE, np.int32)
-        around(is_python & names.places[known], known, places)
-        self.label[rows] = np.where(is_python & (places[rows] >= 0), places[rows], self.label[rows])
-        self.label[rows[is_python & names.own[known] & (places[rows] < 0)]] = _NONE
+        self.label[rows] = np.where((kinds == Kind.OPERATOR) | self._events.is_module[known], _NONE, known)
+        place = nearest(parents, is_python & names.places[known])
+        self.label[rows] = np.where(is_python & (place >= 0), known[place], self.label[rows])
+        self.label[rows[is_python & names.own[known] & (place < 0)]] = _NONE
         own = self.part[rows]
         for part in _ENCLOSING:
             at = nearest(parents, own == part.number)
@@ -263,16 +242,21 @@ class _Host:
         own = self.part[rows]
         is_outer = (parents < 0) | (own[parents] != own)
         in_python = own == Part.IDLE_PYTHON.number
-        outer = np.where(in_python, nearest(parents, is_python & names.places[known]), nearest(parents, is_outer))
+        outer = np.where(in_python, place, nearest(parents, is_outer))
         self.outer[rows] = np.where(outer >= 0, rows[outer], rows)
 
     def key(self, rows: Column) -> tuple[NDArray[np.int32], ...]:
         """Return label, module and operator of events."""
-        return self.label[rows], self.module[rows], self.operator[rows]
+        return self.label[rows], self.module[rows], self.operator(rows)
+
+    def operator(self, rows: Column) -> NDArray[np.int32]:
+        """Return the number of the name of the innermost operator around events, -1 for none."""
+        found = self._events.operator[rows]
+        return np.where(found >= 0, self._columns.names[found], np.int32(_NONE))
 
     def pieces(self, lane: int, when: Intervals) -> tuple[Column, Intervals, Intervals]:
         """Return a thread's innermost events within a set, the pieces of it with each, and the rest of the set."""
-        thread = self.trees.get(lane)
+        thread = self.threads.get(lane)
         if thread is None or not len(thread.rows):
             return np.empty(0, np.int64), Intervals(when.starts[:0], when.ends[:0]), when
         starts = self._columns.starts[thread.rows]
@@ -351,7 +335,7 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, work: _Work) -> Table:
         own[chosen] = length_before(free, last) - length_before(free, first)
         free = difference(free, busy)
     known = work.launched >= 0
-    operator = np.where(known, host.operator[work.launched], _NONE)
+    operator = np.where(known, host.operator(work.launched), _NONE)
     worked = np.where(computes, _with_usual(columns.names[rows].astype(np.int64), operator, own), operator)
     module = np.where(known & ~device.communicates, host.module[work.launched], _UNKNOWN)
     numbers = [part.number for part in BUSY]
@@ -398,7 +382,7 @@ def _pass_of(columns: TraceColumns, launched: Column, training: int) -> Column:
     forward = union(columns.starts[rows], columns.ends[rows])
     at = columns.starts[launched]
     is_forward = length_within(forward, at, at + 1) > 0
-    nodes = columns.rows_named(lambda name: name.startswith(_BACKWARD), Kind.OPERATOR)
+    nodes = columns.rows_named(lambda name: name.startswith(NODE), Kind.OPERATOR)
     lanes = columns.lanes[launched]
     is_backward = np.isin(lanes, np.unique(columns.lanes[nodes])) & (lanes != training)
     return np.where(launched < 0, _NONE, np.where(is_backward, 1, np.where(is_forward, 0, _NONE)))
@@ -543,7 +527,7 @@ def _add_idle(
     gaps.add(host.part[launch], in_call, launch, *host.key(launch), named=host.outer[launch])
     queued = Intervals(ends.ready[known], idle.ends[known])
     queue = np.full(len(known), Part.IDLE_QUEUE.number)
-    gaps.add(queue, queued, events, _NONE, host.module[launch], host.operator[launch])
+    gaps.add(queue, queued, events, _NONE, host.module[launch], host.operator(launch))
     lanes = np.where(ends.calls >= 0, columns.lanes[ends.calls], host.training)
     for lane in np.unique(lanes).tolist():
         mine = lanes == lane

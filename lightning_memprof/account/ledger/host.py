@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
-from lightning_memprof.account.ledger.table import Table, joined, summed
+from lightning_memprof.account.ledger.table import NODE, Table, joined, summed, time_lines
 from lightning_memprof.account.ledger.work import operator_work, shaped
-from lightning_memprof.account.parts import PARTS, Part
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import MODULES, RANGES, action_name, is_profiler, meeting, part_of
+from lightning_memprof.account.trace.events import HostEvents, Places
 from lightning_memprof.account.trace.idle import COLLECTS
-from lightning_memprof.account.trace.modules import HostThreads, Modules, Places, Tree
-from lightning_memprof.read.trace.columns import STEP_NAME, Kind, Step, TraceColumns
+from lightning_memprof.read.trace.columns import Kind, Step, TraceColumns
 from lightning_memprof.read.trace.communication import HOST_BACKENDS, common_name
 from lightning_memprof.read.trace.intervals import (
     Column,
@@ -37,11 +37,10 @@ from lightning_memprof.read.trace.intervals import (
     union,
 )
 
-_NODE: Final = "autograd::engine::evaluate_function: "
 _ACTION: Final = "[pl][profile]"
 _RANGES: Final[Mapping[str, Part]] = {
     **RANGES,
-    _NODE: Part.BACKWARD,
+    NODE: Part.BACKWARD,
     "<built-in method run_backward": Part.BACKWARD,
     "_compile.compile_inner (dynamo_timed)": Part.COMPILE,
     "[pl][forward_hook]": Part.FORWARD_HOOK,
@@ -75,21 +74,20 @@ _PLACED: Final = (Part.FORWARD.number, Part.GC_PAUSES.number, Part.CHECKPOINT.nu
 
 
 def host_ledger(
-    columns: TraceColumns, steps: Sequence[Step], threads: HostThreads | None = None, stage: str = "fit"
+    columns: TraceColumns, steps: Sequence[Step], events: HostEvents, stage: str = "fit"
 ) -> TimeLedger | None:
     """Return the owners of the training thread's time in the steps; None where the trace has no operator.
 
     Args:
         columns: the trace.
         steps: by start; without any, the time from the first operator to the last one is the step.
-        threads: of the trace, where they are known already.
+        events: the host's events of the trace.
         stage: of the Trainer, which tells the part of Lightning's actions.
     """
     operators = columns.rows(Kind.OPERATOR)
     if not len(operators):
         return None
-    lane = _training_lane(columns, operators)
-    mine = operators[columns.lanes[operators] == lane]
+    mine = operators[columns.lanes[operators] == events.training]
     if steps:
         spans = union(*(np.array([getattr(step, end) for step in steps], np.int64) for end in ("start", "end")))
         basis = "1 recorded step" if len(steps) == 1 else f"{len(steps)} recorded steps"
@@ -100,7 +98,7 @@ def host_ledger(
     count = max(len(steps), 1)
     if not whole:
         return None
-    found = _Threads(columns, lane, threads or HostThreads(columns), stage)
+    found = _Threads(columns, events, stage)
     exposed = _exposed(found, spans)
     tables, computed = _tables(found, spans, exposed)
     durations = [step.end - step.start for step in steps] or [whole]
@@ -109,8 +107,8 @@ def host_ledger(
         median_ns=float(np.median(durations)),
         steps=count,
         basis=basis,
-        lines=_summed(found, joined(tables), count),
-        work=operator_work(columns, computed, found.modules.path, count),
+        lines=_lines(found, joined(tables), count),
+        work=operator_work(columns, computed, events.path, count),
         double_backward_ns=_double_backward(found, steps),
         recomputed_ns=_recomputed(found, spans) / count,
         forwards=_forwards(found, steps),
@@ -154,15 +152,6 @@ def _least(excess: float, spent: Sequence[tuple[float, float]], events: float) -
     return min([excess / events if events else 0.0, *(ns / count for ns, count in spent if count)])
 
 
-def _training_lane(columns: TraceColumns, operators: Column) -> int:
-    """Return the lane of the steps, else of most operators that make autograd nodes, else of most operators."""
-    steps = columns.rows(Kind.ANNOTATION)
-    steps = steps[columns.named(STEP_NAME.match)[columns.names[steps]]]
-    makers = operators[(columns.sequences[operators] >= 0) & ~columns.runs_node[operators]]
-    chosen = next(rows for rows in (steps, makers, operators) if len(rows))
-    return int(np.argmax(np.bincount(columns.lanes[chosen])))
-
-
 class _Thread(msgspec.Struct, frozen=True, kw_only=True):
     """Events of a thread that have an owner: rows of the trace, and by position the innermost named event around each.
 
@@ -181,7 +170,7 @@ class _Thread(msgspec.Struct, frozen=True, kw_only=True):
     called: NDArray[np.bool_]
     part: Column
     label: Column
-    module: Column
+    module: NDArray[np.int32]
     operator: Column
     place: Column
 
@@ -189,10 +178,10 @@ class _Thread(msgspec.Struct, frozen=True, kw_only=True):
 class _Threads:
     """The training thread and those of autograd."""
 
-    def __init__(self, columns: TraceColumns, lane: int, threads: HostThreads, stage: str) -> None:
+    def __init__(self, columns: TraceColumns, events: HostEvents, stage: str) -> None:
         self.columns = columns
         names = columns.name_of
-        self.modules = Modules(columns)
+        self.events = events
         self._parts = np.array([_part(name, stage) for name in names] or [_NONE], np.int64)
         self._operators = _operators(names)
         self.is_lightning = any(name.startswith(_ACTION) for name in names)
@@ -201,15 +190,13 @@ class _Threads:
         self._is_placed = not self.is_lightning and not len(columns.rows(Kind.RUNTIME))
         for pattern, part in () if self.is_lightning else _CALLS_OF:
             self._parts[columns.named(pattern.search)] = part.number
-        self.training = self._thread(threads.tree(lane), None)
-        runs_node = columns.runs_node | columns.named(lambda name: name.startswith(_NODE))[columns.names]
-        nodes = threads.on_host & runs_node & (columns.lanes != lane)
-        self.autograd = [
-            self._thread(threads.tree(other), self.training) for other in np.unique(columns.lanes[nodes]).tolist()
-        ]
+        self.training = self._thread(events.training)
+        runs_node = columns.runs_node | columns.named(lambda name: name.startswith(NODE))[columns.names]
+        nodes = events.on_host & runs_node & (columns.lanes != events.training)
+        self.autograd = [self._thread(lane) for lane in np.unique(columns.lanes[nodes]).tolist()]
 
-    def _thread(self, tree: Tree, forward: _Thread | None) -> _Thread:
-        columns, (rows, parents, ends) = self.columns, tree
+    def _thread(self, lane: int) -> _Thread:
+        columns, (rows, parents, ends) = self.columns, self.events.thread(lane)
         starts, names, kinds = columns.starts[rows], columns.names[rows], columns.kinds[rows]
         is_operator = kinds == Kind.OPERATOR
         parts = self._parts[names]
@@ -219,12 +206,10 @@ class _Threads:
         part[(part == Part.SELF_LOG.number) & ~in_forward] = Part.LOGGING.number
         in_validation = nearest(parents, part == Part.VALIDATION.number) >= 0
         part[in_validation & ~np.isin(part, _BESIDE_VALIDATION)] = Part.VALIDATION.number
-        makers = None if forward is None else self.modules.makers(forward.rows, forward.module)
-        module = self.modules.around(rows, parents, makers)
-        operator = nearest(parents, is_operator)
+        operator = self.events.operator[rows]
         # An operator inside a range that is not an operator, as a module called by an operator, is not that operator's.
-        inner = nearest(parents, ~is_operator & (self.modules.named[names] | (parts != _NONE)))
-        operator[(operator >= 0) & (inner >= 0) & (starts[inner] > starts[operator])] = _NONE
+        inner = nearest(parents, ~is_operator & (self.events.is_module[names] | (parts != _NONE)))
+        operator[(operator >= 0) & (inner >= 0) & (starts[inner] > columns.starts[operator])] = _NONE
         called = is_operator & ((parents < 0) | (operator[parents] < 0))
         return _Thread(
             rows=rows,
@@ -233,8 +218,8 @@ class _Threads:
             called=called,
             part=part.astype(np.int32),
             label=np.where(at >= 0, names[at], _NONE).astype(np.int32),
-            module=module.astype(np.int32),
-            operator=np.where(operator >= 0, self._operators[names[operator]], _NONE).astype(np.int32),
+            module=self.events.module[rows],
+            operator=np.where(operator >= 0, self._operators[columns.names[operator]], _NONE).astype(np.int32),
             place=self.places.around(rows, parents) if self._is_placed else np.full(len(rows), _NONE),
         )
 
@@ -242,7 +227,7 @@ class _Threads:
 def _operators(names: Sequence[str]) -> Column:
     """Return for each name of an operator its number; autograd's call of a backward function has that function's."""
     numbers = {name: number for number, name in enumerate(names)}
-    return np.array([numbers.get(name.removeprefix(_NODE), number) for name, number in numbers.items()] or [_NONE])
+    return np.array([numbers.get(name.removeprefix(NODE), number) for name, number in numbers.items()] or [_NONE])
 
 
 def _part(name: str, stage: str) -> int:
@@ -418,7 +403,7 @@ def _recomputed(threads: _Threads, spans: Intervals) -> int:
     """Return the time of modules that are called in backward, as activation checkpointing does."""
     whole = 0
     for thread in (threads.training, *threads.autograd):
-        is_module = threads.modules.named[threads.columns.names[thread.rows]]
+        is_module = threads.events.is_module[threads.columns.names[thread.rows]]
         calls = is_module & (thread.part == Part.BACKWARD.number)
         called = union(threads.columns.starts[thread.rows[calls]], thread.ends[calls])
         whole += length(intersection(spans, called))
@@ -432,7 +417,7 @@ def _forwards(threads: _Threads, steps: Sequence[Step]) -> tuple[str, int] | Non
     """
     columns, thread = threads.columns, threads.training
     starts, names = columns.starts[thread.rows], columns.names[thread.rows]
-    is_module = threads.modules.named[names]
+    is_module = threads.events.is_module[names]
     around = np.where(thread.parents >= 0, nearest(thread.parents, is_module)[thread.parents], _NONE)
     outer = is_module & (around < 0) & np.isin(thread.part, (Part.FORWARD.number, _NONE))
     found = set()
@@ -441,7 +426,7 @@ def _forwards(threads: _Threads, steps: Sequence[Step]) -> tuple[str, int] | Non
         calls = names[inside[np.argsort(starts[inside], kind="stable")]].tolist()
         found.add((calls[0], _rounds(calls)) if calls else (_NONE, 1))
     ((first, count),) = found if len(found) == 1 else {(_NONE, 1)}
-    return (threads.modules.path(first) or "", count) if 1 < count <= MAX_FORWARDS else None
+    return (threads.events.path(first) or "", count) if 1 < count <= MAX_FORWARDS else None
 
 
 def _rounds(calls: Sequence[int]) -> int:
@@ -455,26 +440,14 @@ def _rounds(calls: Sequence[int]) -> int:
     return len(rounds) if all(rounds) and sum(map(len, rounds)) == len(set[int]().union(*rounds)) else 1
 
 
-def _summed(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:
-    keys, sums, longest = table[:4].T.tolist(), table[4:8].tolist(), table[8].tolist()
+def _lines(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:
     names = [*threads.columns.name_of, *threads.places.texts]
-    lines = [
-        TimeLine(
-            part=PARTS[part],
-            name="" if label < 0 else _label(names[label]),
-            module=threads.modules.path(module),
-            operator="" if operator < 0 else names[operator].removeprefix(_NODE),
-            ns=ns / steps,
-            count=count / steps,
-            called=called / steps,
-            inside=inside / steps,
-            longest_ns=most,
-        )
-        for (part, label, module, operator), ns, count, called, inside, most in zip(keys, *sums, longest, strict=True)
-        if ns or count
-    ]
-    return tuple(
-        sorted(lines, key=lambda line: (-line.ns, line.part, line.name, line.module or "", line.operator or ""))
+    return time_lines(
+        table[:, (table[4] != 0) | (table[5] != 0)],
+        steps,
+        lambda label: "" if label < 0 else _label(names[label]),
+        threads.events.path,
+        lambda operator: "" if operator < 0 else names[operator].removeprefix(NODE),
     )
 
 

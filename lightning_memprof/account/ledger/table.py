@@ -1,12 +1,19 @@
-"""Sums of owners: a few numbers for each, grouped before the next thread is taken, so that a table stays small."""
+"""Sums of owners, a few numbers for each, grouped before the next thread is taken, and lines of a ledger from them."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memprof.account.ledger.model import TimeLine
+from lightning_memprof.account.parts import PARTS
+
+NODE: Final = "autograd::engine::evaluate_function: "
+"""The beginning of the names of autograd's calls of backward functions."""
+_SUMS: Final = ("ns", "count", "called", "inside")
 Table: TypeAlias = NDArray[np.int64]
 """``(c, k)``: numbers of part, label, module and operator; then what is summed, ns first; then the longest call."""
 
@@ -39,3 +46,36 @@ def summed(*columns: NDArray[np.generic]) -> Table:
 def joined(tables: list[Table]) -> Table:
     """Return the sum of tables, of which there is at least one."""
     return summed(*np.concatenate(tables, axis=1))
+
+
+def time_lines(
+    table: Table,
+    steps: int,
+    label: Callable[[int], str],
+    module: Callable[[int], str | None],
+    operator: Callable[[int], str | None],
+) -> tuple[TimeLine, ...]:
+    """Return the owners of a table of times as lines per step, the longest first.
+
+    Args:
+        table: whose sums are ns, count and, where they are known, calls and events inside.
+        steps: number of steps.
+        label: text of a label's number.
+        module: path of a module's number.
+        operator: text of an operator's number.
+    """
+    keys, sums, longest = table[:4].T.tolist(), table[4:-1].T / steps, table[-1].tolist()
+    lines = [
+        TimeLine(
+            part=PARTS[part],
+            name=label(name),
+            module=module(path),
+            operator=operator(function),
+            longest_ns=most,
+            **dict(zip(_SUMS, spent, strict=False)),
+        )
+        for (part, name, path, function), spent, most in zip(keys, sums.tolist(), longest, strict=True)
+    ]
+    return tuple(
+        sorted(lines, key=lambda line: (-line.ns, line.part, line.name, line.module or "", line.operator or ""))
+    )

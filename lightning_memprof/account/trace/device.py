@@ -57,6 +57,7 @@ class DeviceEvents(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rows: ``(n,)`` positions in the trace's columns.
         launched: ``(n,)`` rows of the calls that launched them, -1 where the trace does not have it.
+        moments: ``(n,)`` when they were launched: without a known launch their start, ``EARLIER`` before the recording.
         communicates: ``(n,)`` whether it is a collective or a message between devices.
         copies: ``(n,)`` whether it copies or sets memory.
         busy: time in which anything ran; ``compute``, ``communication`` and ``memory_copy`` likewise.
@@ -65,6 +66,7 @@ class DeviceEvents(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: NDArray[np.int64]
     launched: Column
+    moments: Column
     communicates: NDArray[np.bool_]
     copies: NDArray[np.bool_]
     busy: Intervals
@@ -117,6 +119,7 @@ def device_events(columns: TraceColumns) -> DeviceEvents:
     return DeviceEvents(
         rows=rows,
         launched=launched,
+        moments=_moments(columns, rows, launched),
         communicates=communicates,
         copies=copying,
         busy=busy,
@@ -154,12 +157,9 @@ def _unrecorded(columns: TraceColumns, rows: Column, launched: Column, busy: Int
     return Intervals(begins[is_kept], gaps.ends[is_kept])
 
 
-def launch_moments(columns: TraceColumns, device: DeviceEvents) -> Column:
-    """Return when each device event was launched: without a known launch its start, ``EARLIER`` before the recording.
-
-    A device that is behind first works off what was launched before the recording.
-    """
-    launched, starts = device.launched, columns.starts[device.rows]
+def _moments(columns: TraceColumns, rows: Column, launched: Column) -> Column:
+    # A device that is behind first works off what was launched before the recording.
+    starts = columns.starts[rows]
     is_known = launched >= 0
     moments = np.where(is_known, columns.starts[np.maximum(launched, 0)], starts)
     if np.any(is_known):
@@ -181,7 +181,7 @@ def device_steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step])
     if not steps or not len(device.rows):
         return steps
     begins = np.array([step.start for step in steps], np.int64)
-    moments, ends = launch_moments(columns, device), columns.ends[device.rows]
+    moments, ends = device.moments, columns.ends[device.rows]
     last = max(step.end for step in steps)
     inside, earlier = (moments >= begins[0]) & (moments < last), moments < begins[0]
     if not np.any(inside):

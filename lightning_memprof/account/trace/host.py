@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memprof.account.ledger.table import NODE
 from lightning_memprof.account.trace.device import totals_by
 from lightning_memprof.account.trace.model import HostOperators, Operator
 from lightning_memprof.read.trace.columns import STEP_NAME, Kind, Step, TraceColumns
@@ -19,8 +20,6 @@ from lightning_memprof.read.trace.intervals import ROUNDING_NS, Column, innermos
 _SMALL_NS: Final = 10_000
 # Python goes from one operator to the next in 1 to 10 µs, through a module with hooks in 50: longer is something else.
 _NEAR_NS: Final = 50_000
-# torch's name for the call of each backward function; the function has an event of its own inside it.
-_BACKWARD: Final = "autograd::engine::evaluate_function: "
 _LIGHTNING: Final = re.compile(r"\A\[pl\]\[(?:profile|module)\](?:\[\w+\])?")
 # The prefix of modules that torch's profiler saw with stacks.
 _MODULE: Final = "nn.Module: "
@@ -100,7 +99,7 @@ def host_operators(columns: TraceColumns, steps: list[Step]) -> HostOperators | 
     outer = first.rows[outermost(columns.starts[first.rows], columns.ends[first.rows])]
     recorded = np.flatnonzero(columns.lanes == lane)
     recorded = recorded[(columns.starts[recorded] >= first.start) & (columns.starts[recorded] < first.end)]
-    names = Counter(columns.name(row).removeprefix(_BACKWARD) for row in outer)
+    names = Counter(columns.name(row).removeprefix(NODE) for row in outer)
     return HostOperators(
         steps=len(chosen),
         step_ns=int(typical.sum()),

@@ -21,7 +21,6 @@ from lightning_memprof.account.steps.events import is_profiler
 from lightning_memprof.account.trace.device import LATENCY_NS, DeviceEvents, totals_by
 from lightning_memprof.account.trace.model import RuntimeCall, Synchronization
 from lightning_memprof.read.trace.columns import (
-    STEP_NAME,
     Kind,
     TraceColumns,
     loading_intervals,
@@ -303,13 +302,6 @@ def graph_captures(
 def is_own_work(name: str) -> bool:
     """Return whether a range is work of this package, which explains no program's idle time."""
     return is_profiler(name.removeprefix("[pl][profile]"))
-
-
-def training_lane(columns: TraceColumns) -> int:
-    """Return the lane of the steps, else of most calls of the runtime; -1 without either."""
-    steps = columns.rows_named(STEP_NAME.match, Kind.ANNOTATION)
-    chosen = columns.lanes[steps if len(steps) else columns.rows(Kind.RUNTIME)]
-    return int(np.argmax(np.bincount(chosen))) if len(chosen) else -1
 
 
 def call_part(call: str) -> Part:

@@ -22,8 +22,8 @@ from lightning_memprof.account.trace.device import (
     device_events,
     device_steps,
     kernels,
-    launch_moments,
 )
+from lightning_memprof.account.trace.events import HostEvents
 from lightning_memprof.account.trace.host import host_operators, operators
 from lightning_memprof.account.trace.idle import (
     allocator_spans,
@@ -34,7 +34,6 @@ from lightning_memprof.account.trace.idle import (
     synchronizations,
 )
 from lightning_memprof.account.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
-from lightning_memprof.account.trace.modules import HostThreads
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.read.trace.columns import (
     HOST_KINDS,
@@ -87,13 +86,13 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     device = device_events(columns)
     steps = step_spans(columns)
     timed = device_steps(columns, device, steps)
-    loading, threads = loading_intervals(columns), HostThreads(columns)
+    loading, events = loading_intervals(columns), HostEvents(columns)
     window = (int(device.busy.starts[0]), int(device.busy.ends[-1])) if len(device.busy.starts) else None
     rank, world_size = recorded_rank(columns.metadata), _number(columns.metadata, "world_size", _WORLD)
     ranges = [(step.start, step.end) for step in steps] or ([window] if window else [])
     devices, capabilities = zip(*_devices(columns, device), strict=True) if len(device.rows) else ((), ())
     collectives = list(collective_calls(columns, device))
-    account = device_account(columns, device, steps, collectives, threads)
+    account = device_account(columns, device, steps, events, collectives)
     return TraceReport(
         file=path,
         rank=rank,
@@ -130,7 +129,7 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         host_events=int(np.count_nonzero(np.isin(columns.kinds, HOST_KINDS))),
         steady_allocations=steady_allocations(columns, device, ranges) if window else (),
         arrivals=trace_arrivals(columns)[:_MOST_ARRIVALS],
-        host_ledger=host_ledger(columns, steps, threads, name.stage if name else "fit"),
+        host_ledger=host_ledger(columns, steps, events, name.stage if name else "fit"),
         device_ledger=account.ledger if account else None,
     )
 
@@ -180,8 +179,7 @@ def _reduces_in_backward(columns: TraceColumns) -> bool:
 def _optimizer_ns(columns: TraceColumns, device: DeviceEvents) -> int:
     """Return the time of the kernels that compute and that the steps of optimizers launched."""
     steps = columns.when(columns.rows_named(_OPTIMIZER.match, Kind.ANNOTATION, Kind.OPERATOR))
-    moments = launch_moments(columns, device)
-    inside = length_within(steps, moments, moments + 1) > 0
+    inside = length_within(steps, device.moments, device.moments + 1) > 0
     return length(columns.when(device.rows[inside & ~device.communicates & ~device.copies]))
 
 
@@ -192,7 +190,7 @@ def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loadi
     was launched before the recording to none.
     """
     starts = np.array([step.start for step in steps], np.int64)
-    owners = np.searchsorted(starts, launch_moments(columns, device), side="right") - 1
+    owners = np.searchsorted(starts, device.moments, side="right") - 1
     order = np.argsort(owners, kind="stable")
     bounds = np.searchsorted(owners[order], np.arange(len(steps) + 1))
     found = []
@@ -214,8 +212,7 @@ def _steps(columns: TraceColumns, device: DeviceEvents, steps: list[Step], loadi
 def _outside(columns: TraceColumns, device: DeviceEvents, steps: list[Step]) -> dict[str, int]:
     if not steps:
         return {}
-    moments = launch_moments(columns, device)
-    outside = (moments < steps[0].start) | (moments >= max(step.end for step in steps))
+    outside = (device.moments < steps[0].start) | (device.moments >= max(step.end for step in steps))
     names, counts = np.unique(columns.names[device.rows[outside]], return_counts=True)
     return {columns.name_of[name]: count for name, count in zip(names.tolist(), counts.tolist(), strict=True)}
 

@@ -14,6 +14,7 @@ from lightning_memprof.account.ledger.device import device_account
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.parts import PARTS, Part
 from lightning_memprof.account.trace.device import device_events, device_steps
+from lightning_memprof.account.trace.events import HostEvents
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.read.trace.columns import Kind, TraceColumns, step_spans
 
@@ -373,7 +374,7 @@ def test_the_lines_sum_to_the_steps_whatever_the_trace_has(made):
         origin_ns=0,
     )
     device, steps = device_events(columns), step_spans(columns)
-    account = device_account(columns, device, steps)
+    account = device_account(columns, device, steps, HostEvents(columns))
     if account is None:
         assert not len(device.busy.starts) or not any(step.end > step.start for step in steps)
         return

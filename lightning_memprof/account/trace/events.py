@@ -1,7 +1,4 @@
-"""Threads of the host as trees, and the module of each event: the one around it, in backward that of its forward.
-
-Where Python was recorded, also the place in the program around each event.
-"""
+"""The host's events of a trace by thread, each with its module and operator, and the places in the program."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _PYTHON: Final = "nn.Module: "
 _BUILTIN: Final = re.compile(r"<built-in (?:function|method) (\S+?)(?: of .*)?>")
 
 
-class Tree(NamedTuple):
+class Thread(NamedTuple):
     """The events of one thread, without the steps.
 
     Attributes:
@@ -35,62 +32,76 @@ class Tree(NamedTuple):
     ends: Column
 
 
-class HostThreads:
-    """The threads of the host as trees, each made once: nesting takes most of the time of a ledger."""
-
-    def __init__(self, columns: TraceColumns) -> None:
-        self._columns = columns
-        self.on_host: NDArray[np.bool_] = np.isin(columns.kinds, HOST_KINDS)
-        self.on_host &= ~columns.named(STEP_NAME.match)[columns.names]
-        self._trees: dict[int, Tree] = {}
-
-    def tree(self, lane: int) -> Tree:
-        """Return the tree of a lane, empty where nothing of the host is in it."""
-        if lane not in self._trees:
-            rows = np.flatnonzero(self.on_host & (self._columns.lanes == lane))
-            starts = self._columns.starts[rows]
-            nesting = nest(starts, self._columns.ends[rows], slack=ROUNDING_NS)
-            self._trees[lane] = Tree(rows, nesting.parents, exclusive_ends(nesting, starts))
-        return self._trees[lane]
-
-
-class Makers(NamedTuple):
-    """Rows of the operators of forward that make autograd's nodes, and numbers of the names of their modules."""
+class _Makers(NamedTuple):
+    """Rows of the operators that make autograd's nodes, and numbers of the names of their modules."""
 
     rows: Column
     modules: Column
 
 
-class Modules:
-    """The ranges of modules in a trace: Lightning's, which have paths, else those that torch recorded with stacks.
+class HostEvents:
+    """The events of the host's threads, classified once: nesting takes most of the time of a ledger.
+
+    Modules are Lightning's ranges, which have paths, else those that torch recorded with stacks.
 
     Attributes:
-        named: by number of a name, whether it is a module's.
+        on_host: ``(n,)`` whether an event is one of a thread of the program, and no step.
+        training: lane of the training thread: of the steps, else of most operators that make autograd's nodes, else of
+            most operators, else of most calls of the runtime; -1 without any of them.
+        is_module: by number of a name, whether it is a module's.
+        module: ``(n,)`` number of the name of the module around each event, in backward that of its forward; -1 outside
+            of modules, and in threads that nobody asked for.
+        operator: ``(n,)`` row of the innermost operator around each event, likewise.
     """
 
     def __init__(self, columns: TraceColumns) -> None:
         self._columns = columns
+        steps = columns.named(STEP_NAME.match)[columns.names]
+        self.on_host: NDArray[np.bool_] = np.isin(columns.kinds, HOST_KINDS)
+        self.on_host &= ~steps
+        self.training = self._training(np.flatnonzero(steps & (columns.kinds == Kind.ANNOTATION)))
         prefix = _LIGHTNING if any(name.startswith(_LIGHTNING) for name in columns.name_of) else _PYTHON
-        self.named: NDArray[np.bool_] = columns.named(lambda name: name.startswith(prefix))
+        self.is_module: NDArray[np.bool_] = columns.named(lambda name: name.startswith(prefix))
+        self.module, self.operator = (np.full(len(columns.starts), -1, np.int32) for _ in range(2))
+        self._threads: dict[int, Thread] = {}
+        self._forward: _Makers | None = None
 
-    def path(self, number: int) -> str | None:
-        """Return the path of a module: empty outside modules, None where the trace has none."""
-        if number >= 0:
-            return self._columns.name_of[number].rpartition(": ")[2]
-        return "" if np.any(self.named) else None
+    def thread(self, lane: int) -> Thread:
+        """Return the events of a lane, nested and classified; none where nothing of the host is in it."""
+        if lane not in self._threads:
+            if lane != self.training:
+                self.thread(self.training)  # the others run the nodes that it makes
+            columns = self._columns
+            rows = np.flatnonzero(self.on_host & (columns.lanes == lane))
+            starts = columns.starts[rows]
+            nesting = nest(starts, columns.ends[rows], slack=ROUNDING_NS)
+            found = self._threads[lane] = Thread(rows, nesting.parents, exclusive_ends(nesting, starts))
+            operator = nearest(found.parents, columns.kinds[rows] == Kind.OPERATOR)
+            self.operator[rows] = np.where(operator >= 0, rows[operator], -1)
+            module = self.module[rows] = self._modules(found)
+            self._forward = self._forward or self._makers(rows, module)
+        return self._threads[lane]
 
-    def around(self, rows: Column, parents: Column, forward: Makers | None = None) -> Column:
-        """Return the number of the name of each event's module, -1 for none.
+    def path(self, module: int) -> str | None:
+        """Return the path of a module by its number: empty outside modules, None where the trace has none."""
+        if module >= 0:
+            return self._columns.name_of[module].rpartition(": ")[2]
+        return "" if np.any(self.is_module) else None
 
-        Args:
-            rows: ``(m,)`` rows of one thread.
-            parents: ``(m,)`` positions of the events around them, -1 for none.
-            forward: of the thread that ran forward; None if it is this one.
-        """
+    def _training(self, steps: Column) -> int:
+        columns = self._columns
+        operators = columns.rows(Kind.OPERATOR)
+        makers = operators[(columns.sequences[operators] >= 0) & ~columns.runs_node[operators]]
+        found = (rows for rows in (steps, makers, operators, columns.rows(Kind.RUNTIME)) if len(rows))
+        return next((int(np.argmax(np.bincount(columns.lanes[rows]))) for rows in found), -1)
+
+    def _modules(self, thread: Thread) -> Column:
+        """Return the number of the name of each event's module, -1 for none."""
+        rows, parents, _ = thread
         names = self._columns.names[rows]
-        at = nearest(parents, self.named[names])
+        at = nearest(parents, self.is_module[names])
         module: Column = np.where(at >= 0, names[at], -1).astype(np.int64)
-        makers = self.makers(rows, module) if forward is None else forward
+        makers = self._forward or self._makers(rows, module)
         sequences = self._columns.sequences[rows]
         runs = (sequences >= 0) & self._columns.runs_node[rows]
         if not np.any(runs):
@@ -101,14 +112,14 @@ class Modules:
         made = self._made(rows, runs, makers)
         # A node that runs inside another one belongs to a recomputed forward, of this thread.
         inner = runs & (around >= 0)
-        if forward is not None and np.any(inner):
-            made = np.where(inner, self._made(rows, inner, self.makers(rows, module)), made)
+        if self._forward is not None and np.any(inner):
+            made = np.where(inner, self._made(rows, inner, self._makers(rows, module)), made)
         node = nearest(parents, runs)
         starts = self._columns.starts[rows]
         recomputes = (at >= 0) & (starts[at] >= starts[node])
         return np.where((node < 0) | recomputes, module, made[node])
 
-    def _made(self, rows: Column, runs: NDArray[np.bool_], makers: Makers) -> Column:
+    def _made(self, rows: Column, runs: NDArray[np.bool_], makers: _Makers) -> Column:
         """Return the module of the operator that made the node of each event that runs one, -1 for none."""
         sequences = self._columns.sequences[rows]
         # Operators read the next sequence number without taking it; the last operator that reads a number takes it.
@@ -118,10 +129,10 @@ class Modules:
         numbers, owners = numbers[last], makers.modules[order][last]
         return np.where(runs, lookup(numbers, owners, sequences), -1)
 
-    def makers(self, rows: Column, modules: Column) -> Makers:
-        """Return the operators of a thread that make nodes; ``modules`` are those of :meth:`around`."""
+    def _makers(self, rows: Column, modules: Column) -> _Makers:
+        """Return the operators of a thread that make nodes, with their modules."""
         makes = (self._columns.sequences[rows] >= 0) & ~self._columns.runs_node[rows]
-        return Makers(rows[makes], modules[makes])
+        return _Makers(rows[makes], modules[makes])
 
 
 def is_place(name: str) -> bool:
