@@ -178,13 +178,14 @@ class _Lines:
     def lines(self, steps: int) -> tuple[TimeLine, ...]:
         """Return the owners, the longest first."""
         table = joined(self._tables)
-        return time_lines(
+        found = time_lines(
             table[:, table[4] != 0],
             steps,
             lambda label: "" if label < 0 else self._texts[label],
             lambda module: None if module == _UNKNOWN else self._events.path(module),
             lambda operator: None if operator < 0 else self._texts[operator].removeprefix(NODE),
         )
+        return tuple(sorted(found, key=lambda line: (-line.ns, line.part, line.name, line.operator or "")))
 
 
 class _Host:

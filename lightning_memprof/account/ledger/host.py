@@ -442,12 +442,15 @@ def _rounds(calls: Sequence[int]) -> int:
 
 def _lines(threads: _Threads, table: Table, steps: int) -> tuple[TimeLine, ...]:
     names = [*threads.columns.name_of, *threads.places.texts]
-    return time_lines(
+    lines = time_lines(
         table[:, (table[4] != 0) | (table[5] != 0)],
         steps,
         lambda label: "" if label < 0 else _label(names[label]),
         threads.events.path,
         lambda operator: "" if operator < 0 else names[operator].removeprefix(NODE),
+    )
+    return tuple(
+        sorted(lines, key=lambda line: (-line.ns, line.part, line.name, line.module or "", line.operator or ""))
     )
 
 

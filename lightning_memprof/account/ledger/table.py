@@ -54,8 +54,8 @@ def time_lines(
     label: Callable[[int], str],
     module: Callable[[int], str | None],
     operator: Callable[[int], str | None],
-) -> tuple[TimeLine, ...]:
-    """Return the owners of a table of times as lines per step, the longest first.
+) -> list[TimeLine]:
+    """Return the owners of a table of times as lines per step.
 
     Args:
         table: whose sums are ns, count and, where they are known, calls and events inside.
@@ -65,7 +65,7 @@ def time_lines(
         operator: text of an operator's number.
     """
     keys, sums, longest = table[:4].T.tolist(), table[4:-1].T / steps, table[-1].tolist()
-    lines = [
+    return [
         TimeLine(
             part=PARTS[part],
             name=label(name),
@@ -76,6 +76,3 @@ def time_lines(
         )
         for (part, name, path, function), spent, most in zip(keys, sums.tolist(), longest, strict=True)
     ]
-    return tuple(
-        sorted(lines, key=lambda line: (-line.ns, line.part, line.name, line.module or "", line.operator or ""))
-    )
