@@ -17,21 +17,27 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
+from lightning_memprof.account.ledger.table import NODE
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import RANGES, classify
+from lightning_memprof.account.trace.events import HostEvents
 from lightning_memprof.artifacts.naming import TraceName
-from lightning_memprof.read.stacks import Frame
-from lightning_memprof.read.trace.events import OperatorEvent, read_trace
-from lightning_memprof.read.trace.threads import HostRanges, Label
+from lightning_memprof.read.stacks import Frame, parse_frame
+from lightning_memprof.read.trace.columns import STEP_NAME, Kind, TraceColumns, read_columns
+from lightning_memprof.read.trace.intervals import Nesting, innermost_at, nesting_order
 from lightning_memprof.schedule import Point
 
-_MEMORY: Final = "[memory]"
+_STEP: Final = "ProfilerStep#"
+_ACTION: Final = "[pl][profile]"
+_MODULE: Final = "[pl][module]"
+# The others of Lightning and of this package: hooks.
+_RANGE: Final = "[pl]"
 _OPTIMIZER_HOOK: Final = ".on_before_optimizer_step"
 # c10::DeviceType; 2 and 5 are MKLDNN and IDEEP, which use host memory.
 _HOST_TYPES: Final = frozenset({0, 2, 5})
 _DEVICE_TYPES: Final = {1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 18: "mtia", 20: "privateuseone"}
-_LARGEST: Final = 1 << 62
 _MOST_BYTES: Final = 1 << 50  # a larger block is damage; sums of blocks stay in 64 bits
 # These operators allocate for their caller; without a caller they are the operator.
 _ALLOCATING: Final = frozenset(
@@ -66,7 +72,7 @@ class DeviceMemory(NamedTuple):
         return name if self.number < 0 else f"{name}:{self.number}"
 
 
-class MemoryColumns(msgspec.Struct):
+class MemoryColumns(NamedTuple):
     """Allocations and frees (negative bytes) of one device, by time.
 
     Attributes:
@@ -74,100 +80,54 @@ class MemoryColumns(msgspec.Struct):
         bytes: size of the block in bytes, negative for a free.
         address: address of the block; 0 where unknown.
         total: bytes that torch counted as allocated after the event.
-        thread: index of the thread.
-        inner: index of the innermost range of the thread at the event, -1 for none.
+        inner: row of the innermost event of the thread at the allocation, -1 for none.
     """
 
-    time: array[int] = msgspec.field(default_factory=lambda: array("q"))
-    bytes: array[int] = msgspec.field(default_factory=lambda: array("q"))
-    address: array[int] = msgspec.field(default_factory=lambda: array("q"))
-    total: array[int] = msgspec.field(default_factory=lambda: array("q"))
-    thread: array[int] = msgspec.field(default_factory=lambda: array("i"))
-    inner: array[int] = msgspec.field(default_factory=lambda: array("i"))
+    time: array[int]
+    bytes: array[int]
+    address: array[int]
+    total: array[int]
+    inner: array[int]
 
     @property
     def start_bytes(self) -> int | None:
         """Bytes allocated before the first event; None where torch did not count them."""
         return self.total[0] - self.bytes[0] if self.total[0] else None
 
-    def add(self, event: OperatorEvent, thread: int) -> None:
-        """Append a `[memory]` event."""
-        args = event.args
-        self.time.append(event.start_ns)
-        self.bytes.append(_bounded(args.bytes, _MOST_BYTES))
-        self.address.append(_bounded(args.address, _LARGEST))
-        self.total.append(_bounded(args.total_allocated, _LARGEST))
-        self.thread.append(thread)
 
-    def at(self, positions: Sequence[int]) -> MemoryColumns:
-        """Return the events at `positions`, in their order."""
-        columns = (self.time, self.bytes, self.address, self.total, self.thread, self.inner)
-        return MemoryColumns(*(array(column.typecode, [column[i] for i in positions]) for column in columns))
-
-
-class MemoryTrace(msgspec.Struct):
-    """The memory events of one trace by device, with its host ranges, steps and marks.
+class MemoryTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory events of one trace by device, with its host events, steps and marks.
 
     Attributes:
+        columns: the trace.
+        events: of its host.
         stage: of the run, which tells the phase of Lightning's actions.
-        ranges: nested ranges of the host threads.
-        devices: events by device.
+        devices: allocations by device.
         steps: start and end in ns after the origin, and step number, by time.
         points: Unix ns and a value of `schedule.Point`, by time.
-        origin_ns: Unix ns of the origin.
     """
 
+    columns: TraceColumns
+    events: HostEvents
     stage: str
-    ranges: HostRanges = msgspec.field(default_factory=HostRanges)
-    devices: dict[DeviceMemory, MemoryColumns] = msgspec.field(default_factory=dict)
-    steps: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
-    points: list[tuple[int, str]] = msgspec.field(default_factory=list)
-    origin_ns: int = 0
-    _memory: MemoryColumns = msgspec.field(default_factory=MemoryColumns)
-    _device: array[int] = msgspec.field(default_factory=lambda: array("i"))
-    _numbers: dict[DeviceMemory, int] = msgspec.field(default_factory=dict)
+    devices: dict[DeviceMemory, MemoryColumns]
+    steps: list[tuple[int, int, int]]
+    points: list[tuple[int, str]]
+
+    @property
+    def origin_ns(self) -> int:
+        """Unix ns of the origin."""
+        return self.columns.origin_ns
 
     def step_at(self, time_ns: int) -> int | None:
         """Return the step at a time (Unix ns), or None outside steps."""
         return step_at(self.steps, time_ns - self.origin_ns)
 
-    def add(self, event: OperatorEvent) -> None:
-        """Add a memory event or a host range; ignore other events."""
-        if event.name == _MEMORY:
-            device = DeviceMemory(kind=event.args.device_type, number=event.args.device_id)
-            self._device.append(self._numbers.setdefault(device, len(self._numbers)))
-            self._memory.add(event, self.ranges.thread(event))
-        elif event.ph == "X":
-            label = self.ranges.add(event)
-            if label is None:
-                return
-            if label.step is not None:
-                self.steps.append((event.start_ns, event.start_ns + event.duration_ns, label.step))
-            if label.step is not None or label.action is not None:
-                self.points += _points(event, label, phase_of(label, self.stage))
 
-    def finish(self, origin_ns: int) -> None:
-        """Sort all events and find the innermost range at every allocation."""
-        self.origin_ns = origin_ns
-        self.steps.sort()
-        self.points = sorted((origin_ns + time, point) for time, point in self.points)
-        memory, by_thread = self._memory, [array("i") for _ in self.ranges.threads]
-        memory.inner = array("i", [-1]) * len(memory.time)
-        order = sorted(range(len(memory.time)), key=memory.time.__getitem__)
-        for i in order:
-            by_thread[memory.thread[i]].append(i)
-        for ranges, places in zip(self.ranges.threads, by_thread, strict=True):
-            for i, position in zip(places, ranges.nest([memory.time[i] for i in places]), strict=True):
-                memory.inner[i] = position
-        for device, number in self._numbers.items():
-            self.devices[device] = memory.at([i for i in order if self._device[i] == number])
-        self._memory, self._device = MemoryColumns(), array("i")
-
-
-def step_at(steps: Sequence[tuple[int, int, int]], time_ns: int) -> int | None:
+def step_at(steps: Sequence[tuple[int, int, int]], time: int) -> int | None:
     """Return the number of the step at a time, None outside of steps: (start, end, number) by time."""
-    before = bisect_right(steps, time_ns, key=itemgetter(0))
-    if not before or steps[before - 1][1] < time_ns:
+    before = bisect_right(steps, time, key=itemgetter(0))
+    if not before or steps[before - 1][1] < time:
         return None
     return steps[before - 1][2]
 
@@ -178,33 +138,55 @@ def read_memory(path: Path) -> MemoryTrace:
     Raises:
         ArtifactError: the trace is missing, damaged or truncated.
     """
-    trace = read_trace(path)
-    name = TraceName.parse(path.name)
-    found = MemoryTrace(name.stage if name else "fit")
-    for batch in trace.batches():
-        for event in batch:
-            found.add(event)
-    found.finish(trace.time_origin_ns)
-    return found
+    columns, name = read_columns(path, with_memory=True), TraceName.parse(path.name)
+    events, stage = HostEvents(columns), name.stage if name else "fit"
+    steps, points = [], []
+    for row in columns.rows_named(lambda name: name.startswith((_STEP, _ACTION)), Kind.ANNOTATION).tolist():
+        start, end, text = int(columns.starts[row]), int(columns.ends[row]), columns.name(row)
+        if step := STEP_NAME.match(text):
+            steps.append((start, end, int(step[1])))
+        points += [(columns.origin_ns + moment, point) for moment, point in _points(text, stage, start, end)]
+    return MemoryTrace(
+        columns=columns,
+        events=events,
+        stage=stage,
+        devices=_devices(columns, events),
+        steps=sorted(steps),
+        points=sorted(points),
+    )
 
 
-def phase_of(label: Label, stage: str) -> str | None:
-    """Return the phase of a range, or None where it belongs to the range around it."""
-    if label.action is not None:
-        return classify(label.action, stage)
-    if label.runs_node:
-        return Part.BACKWARD.phase
-    if label.operator or label.module or label.frame:
-        return None
-    return next((part.phase for start, part in RANGES.items() if label.name.startswith(start)), None)
+def _devices(columns: TraceColumns, events: HostEvents) -> dict[DeviceMemory, MemoryColumns]:
+    found = columns.allocations
+    if found is None:
+        return {}
+    inner = np.full(len(found.moments), -1, np.int64)
+    for lane in np.unique(found.lanes).tolist():
+        mine = np.flatnonzero(found.lanes == lane)
+        rows, parents, _ = events.thread(lane)
+        starts, ends = columns.starts[rows], columns.ends[rows]
+        # A range still runs at the moment of its end.
+        nesting = Nesting(nesting_order(starts, ends), parents, ends + 1)
+        at = innermost_at(nesting, starts, found.moments[mine])
+        inner[mine] = np.where(at >= 0, rows[at], -1) if len(rows) else -1
+    sizes = np.where(np.abs(found.sizes) < _MOST_BYTES, found.sizes, 0)
+    order = np.argsort(found.moments, kind="stable")
+    result = {}
+    for kind, number in dict.fromkeys(map(tuple, found.devices.tolist())):
+        mine = order[np.all(found.devices[order] == (kind, number), axis=1)]
+        of_device = (found.moments, sizes, found.addresses, found.totals, inner)
+        result[DeviceMemory(kind, number)] = MemoryColumns(
+            *(array("q", column[mine].tobytes()) for column in of_device)
+        )
+    return result
 
 
-def _points(event: OperatorEvent, label: Label, phase: str | None) -> Sequence[tuple[int, str]]:
+def _points(name: str, stage: str, start: int, end: int) -> Sequence[tuple[int, str]]:
     """Return the marks of a step at the start and end of a range, as ns after the origin and point."""
-    start, end = event.start_ns, event.start_ns + event.duration_ns
-    if label.step is not None:
+    if not name.startswith(_ACTION):
         return (start, Point.STEP_START.value), (end, Point.STEP_END.value)
-    action = label.action or ""
+    action = name[len(_ACTION) :]
+    phase = classify(action, stage)
     if action == "run_training_batch":
         return (start, Point.BATCH_START.value), (end, Point.BATCH_END.value)
     if phase == Part.FORWARD.phase:
@@ -214,10 +196,6 @@ def _points(event: OperatorEvent, label: Label, phase: str | None) -> Sequence[t
     if action.startswith("[LightningModule]") and action.endswith(_OPTIMIZER_HOOK):
         return ((start, Point.BEFORE_OPTIMIZER_STEP.value),)
     return ()
-
-
-def _bounded(number: int, most: int) -> int:
-    return number if -most < number < most else 0
 
 
 def counted_bytes(device: DeviceMemory, memory: MemoryColumns) -> array[int]:
@@ -246,49 +224,82 @@ class Origin(NamedTuple):
     step: int | None = None
 
 
+class _Label(NamedTuple):
+    """What is in the name of an event; None for each part that it does not have."""
+
+    operator: str | None = None
+    module: str | None = None
+    phase: str | None = None
+    frame: Frame | None = None
+
+
+def _label(name: str, kind: int, stage: str) -> _Label:
+    if kind == Kind.PYTHON:
+        # The names of builtins and modules contain addresses, and none is a line of the user's.
+        return _Label() if name.startswith(("<", "nn.Module:")) else _Label(frame=parse_frame(name))
+    if name.startswith(NODE):
+        return _Label(operator=name[len(NODE) :], phase=Part.BACKWARD.phase)
+    if name.startswith(_MODULE):
+        return _Label(module=name.rpartition(": ")[2])
+    if name.startswith(_ACTION):
+        return _Label(phase=classify(name[len(_ACTION) :], stage))
+    if kind == Kind.OPERATOR or name.startswith(_RANGE):
+        return _Label(operator=name)
+    return _Label(phase=next((part.phase for start, part in RANGES.items() if name.startswith(start)), None))
+
+
 class Origins:
-    """Origins of the allocations of a trace, computed once per range."""
+    """Origins of the allocations of a trace, computed once per event of the host."""
 
     def __init__(self, trace: MemoryTrace) -> None:
-        """Index the origins of a trace whose ranges are nested."""
+        """Index the operators of forward by the autograd nodes that they make."""
         self._trace = trace
-        self._ranges: HostRanges = trace.ranges
-        self._forward_threads = self._ranges.forward_threads()
-        self._found: dict[tuple[int, int], Origin] = {}
+        columns = trace.columns
+        rows = trace.events.thread(trace.events.training).rows
+        rows = rows[(columns.sequences[rows] >= 0) & ~columns.runs_node[rows]]
+        rows = rows[np.argsort(columns.starts[rows], kind="stable")]
+        # Operators read the next sequence number without taking it; the last operator that reads a number takes it.
+        self._makers = dict(zip(columns.sequences[rows].tolist(), rows.tolist(), strict=True))
+        self._labels: dict[tuple[int, int], _Label] = {}
+        self._found: dict[int, Origin] = {-1: Origin(None, None, None, ())}
 
     def of(self, memory: MemoryColumns, i: int) -> Origin:
         """Return the origin of allocation `i`."""
-        step = self._trace.step_at(self._trace.origin_ns + memory.time[i])
-        return self._around(memory.thread[i], memory.inner[i])._replace(step=step)
+        return self._around(memory.inner[i])._replace(step=step_at(self._trace.steps, memory.time[i]))
 
-    def _around(self, thread: int, position: int) -> Origin:
-        found = self._found.get((thread, position))
-        if found is None:
-            found = self._found[thread, position] = self._look(thread, position)
-        return found
+    def _around(self, row: int) -> Origin:
+        if row not in self._found:
+            self._found[row] = self._found[-1]  # a damaged trace may have nodes that make themselves
+            self._found[row] = self._look(row)
+        return self._found[row]
 
-    def _look(self, thread: int, position: int) -> Origin:
+    def _look(self, row: int) -> Origin:
+        columns = self._trace.columns
+        rows, parents, _ = self._trace.events.thread(int(columns.lanes[row]))
         operator = module = phase = None
         stack: list[Frame] = []
         forward: Origin | None = None
-        nodes = self._ranges.threads[thread].nodes
-        for at, label in self._ranges.chain(thread, position):
+        position = int(np.searchsorted(rows, row))
+        while position >= 0:
+            row = int(rows[position])
+            label = self._label(row)
             if label.operator and (operator is None or operator in _ALLOCATING):
                 operator = label.operator
             module = module or label.module
-            phase = phase or phase_of(label, self._trace.stage)
+            phase = phase or label.phase
             if label.frame is not None:
                 stack.append(label.frame)
-            if forward is None and module is None and at in nodes:
-                forward = self._forward_of(*nodes[at])
+            if forward is None and module is None and columns.runs_node[row]:
+                maker = self._makers.get(int(columns.sequences[row]))
+                forward = None if maker is None else self._around(maker)
+            position = int(parents[position])
         if forward is not None:
             return Origin(operator, forward.module, phase, forward.stack or tuple(stack))
         return Origin(operator, module, phase, tuple(stack))
 
-    def _forward_of(self, forward_thread: int, sequence: int) -> Origin | None:
-        """Return the origin of the forward operator of an autograd node, or None if it is not in the trace."""
-        thread = self._forward_threads.get(forward_thread)
-        if thread is None:
-            return None
-        position = self._ranges.threads[thread].created.get(sequence)
-        return None if position is None else self._around(thread, position)
+    def _label(self, row: int) -> _Label:
+        columns = self._trace.columns
+        key = int(columns.names[row]), int(columns.kinds[row])
+        if key not in self._labels:
+            self._labels[key] = _label(columns.name_of[key[0]], key[1], self._trace.stage)
+        return self._labels[key]

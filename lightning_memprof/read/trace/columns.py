@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.read.trace.events import LARGEST, CollectiveEvent, Event, decoder
+from lightning_memprof.read.trace.events import LARGEST, CollectiveEvent, Event, MemoryEvent, decoder
 from lightning_memprof.read.trace.intervals import Column, Intervals, length_within, lookup, union
 from lightning_memprof.read.trace.text import TraceText
 
@@ -62,6 +62,8 @@ COMPUTES: Final = frozenset(
 
 _events: Final = decoder(Event)
 _collective_events: Final = decoder(CollectiveEvent)
+_memory_events: Final = decoder(MemoryEvent)
+_MEMORY: Final = "[memory]"
 
 
 class Kind:
@@ -150,6 +152,26 @@ class Shapes(NamedTuple):
         return lookup(self.rows, self.numbers, rows)
 
 
+class Allocations(msgspec.Struct, frozen=True, kw_only=True):
+    """The ``[memory]`` events of a trace, in the file's order.
+
+    Attributes:
+        moments: ``(m,)`` ns after the trace's origin.
+        lanes: ``(m,)`` as of other events.
+        devices: ``(m, 2)`` torch's number of the device's type, and of the device, -1 for none.
+        sizes: ``(m,)`` bytes, negative for a free.
+        addresses: ``(m,)`` of the block, 0 where unknown.
+        totals: ``(m,)`` bytes that torch counted as allocated after the event.
+    """
+
+    moments: Column
+    lanes: Column
+    devices: Column
+    sizes: Column
+    addresses: Column
+    totals: Column
+
+
 class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
     """The complete events (``ph`` is ``X``) of a trace, in the file's order.
 
@@ -163,6 +185,7 @@ class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
         copied: bytes by row of each copy whose size is known.
         shapes: inputs of the operators that compute, where they were recorded.
         collectives: events of collectives with their arguments.
+        allocations: those that were asked for, else None.
         allocates_on: accelerators whose memory is allocated or freed (``cuda:0``), where memory was recorded.
         events: number of events of any kind in the file.
         metadata: everything in the file beside the events.
@@ -182,6 +205,7 @@ class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
     copied: dict[int, int]
     shapes: Shapes = msgspec.field(default_factory=lambda: Shapes(np.empty(0, np.int64), np.empty(0, np.int32), ()))
     collectives: tuple[NamedEvent, ...]
+    allocations: Allocations | None = None
     allocates_on: tuple[str, ...] = ()
     events: int
     metadata: dict[str, Any]
@@ -209,20 +233,21 @@ class TraceColumns(msgspec.Struct, frozen=True, kw_only=True):
         return union(self.starts[rows], self.ends[rows])
 
 
-def read_columns(path: Path, progress: Progress | None = None) -> TraceColumns:
+def read_columns(path: Path, progress: Progress | None = None, *, with_memory: bool = False) -> TraceColumns:
     """Read a trace once.
 
     Args:
         path: a Kineto JSON file of any year, plain or gzip-compressed.
         progress: called now and then with the number of bytes read, and the size of the file.
+        with_memory: whether allocations and frees are read, too.
 
     Raises:
         ArtifactError: the file is missing, damaged or truncated, or no trace.
     """
-    text, table = TraceText(path), _Table()
+    text, table = TraceText(path), _Table(with_memory=with_memory)
     size = path.stat().st_size if path.is_file() else 0
     # A report is the same with either category of an event; restoring the original costs a tenth.
-    for _ in text.pieces(table.take, _CHUNK, as_written=True):
+    for _ in text.pieces(table.take, _CHUNK, as_written=not with_memory):
         if progress:
             progress(text.bytes_read, size)
     if text.merged_traces:
@@ -244,7 +269,8 @@ def read_columns(path: Path, progress: Progress | None = None) -> TraceColumns:
 class _Table:
     """Columns while they grow."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_memory: bool) -> None:
+        self._allocations: list[tuple[int, ...]] | None = [] if with_memory else None
         self._starts, self._durations, self._correlations = array("d"), array("d"), array("q")  # times in us
         self._sequences, self._runs_node = array("q"), array("b")
         self._name_numbers, self._lane_numbers = array("i"), array("i")
@@ -273,12 +299,17 @@ class _Table:
         Raises:
             msgspec.DecodeError: the text is not valid JSON; nothing was taken.
         """
-        full = _collective_events(text) if True in self._names.of_collectives else None
+        full: Sequence[CollectiveEvent] | None = None
+        if self._allocations is not None:
+            full = memory = _memory_events(text)
+            self._allocations += map(self._allocation, [event for event in memory if event.name == _MEMORY])
+        elif True in self._names.of_collectives:
+            full = _collective_events(text)
         batch: Sequence[Event] = _events(text) if full is None else full
         self._events += len(batch)
         found = [event for event in batch if event.ph == "X"]
         if len(found) < len(batch):
-            used = {(event.args.device_type, event.args.device_id) for event in batch if event.name == "[memory]"}
+            used = {(event.args.device_type, event.args.device_id) for event in batch if event.name == _MEMORY}
             self._allocates_on |= {f"{_ACCELERATORS[kind]}:{number}" for kind, number in used if kind in _ACCELERATORS}
         count, first, names, lanes = len(found), len(self._starts), self._names, self._lanes
         # One loop for each field and one `pack` cost half of a loop for all, and of numpy's conversion of a list.
@@ -312,7 +343,14 @@ class _Table:
                 self._shaped.append(first + row)
                 self._shape_numbers.append(self._inputs[given])
 
-    def _keep_collectives(self, batch: list[CollectiveEvent], rows: set[int], first: int) -> None:
+    def _allocation(self, event: MemoryEvent) -> tuple[int, ...]:
+        args = event.args
+        numbers = (args.device_type, args.device_id, args.size, args.address, args.total)
+        # Larger ones are damage.
+        kept = (number if isinstance(number, int) and -LARGEST < number < LARGEST else 0 for number in numbers)
+        return (event.start_ns, self._lanes[event.pid, event.tid], *kept)
+
+    def _keep_collectives(self, batch: Sequence[CollectiveEvent], rows: set[int], first: int) -> None:
         found = [event for event in batch if event.ph == "X"]
         for row in sorted(rows):
             event = found[row]
@@ -361,11 +399,24 @@ class _Table:
                 tuple(self._inputs),
             ),
             collectives=tuple(self._collectives),
+            allocations=None if self._allocations is None else _allocations(self._allocations),
             allocates_on=tuple(sorted(self._allocates_on)),
             events=self._events,
             metadata=metadata,
             origin_ns=origin_ns,
         )
+
+
+def _allocations(rows: list[tuple[int, ...]]) -> Allocations:
+    table = np.array(rows, np.int64).reshape(-1, 7)
+    return Allocations(
+        moments=table[:, 0],
+        lanes=table[:, 1],
+        devices=table[:, 2:4],
+        sizes=table[:, 4],
+        addresses=table[:, 5],
+        totals=table[:, 6],
+    )
 
 
 class _Numbers(dict[Any, int]):

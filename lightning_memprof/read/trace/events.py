@@ -106,11 +106,22 @@ class CollectiveEvent(Event, gc=False, frozen=True):
         return found
 
 
+class _MemoryArgs(_CollectiveArgs, gc=False, frozen=True):
+    size: _Whole = msgspec.field(default=0, name="Bytes")
+    address: int = msgspec.field(default=0, name="Addr")
+    total: int = msgspec.field(default=0, name="Total Allocated")
+
+
+class MemoryEvent(CollectiveEvent, gc=False, frozen=True):
+    """An event with the arguments of a collective, or of an allocation or a free: its ``size`` is then negative."""
+
+    args: _MemoryArgs = _MemoryArgs()
+
+
 class OperatorArgs(msgspec.Struct, gc=False, frozen=True):
     """The arguments of operators, kernels and allocations; 0 or empty where the event has none.
 
-    Torch numbers devices and autograd nodes from 0: -1 means none there. `bytes` is negative for a free; `address` and
-    `total_allocated` (bytes) belong to it.
+    Torch numbers devices and autograd nodes from 0: -1 means none there. `bytes` is negative for a free.
     """
 
     external_id: _Whole = msgspec.field(default=0, name="External id")
@@ -120,8 +131,6 @@ class OperatorArgs(msgspec.Struct, gc=False, frozen=True):
     bytes: _Whole = msgspec.field(default=0, name="Bytes")
     device_type: int = msgspec.field(default=0, name="Device Type")
     device_id: int = msgspec.field(default=-1, name="Device Id")
-    address: int = msgspec.field(default=0, name="Addr")
-    total_allocated: int = msgspec.field(default=0, name="Total Allocated")
     sequence_number: int = msgspec.field(default=-1, name="Sequence number")
     forward_thread: int = msgspec.field(default=0, name="Fwd thread id")
 

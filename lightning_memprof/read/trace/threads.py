@@ -1,35 +1,21 @@
-"""Threads of a trace: nested ranges with the operator and module in their names, and lanes for flame graphs.
+"""Lanes of a trace: the calls of threads and of streams of devices, for flame graphs.
 
-Events of a thread come in any order. A host range takes 24 bytes, and about 100 more for each operator that autograd
-has numbered; an event of a lane takes 20. Nesting takes about 60 more for each event of one thread at a time.
+Events of a thread come in any order. An event takes 20 bytes, and its nesting about 60 more, a lane at a time.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
 
-from lightning_memprof.read.stacks import Frame, parse_frame
-from lightning_memprof.read.trace.events import OperatorEvent, read_trace
-from lightning_memprof.read.trace.intervals import ROUNDING_NS, Column, innermost_at, nest
+from lightning_memprof.read.trace.events import read_trace
+from lightning_memprof.read.trace.intervals import Column, nest
 
-_NO_NODE: Final = 1 << 62  # AccumulateGrad has the largest number there is, and no forward operator
-
-_OPERATORS: Final = frozenset({"cpu_op", "Operator"})
-_ANNOTATIONS: Final = frozenset({"user_annotation"})
-_MODULE: Final = "[pl][module]"
-_ACTION: Final = "[pl][profile]"
-_NODE: Final = "autograd::engine::evaluate_function: "
-_STEP: Final = "ProfilerStep#"
-# Ranges of torch itself; until torch 1.9 they were operators among others.
-_RANGES: Final = ("Optimizer.step#", "Optimizer.zero_grad#", "enumerate(DataLoader)")
-_STEP_DIGITS: Final = 18
 _DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"})
 # Spans that cover lanes and are no calls in them.
 _NOT_CALLS: Final = frozenset({"Trace", "gpu_user_annotation", "overhead", "ac2g", "async_gpu", "fwdbwd"})
@@ -41,138 +27,6 @@ def _longs() -> array[int]:
 
 def _numbers() -> array[int]:
     return array("i")
-
-
-class Label(NamedTuple):
-    """A range's name, and what is in it; None for each part that it does not have.
-
-    ``action`` is of Lightning's profiler. ``runs_node`` is whether the range runs a node of autograd.
-    """
-
-    name: str
-    operator: str | None = None
-    module: str | None = None
-    frame: Frame | None = None
-    action: str | None = None
-    step: int | None = None
-    runs_node: bool = False
-
-
-class Ranges(msgspec.Struct):
-    """The ranges of one thread.
-
-    Attributes:
-        start: ns after the trace's origin; ``end`` likewise.
-        label: number of a label.
-        parent: position of the range around each, -1 for none; empty until :meth:`nest`.
-        created: positions of forward operators by the sequence number of the autograd node that they made.
-        nodes: by position of a range that runs an autograd node: the forward's thread, as autograd numbers it, and the
-            node's sequence number.
-    """
-
-    start: array[int] = msgspec.field(default_factory=_longs)
-    end: array[int] = msgspec.field(default_factory=_longs)
-    label: array[int] = msgspec.field(default_factory=_numbers)
-    parent: array[int] = msgspec.field(default_factory=_numbers)
-    created: dict[int, int] = msgspec.field(default_factory=dict)
-    nodes: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
-
-    def add(self, event: OperatorEvent, label: int) -> None:
-        """Append an event."""
-        position, start = len(self.start), event.start_ns
-        self.start.append(start)
-        self.end.append(start + event.duration_ns)
-        self.label.append(label)
-        sequence = event.args.sequence_number
-        if not 0 <= sequence < _NO_NODE:
-            return
-        if event.args.forward_thread:
-            self.nodes[position] = (event.args.forward_thread, sequence)
-        else:
-            # Operators read the next sequence number without taking it; the last operator that reads a number takes it.
-            before = self.created.get(sequence)
-            if before is None or self.start[before] <= start:
-                self.created[sequence] = position
-
-    def nest(self, moments: Sequence[int]) -> Sequence[int]:
-        """Find every range's parent, and return the innermost range at each of `moments` (ns, sorted); -1 for none."""
-        # A range that ends before its successor does cannot contain it: Python calls around a range that they open.
-        nesting = nest(self.start, self.end, slack=ROUNDING_NS)
-        self.parent = array("i", nesting.parents.astype(np.int32).tobytes())
-        # A range still runs at the moment of its end.
-        found: list[int] = innermost_at(nesting._replace(ends=nesting.ends + 1), self.start, moments).tolist()
-        return found
-
-
-class HostRanges:
-    """The ranges of all threads of one trace."""
-
-    def __init__(self) -> None:
-        self.threads: list[Ranges] = []
-        self.labels: list[Label] = []
-        self._numbers: dict[tuple[int | str, int | str], int] = {}
-        self._names: dict[tuple[str, str], int] = {}
-
-    def thread(self, event: OperatorEvent) -> int:
-        """Return the number of the event's thread."""
-        number = self._numbers.setdefault((event.pid, event.tid), len(self.threads))
-        if number == len(self.threads):
-            self.threads.append(Ranges())
-        return number
-
-    def add(self, event: OperatorEvent) -> Label | None:
-        """Take an event if it is an operator, an annotation or a Python call; return its label."""
-        category, name = event.cat, event.name
-        if category == "python_function":
-            # The names of builtins and modules contain addresses: too many labels, and none is a line of the user's.
-            if name.startswith(("<", "nn.Module:")):
-                return None
-        elif category not in _OPERATORS and category not in _ANNOTATIONS:
-            return None
-        number = self._names.get((name, category))
-        if number is None:
-            number = self._names[name, category] = len(self.labels)
-            self.labels.append(_label(name, category))
-        self.threads[self.thread(event)].add(event, number)
-        return self.labels[number]
-
-    def chain(self, thread: int, position: int) -> list[tuple[int, Label]]:
-        """Return a range and those around it, innermost first: position and label."""
-        ranges = self.threads[thread]
-        found = []
-        while position >= 0:
-            found.append((position, self.labels[ranges.label[position]]))
-            position = ranges.parent[position]
-        return found
-
-    def forward_threads(self) -> dict[int, int]:
-        """Return our number of a thread by autograd's number: the thread that made most of its nodes."""
-        asked: dict[int, set[int]] = defaultdict(set)
-        for ranges in self.threads:
-            for forward, sequence in ranges.nodes.values():
-                asked[forward].add(sequence)
-        found = {}
-        for forward, sequences in asked.items():
-            made = [len(sequences & ranges.created.keys()) for ranges in self.threads]
-            if max(made):
-                found[forward] = made.index(max(made))
-        return found
-
-
-def _label(name: str, category: str) -> Label:
-    if category == "python_function":
-        return Label(name, frame=parse_frame(name))
-    if name.startswith(_STEP):
-        number = name[len(_STEP) :]
-        is_step = number.isascii() and number.isdigit() and len(number) <= _STEP_DIGITS
-        return Label(name, step=int(number) if is_step else None)
-    if name.startswith(_MODULE):
-        return Label(name, module=name.rpartition(": ")[2])
-    if name.startswith(_ACTION):
-        return Label(name, action=name[len(_ACTION) :])
-    if name.startswith(_NODE):
-        return Label(name, operator=name[len(_NODE) :], runs_node=True)
-    return Label(name) if category in _ANNOTATIONS or name.startswith(_RANGES) else Label(name, operator=name)
 
 
 class Call(NamedTuple):

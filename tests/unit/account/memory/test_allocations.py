@@ -264,6 +264,16 @@ def test_a_python_call_that_ends_inside_a_range_that_it_opened_is_not_around_it(
     assert site.stack == ("train.py(3): step",)
 
 
+def test_a_step_that_outlasts_the_call_around_it_hides_no_call(tmp_path):
+    calls = [
+        span("loop.py(3): run", 0, 100, cat="python_function"),
+        span("loop.py(9): go", 1, 50, cat="python_function"),
+    ]
+    step = span("ProfilerStep#2", 5, 55, cat="user_annotation")
+    site = only_site(tmp_path, *calls, step, span("aten::mm", 10, 20), memory(15, 8, 1))
+    assert (site.stack, site.step) == (("loop.py(9): go", "loop.py(3): run"), 2)
+
+
 def test_the_line_is_the_innermost_of_the_users_own_code(tmp_path):
     stack = ["train.py(3): <module>", "model.py(7): forward", "torch/nn/modules/linear.py(130): forward"]
     frames = [span(text, at, 100 - at, cat="python_function") for at, text in enumerate(stack)]
