@@ -24,9 +24,9 @@ from lightning_memprof.account.steps.events import (
     part_of,
     rank_events,
 )
-from lightning_memprof.account.steps.statistics import TypicalSteps, typical_steps
+from lightning_memprof.account.steps.statistics import TypicalSteps, core_waits, typical_steps
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
-from lightning_memprof.artifacts.series import COMPILATION, GC_PAUSE, PHASES, PulseRow
+from lightning_memprof.artifacts.series import COMPILATION, GC_PAUSE, PHASES
 from lightning_memprof.read.run.model import Rank
 
 # Number, ns, and ns by phase.
@@ -251,22 +251,6 @@ def _communication(lines: Sequence[TimeLine], recorded: TimeLedger | None) -> tu
     return tuple(_divided(most, found, TimeLine(part=Part.UNTRACKED, ns=0))[:-1])
 
 
-def _core_waits(pulse: Sequence[PulseRow]) -> dict[int, float]:
-    """Return how long the training thread waits for a core in each step, in ns.
-
-    A reading covers the steps since the previous one, and is shared among them by their duration.
-    """
-    waits: dict[int, float] = {}
-    covered: list[PulseRow] = []
-    for row in pulse:
-        covered.append(row)
-        if row.core_wait_ns is not None:
-            share = row.core_wait_ns / max(sum(each.duration_ns or 0 for each in covered), row.core_wait_ns, 1)
-            waits |= {each.step: share * (each.duration_ns or 0) for each in covered if each.step is not None}
-            covered = []
-    return waits
-
-
 def _running(rank: Rank, typical: TypicalSteps, steady: Sequence[Part]) -> list[_Step]:
     """Return the steps without their wait for a core.
 
@@ -275,7 +259,7 @@ def _running(rank: Rank, typical: TypicalSteps, steady: Sequence[Part]) -> list[
     least the share of the whole step that does not wait. A thread that waits for a batch of worker processes
     sleeps: that phase stays as it is.
     """
-    waits = _core_waits(rank.pulse)
+    waits = core_waits(rank)
     awake = [phase for phase in PHASES if phase != "data_wait" or not any(each.num_workers for each in _loaders(rank))]
     fastest = {phase: min(phases[phase] or 0 for _, _, phases in typical.steps) for phase in awake}
     steps: list[_Step] = []

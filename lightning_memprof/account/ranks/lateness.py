@@ -7,13 +7,14 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Final
 
 import msgspec
 
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.steps.events import action_name, meeting
-from lightning_memprof.account.steps.statistics import Breakdown, typical_steps
+from lightning_memprof.account.steps.statistics import Breakdown, core_waits, typical_steps
 from lightning_memprof.artifacts.series import GC_PAUSE, ThroughputRow
 from lightning_memprof.read.run.model import Rank
 
@@ -96,7 +97,7 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
     table = {rank: [steps[step] for step in common] for rank, steps in found.items()}
     whole = statistics.mean(duration for each in typical.values() if each for _, duration, _ in each.steps)
     least = ON_SHARED_CORES if share_cores(ranks) else MIN_WAIT_SHARE
-    waits = _core_waits(ranks, common)
+    waits = {rank.rank: [core_waits(rank).get(step, 0.0) for step in common] for rank in ranks if rank.in_full}
     late = _late(table, waits, max(MIN_WAIT_NS, MIN_WAIT_SHARE * whole))
     for phase in ("forward", "other"):
         late = late or _late(table, waits, max(MIN_WAIT_NS, least * whole), phase)
@@ -128,18 +129,12 @@ def share_cores(ranks: Sequence[Rank]) -> bool:
     return all(rank.facts.is_cpu for rank in ranks) and len({rank.facts.host for rank in ranks}) == 1
 
 
-def _core_waits(ranks: Sequence[Rank], steps: Sequence[int]) -> dict[int, list[int]]:
-    """Return how long each rank waits for a core in each of the steps."""
-    waits = {rank.rank: {row["step"]: row["core_wait_ns"] or 0 for row in rank.pulse} for rank in ranks if rank.in_full}
-    return {rank: [own[step] for step in steps] for rank, own in waits.items()}
-
-
 def _ns(phases: Breakdown, *names: str) -> int:
     return sum(phases.get(name) or 0 for name in names)
 
 
 def _late(
-    table: dict[int, list[Breakdown]], waits: dict[int, list[int]], least_ns: float, meeting: str | None = None
+    table: dict[int, list[Breakdown]], waits: dict[int, list[float]], least_ns: float, meeting: str | None = None
 ) -> tuple[int, float, float] | None:
     """Return the late rank, its lateness in the mean step, and its share of all ranks'; None where none is late.
 
@@ -150,20 +145,20 @@ def _late(
         meeting: compare this phase, in which a rank may wait itself, and not those in which it does not.
     """
     steps = len(next(iter(table.values())))
-    found: list[tuple[int, int]] = []
+    found: list[tuple[int, float]] = []
     for at in range(steps):
         own = {rank: _ns(rows[at], *((meeting,) if meeting else _OWN)) for rank, rows in table.items()}
         (rank, most), (_, second), *_ = Counter(own).most_common(2)
-        late = most - second
+        late: float = most - second
         if meeting:
             meets = {each: _ns(rows[at], *({"backward", "other"} - {meeting})) for each, rows in table.items()}
             late = min(late, min(ns for each, ns in meets.items() if each != rank) - meets[rank])
         usual = statistics.median_low(own[at] for each, own in waits.items() if each != rank)
         found.append((rank, max(late - max(waits[rank][at] - usual, 0), 0)))
-    caused = Counter[int]()
+    caused = dict.fromkeys(table, 0.0)
     for each, late in found:
         caused[each] += late
-    ((rank, ns),) = caused.most_common(1)
+    rank, ns = max(caused.items(), key=itemgetter(1))
     if ns < least_ns * steps or not _is_steady([late if each == rank else -late for each, late in found], least_ns):
         return None
     if not meeting:
@@ -171,18 +166,18 @@ def _late(
         waited = statistics.median(total for each, total in passes.items() if each != rank) - passes[rank]
         if waited < WAITED * ns:
             return None
-    return rank, ns / steps, ns / caused.total()
+    return rank, ns / steps, ns / sum(caused.values())
 
 
 def _late_by_batches(
-    ranks: Sequence[Rank], table: dict[int, list[Breakdown]], waits: dict[int, list[int]], least_ns: float
+    ranks: Sequence[Rank], table: dict[int, list[Breakdown]], waits: dict[int, list[float]], least_ns: float
 ) -> tuple[int, float, float] | None:
     """Return the rank that computes longer, as ``_late`` does, if its batches are larger than those of the others.
 
     The kernel counts a wait when it ends, perhaps in another step than the one that it lengthens: on busy cores, only
     the mean wait tells how much later a rank is for it. That alone shows ranks of equal work as late, too.
     """
-    mean = {rank: [round(statistics.mean(own))] * len(own) for rank, own in waits.items()}
+    mean = {rank: [statistics.mean(own)] * len(own) for rank, own in waits.items()}
     late = _late(table, mean, least_ns, "forward")
     return late if late is not None and larger_batches(ranks, late[0]) is not None else None
 
@@ -282,7 +277,11 @@ def _callback(rank: Rank, others: Sequence[Rank]) -> str | None:
                 found[action_name(row.action)] += (row.total_ns or 0) // row.steps
         return found
 
-    mine, usual = spent(rank), [spent(other) for other in others]
-    excess = Counter({name: ns - statistics.median_low([each[name] for each in usual]) for name, ns in mine.items()})
-    name, ns = excess.most_common(1)[0] if excess else ("", 0)
-    return name if ns > 0 else None
+    return beyond_others(spent(rank), [spent(other) for other in others])
+
+
+def beyond_others(mine: Mapping[str, int], others: Sequence[Mapping[str, int]]) -> str | None:
+    """Return the name whose time on a rank exceeds the median of the other ranks the most, None where none does."""
+    usual = {name: statistics.median_low([times.get(name, 0) for times in others]) for name in mine}
+    name = max(mine, key=lambda each: mine[each] - usual[each], default=None)
+    return name if name is not None and mine[name] > usual[name] else None

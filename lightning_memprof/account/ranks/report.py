@@ -28,6 +28,7 @@ from lightning_memprof.account.ranks.lateness import (
     MIN_WAIT_NS,
     MIN_WAIT_SHARE,
     PulseLateness,
+    beyond_others,
     pulse_lateness,
     share_cores,
 )
@@ -400,20 +401,12 @@ def _cause(
     if best.own_ns - best.others_ns >= threshold_ns:
         if best.cause != Part.CALLBACK:
             return best
-        return _Excess(Part.CALLBACK, best.own_ns, best.others_ns, _callback(mine, others))
+        return replace(best, callback=beyond_others(mine.callbacks_ns, [rank.callbacks_ns for rank in others]))
     return compute if compute is not None and compute.own_ns - compute.others_ns >= threshold_ns else None
 
 
 def _median(others: Sequence[RankTimes], part: Part) -> int:
     return statistics.median_low([rank.spent_ns(part) for rank in others])
-
-
-def _callback(mine: RankTimes, others: list[RankTimes]) -> str | None:
-    def excess(name: str) -> int:
-        return mine.callbacks_ns[name] - statistics.median_low([rank.callbacks_ns.get(name, 0) for rank in others])
-
-    name = max(mine.callbacks_ns, key=excess, default=None)
-    return name if name is not None and excess(name) > 0 else None
 
 
 def _found(mine: RankTimes, cause: _Excess | None, caused_ns: int | None, waiting: Waiting | None) -> Straggler:

@@ -129,6 +129,27 @@ def _peak_rss_of_rank(rank: Rank) -> int | None:
     return max((size for size in (rank.high_water_bytes, *sampled) if size is not None), default=None)
 
 
+def core_waits(rank: Rank) -> dict[int, float]:
+    """Return how long the training thread waits for a core in each step, in ns.
+
+    A reading covers the steps since the previous one, and is shared among them by their duration. The kernel counts a
+    wait when it ends: one that began in an earlier step may exceed the step.
+    """
+    return rank.computed(_core_waits_of_rank)
+
+
+def _core_waits_of_rank(rank: Rank) -> dict[int, float]:
+    waits: dict[int, float] = {}
+    covered: list[PulseRow] = []
+    for row in rank.pulse:
+        covered.append(row)
+        if row.core_wait_ns is not None:
+            share = row.core_wait_ns / max(sum(each.duration_ns or 0 for each in covered), 1)
+            waits |= {each.step: share * (each.duration_ns or 0) for each in covered if each.step is not None}
+            covered = []
+    return waits
+
+
 def mean_parts(rank: RankProgress) -> dict[Part, int]:
     """Return the phases of the mean recent step of a run in progress, as parts, in ns."""
     rows = rank.usual()
