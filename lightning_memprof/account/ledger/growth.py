@@ -144,13 +144,16 @@ class Slowing(msgspec.Struct, frozen=True, kw_only=True):
     first: int
 
 
-def steady_slowing(rows: Sequence[PulseRow], column: str, without: str | None = None) -> Slowing | None:
-    """Return the slope of a column of ns, less another one, if it rises steadily after the warmup, else None.
+def steady_slowing(
+    rows: Sequence[PulseRow], column: str, without_ns: Mapping[int, float] | None = None
+) -> Slowing | None:
+    """Return the slope of a column of ns, less a time by step, if it rises steadily after the warmup, else None.
 
     As :func:`steady_growth`, without a least size; the slope must stand out in a long run, too.
     """
-    if without is not None:
-        rows = [replace(row, **{column: max((row[column] or 0) - (row[without] or 0), 0)}) for row in rows]
+    if without_ns:
+        less = (round((row[column] or 0) - without_ns.get(row.step or 0, 0.0)) for row in rows)
+        rows = [replace(row, **{column: max(ns, 0)}) for row, ns in zip(rows, less, strict=True)]
     segments = _segments(rows, column, max(WARMUP_STEPS, round(WARMUP_SHARE * len(rows))))
     rise = _steady_rise(segments, is_scarce=True)
     if rise is None:

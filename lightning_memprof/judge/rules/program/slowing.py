@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from lightning_memprof.account.ledger.growth import Slowing, steady_slowing
 from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.steps.statistics import core_waits
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery, titled
 from lightning_memprof.judge.remedies import (
@@ -110,7 +111,7 @@ def _main(ledger: TimeLedger, *parts: Part) -> str:
 
 def _of_rank(rank: Rank) -> tuple[Rank, Part, Slowing, int] | None:
     """Return the phase with most of a rank's rise, the rise of the steps, and of the phase; None without one."""
-    steps = steady_slowing(rank.pulse, "duration_ns", without="core_wait_ns")
+    steps = steady_slowing(rank.pulse, "duration_ns", core_waits(rank))
     if steps is None:
         return None
     found = ((part, steady_slowing(rank.pulse, f"{part.phase}_ns")) for part in PHASES)
