@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -18,17 +17,15 @@ from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.table import NODE, Table, joined, summed, time_lines
 from lightning_memprof.account.ledger.work import operator_work, shaped
 from lightning_memprof.account.parts import BUSY, PARTS, PHASE_PARTS, Part
-from lightning_memprof.account.trace.device import copy_kind, device_steps, totals_by
-from lightning_memprof.account.trace.events import HostEvents, is_place
+from lightning_memprof.account.trace.device import copy_kind, totals_by
+from lightning_memprof.account.trace.events import HostEvents, is_own_work, is_place
 from lightning_memprof.account.trace.idle import (
     COLLECTS,
     LOADING,
     READS_BACK,
     call_part,
-    cold_calls,
     gap_ends,
     graph_captures,
-    is_own_work,
 )
 from lightning_memprof.account.trace.model import IdleCause
 from lightning_memprof.read.trace.columns import Kind, is_loading
@@ -51,10 +48,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lightning_memprof.account.trace.collectives import CollectiveCall
-    from lightning_memprof.account.trace.device import DeviceEvents
     from lightning_memprof.account.trace.events import Thread
-    from lightning_memprof.read.trace.columns import Step, TraceColumns
+    from lightning_memprof.account.trace.table import EventTable
+    from lightning_memprof.read.trace.columns import TraceColumns
     from lightning_memprof.read.trace.intervals import Column
 
     _Numbers: TypeAlias = NDArray[np.signedinteger[Any]] | int
@@ -81,32 +77,21 @@ class DeviceAccount(NamedTuple):
     unsure_ns: int
 
 
-def device_account(
-    columns: TraceColumns,
-    device: DeviceEvents,
-    steps: list[Step],
-    events: HostEvents,
-    collectives: Sequence[CollectiveCall] = (),
-) -> DeviceAccount | None:
+def device_account(table: EventTable) -> DeviceAccount | None:
     """Return the owners of the device's time in the steps; None where nothing ran on a device.
 
-    Args:
-        columns: the trace.
-        device: its device events.
-        steps: by start; without any, the time from the first device event to the last one is the step. Where the host
-            is ahead, the device's time for them counts.
-        events: the host's events of the trace.
-        collectives: those of the trace, for their names.
+    Without steps, the time from the first device event to the last one is the step. Where the host is ahead, the
+    device's time for the steps counts.
     """
+    columns, device, steps, ranges = table.columns, table.device, table.steps, table.ranges
     if not len(device.busy.starts):
         return None
     if steps:
-        ranges = [(step.start, step.end) for step in steps]
-        owned = [(step.start, step.end) for step in device_steps(columns, device, steps)]
+        owned: Sequence[tuple[int, int]] = [(step.start, step.end) for step in table.working]
         basis = "1 recorded step" if len(steps) == 1 else f"{len(steps)} recorded steps"
         basis += "" if owned == ranges else ", as long as the device works for them: the host is ahead"
     else:
-        owned = ranges = [(int(device.busy.starts[0]), int(device.busy.ends[-1]))]
+        owned = ranges
         basis = "the time from the first device event to the last one: the trace has no steps"
     start, end = owned[0][0], max(end for _, end in owned)
     if start == end:
@@ -114,14 +99,13 @@ def device_account(
     if len(device.unrecorded.starts):
         basis += ", without the time in which launched work waits for work that is not in the trace"
     spans = difference(Intervals(np.array([start], np.int64), np.array([end], np.int64)), device.unrecorded)
-    work = _Work(columns=columns, device=device, spans=spans, launched=device.launched, collectives=collectives)
-    host = _Host(work, ranges, events)
-    lines, passes = _Lines(columns, events), _Lines(columns, events)
-    computed = _add_busy(lines, passes, host, work)
+    host = _Host(table)
+    lines, passes = _Lines(columns, table.host), _Lines(columns, table.host)
+    computed = _add_busy(lines, passes, host, table, spans)
     first = int(device.busy.starts[0])
     longest = int(np.max(columns.ends[device.rows] - columns.starts[device.rows]))
     unsure_ns = min(max(min(first, end) - start, 0), longest)
-    idle = _add_idle(lines, host, work, ranges, unsure_ns)
+    idle = _add_idle(lines, host, table, spans, unsure_ns)
     owners = lines.lines(len(ranges))
     durations = [end - start for start, end in owned]
     ledger = TimeLedger(
@@ -131,21 +115,11 @@ def device_account(
         basis=basis,
         lines=owners,
         communication=tuple(line for line in owners if line.part == Part.COLLECTIVE),
-        work=operator_work(columns, [computed], events.path, len(ranges)),
+        work=operator_work(columns, [computed], table.host.path, len(ranges)),
         exposed=stretches(difference(intersection(device.communication, spans), device.compute), columns.origin_ns),
         passes=_of_all_kernels(passes.lines(len(ranges)), owners),
     )
     return DeviceAccount(ledger, idle, unsure_ns)
-
-
-class _Work(msgspec.Struct, frozen=True, kw_only=True):
-    """A device's events, the rows of the calls that launched them (-1 for none), and the steps that they are in."""
-
-    columns: TraceColumns
-    device: DeviceEvents
-    spans: Intervals
-    launched: Column
-    collectives: Sequence[CollectiveCall]
 
 
 class _Lines:
@@ -201,9 +175,9 @@ class _Host:
         training: lane of the training thread, -1 where the trace has none.
     """
 
-    def __init__(self, work: _Work, ranges: Sequence[tuple[int, int]], events: HostEvents) -> None:
-        self._columns = columns = work.columns
-        self._launched = work.launched
+    def __init__(self, table: EventTable) -> None:
+        self._columns = columns = table.columns
+        self._launched, events = table.device.launched, table.host
         count = len(columns.starts)
         self.training, self.module, self._events = events.training, events.module, events
         self.part = np.full(count, _NONE, np.int8)
@@ -212,11 +186,11 @@ class _Host:
         self.shaped = np.full(count if len(columns.shapes.rows) else 1, _NONE, np.int64)
         names = _Names(columns, events.is_module)
         self.is_named = ~(names.own | events.is_module)
-        lanes = np.unique(np.append(columns.lanes[work.launched[work.launched >= 0]], self.training))
+        lanes = np.unique(np.append(columns.lanes[self._launched[self._launched >= 0]], self.training))
         found = {int(lane): events.thread(int(lane)) for lane in lanes}
         for thread in found.values():
             self.part[thread.rows] = names.parts(thread.rows)
-        cold = cold_calls(columns, work.device, ranges)
+        cold = table.cold
         self.part[cold[self.part[cold] >= 0]] = Part.COLD_START.number
         self.threads = found
         for thread in found.values():
@@ -314,18 +288,18 @@ class _Names:
         return found
 
 
-def _add_busy(lines: _Lines, passes: _Lines, host: _Host, work: _Work) -> Table:
+def _add_busy(lines: _Lines, passes: _Lines, host: _Host, table: EventTable, spans: Intervals) -> Table:
     """Add the device's work: each ns belongs to the first event of computation, else of a collective, else a copy.
 
     Add the computation of forward and backward to ``passes``, too. Return computation by the inputs of the operators
     that launched it.
     """
-    columns, device = work.columns, work.device
+    columns, device, launched = table.columns, table.device, table.device.launched
     rows = device.rows
     starts, ends = columns.starts[rows], columns.ends[rows]
     computes = ~device.communicates & ~device.copies
     own = np.zeros(len(rows), np.int64)
-    free = work.spans
+    free = spans
     for chosen, busy in (
         (computes, device.compute),
         (device.communicates, device.communication),
@@ -335,23 +309,23 @@ def _add_busy(lines: _Lines, passes: _Lines, host: _Host, work: _Work) -> Table:
         first, last = np.maximum(starts[chosen], reach[:-1]), np.maximum(ends[chosen], reach[:-1])
         own[chosen] = length_before(free, last) - length_before(free, first)
         free = difference(free, busy)
-    known = work.launched >= 0
-    operator = np.where(known, host.operator(work.launched), _NONE)
+    known = launched >= 0
+    operator = np.where(known, host.operator(launched), _NONE)
     worked = np.where(computes, _with_usual(columns.names[rows].astype(np.int64), operator, own), operator)
-    module = np.where(known & ~device.communicates, host.module[work.launched], _UNKNOWN)
+    module = np.where(known & ~device.communicates, host.module[launched], _UNKNOWN)
     numbers = [part.number for part in BUSY]
     lines.add(
         np.where(computes, numbers[0], np.where(device.communicates, numbers[1], numbers[2])),
-        _labels(lines, work, computes),
+        _labels(lines, table, computes),
         module,
         np.where(device.communicates, _NONE, worked),
         ns=own,
         longest=ends - starts,
     )
     texts = np.array([*map(passes.text, _PASSES), _NONE], np.int64)
-    in_pass = np.where(computes, texts[_pass_of(columns, work.launched, host.training)], _NONE)
+    in_pass = np.where(computes, texts[_pass_of(columns, launched, host.training)], _NONE)
     passes.add(numbers[0], in_pass, module, operator, ns=np.where(in_pass >= 0, own, 0), longest=ends - starts)
-    made = np.where(known & computes & (own > 0), host.shaped[work.launched if len(columns.shapes.rows) else 0], _NONE)
+    made = np.where(known & computes & (own > 0), host.shaped[launched if len(columns.shapes.rows) else 0], _NONE)
     _, first = np.unique(made, return_index=True)  # an operator may launch several kernels
     is_first = np.zeros(len(rows), np.bool_)
     is_first[first] = True
@@ -397,15 +371,15 @@ def _of_all_kernels(passes: Sequence[TimeLine], owners: Sequence[TimeLine]) -> t
     return tuple(replace(line, part=PHASE_PARTS[line.name], name="", ns=scale * line.ns) for line in passes)
 
 
-def _labels(lines: _Lines, work: _Work, computes: NDArray[np.bool_]) -> Column:
+def _labels(lines: _Lines, table: EventTable, computes: NDArray[np.bool_]) -> Column:
     """Return numbers of the names of collectives, and of the kinds of copies."""
-    columns, rows = work.columns, work.device.rows
-    called = {call.row: lines.text(call.name) for call in work.collectives}
+    columns, rows = table.columns, table.device.rows
+    called = {call.row: lines.text(call.name) for call in table.collectives}
     copied: dict[int, int] = {}
     found = np.full(len(rows), _NONE, np.int64)
     for at in np.flatnonzero(~computes).tolist():
         row, name = int(rows[at]), int(columns.names[rows[at]])
-        if work.device.communicates[at]:
+        if table.device.communicates[at]:
             found[at] = called.get(row, name)
             continue
         if name not in copied:
@@ -504,24 +478,22 @@ class _Gaps:
         return result
 
 
-def _add_idle(
-    lines: _Lines, host: _Host, work: _Work, ranges: Sequence[tuple[int, int]], unsure_ns: int
-) -> tuple[IdleCause, ...]:
+def _add_idle(lines: _Lines, host: _Host, table: EventTable, spans: Intervals, unsure_ns: int) -> tuple[IdleCause, ...]:
     """Add the idle time: before the launch of the next work by what its thread did, then the launch, then the queue.
 
     Calls of the host count where they have idle time. Return the gaps by cause.
     """
-    columns = work.columns
-    idle = difference(work.spans, work.device.busy)
+    columns = table.columns
+    idle = difference(spans, table.device.busy)
     begin = int(idle.starts[0]) + unsure_ns if len(idle.starts) else 0
     gaps = _Gaps(lines, host, columns, idle, begin)
-    for part, row, start, end in _once(columns, idle, ranges):
+    for part, row, start, end in _once(columns, idle, table.ranges):
         once = intersection(idle, union(np.array([start]), np.array([end])))
         if len(once.starts):
             rows = np.full(len(once.starts), row)
             gaps.add(np.full(len(rows), part.number), once, rows, columns.names[rows], _NONE, _NONE)
             idle = difference(idle, once)
-    ends = gap_ends(columns, work.device, idle)
+    ends = gap_ends(columns, table.device, idle)
     known = np.flatnonzero(ends.calls >= 0)
     launch, events = ends.calls[known], ends.events[known]
     in_call = Intervals(ends.called[known], ends.ready[known])

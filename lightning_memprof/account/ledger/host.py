@@ -22,6 +22,7 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import MODULES, RANGES, action_name, is_profiler, meeting, part_of
 from lightning_memprof.account.trace.events import HostEvents, Places
 from lightning_memprof.account.trace.idle import COLLECTS
+from lightning_memprof.account.trace.table import EventTable
 from lightning_memprof.read.trace.columns import Kind, Step, TraceColumns
 from lightning_memprof.read.trace.communication import HOST_BACKENDS, common_name
 from lightning_memprof.read.trace.intervals import (
@@ -73,17 +74,14 @@ _LABELLED: Final = (
 _PLACED: Final = (Part.FORWARD.number, Part.GC_PAUSES.number, Part.CHECKPOINT.number)
 
 
-def host_ledger(
-    columns: TraceColumns, steps: Sequence[Step], events: HostEvents, stage: str = "fit"
-) -> TimeLedger | None:
+def host_ledger(table: EventTable, stage: str = "fit") -> TimeLedger | None:
     """Return the owners of the training thread's time in the steps; None where the trace has no operator.
 
     Args:
-        columns: the trace.
-        steps: by start; without any, the time from the first operator to the last one is the step.
-        events: the host's events of the trace.
+        table: the trace; without steps, the time from the first operator to the last one is the step.
         stage: of the Trainer, which tells the part of Lightning's actions.
     """
+    columns, events, steps = table.columns, table.host, table.steps
     operators = columns.rows(Kind.OPERATOR)
     if not len(operators):
         return None

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memprof.account.trace.idle import is_own_work
+from lightning_memprof.account.steps.events import is_profiler
 from lightning_memprof.read.stacks import is_library, parse_frame
 from lightning_memprof.read.trace.columns import HOST_KINDS, STEP_NAME, Kind, TraceColumns
 from lightning_memprof.read.trace.intervals import ROUNDING_NS, Column, exclusive_ends, lookup, nearest, nest
@@ -82,6 +82,18 @@ class HostEvents:
             self._forward = self._forward or self._makers(rows, module)
         return self._threads[lane]
 
+    def outermost_operators(self, rows: Column) -> Column:
+        """Return the row of the outermost operator around each event on its thread, -1 for none."""
+        columns, found = self._columns, np.full(len(rows), -1, np.int64)
+        for lane in np.unique(columns.lanes[rows]).tolist():
+            own, parents, _ = self.thread(lane)
+            is_operator = columns.kinds[own] == Kind.OPERATOR
+            at = nearest(parents, is_operator & ((parents < 0) | (self.operator[own[parents]] < 0)))
+            mine = np.flatnonzero(columns.lanes[rows] == lane)
+            place = at[np.searchsorted(own, rows[mine])]
+            found[mine] = np.where(place >= 0, own[place], -1)
+        return found
+
     def path(self, module: int) -> str | None:
         """Return the path of a module by its number: empty outside modules, None where the trace has none."""
         if module >= 0:
@@ -133,6 +145,11 @@ class HostEvents:
         """Return the operators of a thread that make nodes, with their modules."""
         makes = (self._columns.sequences[rows] >= 0) & ~self._columns.runs_node[rows]
         return _Makers(rows[makes], modules[makes])
+
+
+def is_own_work(name: str) -> bool:
+    """Return whether a range is work of this package, which explains no program's idle time."""
+    return is_profiler(name.removeprefix("[pl][profile]"))
 
 
 def is_place(name: str) -> bool:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memprof.account.parts import Part
-from lightning_memprof.account.steps.events import is_profiler
 from lightning_memprof.account.trace.device import LATENCY_NS, DeviceEvents, totals_by
+from lightning_memprof.account.trace.events import HostEvents
 from lightning_memprof.account.trace.model import RuntimeCall, Synchronization
 from lightning_memprof.read.trace.columns import (
     Kind,
@@ -29,7 +29,6 @@ from lightning_memprof.read.trace.intervals import (
     Column,
     Intervals,
     length_within,
-    outermost,
     union,
 )
 
@@ -139,12 +138,12 @@ def _device_allocations(columns: TraceColumns) -> Column:
 
 
 def steady_allocations(
-    columns: TraceColumns, device: DeviceEvents, ranges: Sequence[tuple[int, int]]
+    columns: TraceColumns, ranges: Sequence[tuple[int, int]], cold: Column
 ) -> tuple[RuntimeCall, ...]:
     """Return the calls that get or return device memory within the steps, without those of a cold start."""
     rows = _device_allocations(columns)
     rows = rows[(columns.starts[rows] >= ranges[0][0]) & (columns.starts[rows] < ranges[-1][1])]
-    return calls(columns, rows[~np.isin(rows, cold_calls(columns, device, ranges))])
+    return calls(columns, rows[~np.isin(rows, cold)])
 
 
 def allocator_spans(columns: TraceColumns) -> tuple[tuple[int, int], ...]:
@@ -160,7 +159,7 @@ def _allocates_on_device(call: str) -> bool:
     return _ALLOCATES.match(call) is not None and not _OF_HOST_MEMORY.search(call)
 
 
-def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synchronization, ...]:
+def synchronizations(columns: TraceColumns, device: DeviceEvents, host: HostEvents) -> tuple[Synchronization, ...]:
     """Return the waits by the operator that made them, those that cost the device most first.
 
     A wait is a call that returns when the device is done, or a copy from the device to pageable memory.
@@ -183,7 +182,7 @@ def synchronizations(columns: TraceColumns, device: DeviceEvents) -> tuple[Synch
     durations = columns.ends[rows] - columns.starts[rows]
     busy = length_within(device.busy, columns.starts[rows], columns.ends[rows])
     own = _hidden(np.maximum(busy, np.minimum(durations, _READ_NS)), cost)
-    around = _operators_around(columns, rows)
+    around = host.outermost_operators(rows)
     members: dict[str, list[int]] = defaultdict(list)
     for i, (row, operator) in enumerate(zip(rows.tolist(), around.tolist(), strict=True)):
         members[columns.name_of[columns.names[operator if operator >= 0 else row]]].append(i)
@@ -225,22 +224,6 @@ def _waits(columns: TraceColumns, device: DeviceEvents) -> NDArray[np.int64]:
     copied = device.launched[to_host[columns.names[device.rows]]]
     rows = np.unique(np.append(columns.rows_named(_WAITS.match, Kind.RUNTIME), copied[copied >= 0]))
     return rows[np.argsort(columns.starts[rows], kind="stable")]
-
-
-def _operators_around(columns: TraceColumns, rows: NDArray[np.int64]) -> Column:
-    """Return the row of the outermost operator around each event on its thread, -1 for none."""
-    found = np.full(len(rows), -1, np.int64)
-    operators = columns.rows(Kind.OPERATOR)
-    for lane in np.unique(columns.lanes[rows]).tolist():
-        mine = operators[columns.lanes[operators] == lane]
-        mine = mine[outermost(columns.starts[mine], columns.ends[mine])]
-        if not len(mine):
-            continue
-        places = np.flatnonzero(columns.lanes[rows] == lane)
-        at = np.searchsorted(columns.starts[mine], columns.starts[rows[places]], side="right") - 1
-        inside = (at >= 0) & (columns.ends[mine[at]] >= columns.ends[rows[places]])
-        found[places[inside]] = mine[at[inside]]
-    return found
 
 
 class GapEnds(NamedTuple):
@@ -297,11 +280,6 @@ def graph_captures(
             found.append((row, int(gaps.starts[at]) if at >= 0 else start, end))
         is_open = not is_end or (is_open and not makes)
     return found
-
-
-def is_own_work(name: str) -> bool:
-    """Return whether a range is work of this package, which explains no program's idle time."""
-    return is_profiler(name.removeprefix("[pl][profile]"))
 
 
 def call_part(call: str) -> Part:

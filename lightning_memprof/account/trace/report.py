@@ -15,15 +15,12 @@ from msgspec.structs import replace
 from lightning_memprof.account.ledger.device import device_account
 from lightning_memprof.account.ledger.host import host_ledger
 from lightning_memprof.account.parts import Part
-from lightning_memprof.account.trace.collectives import collective_calls, trace_collectives
+from lightning_memprof.account.trace.collectives import trace_collectives
 from lightning_memprof.account.trace.device import (
     DeviceEvents,
     copies,
-    device_events,
-    device_steps,
     kernels,
 )
-from lightning_memprof.account.trace.events import HostEvents
 from lightning_memprof.account.trace.host import host_operators, operators
 from lightning_memprof.account.trace.idle import (
     allocator_spans,
@@ -34,6 +31,7 @@ from lightning_memprof.account.trace.idle import (
     synchronizations,
 )
 from lightning_memprof.account.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
+from lightning_memprof.account.trace.table import event_table
 from lightning_memprof.artifacts.naming import TraceName
 from lightning_memprof.read.trace.columns import (
     HOST_KINDS,
@@ -41,10 +39,8 @@ from lightning_memprof.read.trace.columns import (
     Progress,
     Step,
     TraceColumns,
-    loading_intervals,
     read_columns,
     skips_calls,
-    step_spans,
 )
 from lightning_memprof.read.trace.communication import trace_arrivals
 from lightning_memprof.read.trace.intervals import Intervals, clip, intersection, length, length_within
@@ -82,17 +78,12 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
     Raises:
         ArtifactError: the file is missing, damaged or truncated, or no trace.
     """
-    columns, name = read_columns(path, progress), TraceName.parse(path.name)
-    device = device_events(columns)
-    steps = step_spans(columns)
-    timed = device_steps(columns, device, steps)
-    loading, events = loading_intervals(columns), HostEvents(columns)
-    window = (int(device.busy.starts[0]), int(device.busy.ends[-1])) if len(device.busy.starts) else None
+    table, name = event_table(read_columns(path, progress)), TraceName.parse(path.name)
+    columns, device, steps, timed = table.columns, table.device, table.steps, table.working
+    loading, window = table.loading, table.window
     rank, world_size = recorded_rank(columns.metadata), _number(columns.metadata, "world_size", _WORLD)
-    ranges = [(step.start, step.end) for step in steps] or ([window] if window else [])
     devices, capabilities = zip(*_devices(columns, device), strict=True) if len(device.rows) else ((), ())
-    collectives = list(collective_calls(columns, device))
-    account = device_account(columns, device, steps, events, collectives)
+    account = device_account(table)
     return TraceReport(
         file=path,
         rank=rank,
@@ -115,10 +106,10 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         idle=account.idle if account and _has_runtime(columns) else (),
         unsure_ns=account.unsure_ns if account else 0,
         runtime_calls=calls(columns, columns.rows(Kind.RUNTIME)),
-        collectives=trace_collectives(columns, device, collectives),
+        collectives=trace_collectives(columns, device, table.collectives),
         copies=copies(columns, device),
         missing=tuple(_missing(rank, columns, device, steps)),
-        synchronizations=synchronizations(columns, device),
+        synchronizations=synchronizations(columns, device, table.host),
         profiler_overhead=calls(columns, columns.rows(Kind.OVERHEAD)),
         allocator_spans=allocator_spans(columns),
         recorded_with=tuple(option for option in _OPTIONS if columns.metadata.get(option)),
@@ -127,9 +118,9 @@ def trace_report(path: Path, progress: Progress | None = None) -> TraceReport:
         program=_program(columns, device),
         loads=_loads(loading),
         host_events=int(np.count_nonzero(np.isin(columns.kinds, HOST_KINDS))),
-        steady_allocations=steady_allocations(columns, device, ranges) if window else (),
+        steady_allocations=steady_allocations(columns, table.ranges, table.cold) if window else (),
         arrivals=trace_arrivals(columns)[:_MOST_ARRIVALS],
-        host_ledger=host_ledger(columns, steps, events, name.stage if name else "fit"),
+        host_ledger=host_ledger(table, name.stage if name else "fit"),
         device_ledger=account.ledger if account else None,
     )
 

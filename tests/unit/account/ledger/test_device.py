@@ -13,10 +13,10 @@ from kineto import write_trace
 from lightning_memprof.account.ledger.device import device_account
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.parts import PARTS, Part
-from lightning_memprof.account.trace.device import device_events, device_steps
-from lightning_memprof.account.trace.events import HostEvents
+from lightning_memprof.account.trace.device import device_steps
 from lightning_memprof.account.trace.report import trace_report
-from lightning_memprof.read.trace.columns import Kind, TraceColumns, step_spans
+from lightning_memprof.account.trace.table import event_table
+from lightning_memprof.read.trace.columns import Kind, TraceColumns
 
 IDLE = tuple(part for part in PARTS if part.group == "device idle" and part is not Part.IDLE_UNKNOWN)
 HOST, AUTOGRAD, OTHER_THREAD, STREAM, OTHER_STREAM = 1, 2, 3, 7, 9
@@ -373,8 +373,8 @@ def test_the_lines_sum_to_the_steps_whatever_the_trace_has(made):
         metadata={},
         origin_ns=0,
     )
-    device, steps = device_events(columns), step_spans(columns)
-    account = device_account(columns, device, steps, HostEvents(columns))
+    table = event_table(columns)
+    device, steps, account = table.device, table.steps, device_account(table)
     if account is None:
         assert not len(device.busy.starts) or not any(step.end > step.start for step in steps)
         return
