@@ -17,9 +17,10 @@ from lightning_memprof.account.trace.collectives import collective_calls
 from lightning_memprof.account.trace.device import device_events
 from lightning_memprof.account.trace.events import HostEvents
 from lightning_memprof.account.trace.idle import call_part
+from lightning_memprof.account.trace.spans import step_spans
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.run.model import Rank, RecordedWindow, Run
-from lightning_memprof.read.trace.columns import Kind, TraceColumns, read_columns, step_spans
+from lightning_memprof.read.trace.columns import Kind, TraceColumns, read_columns
 from lightning_memprof.read.trace.intervals import Column, nearest
 from lightning_memprof.read.trace.kernel_names import plain_kernel
 

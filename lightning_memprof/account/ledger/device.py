@@ -28,7 +28,8 @@ from lightning_memprof.account.trace.idle import (
     graph_captures,
 )
 from lightning_memprof.account.trace.model import IdleCause
-from lightning_memprof.read.trace.columns import Kind, is_loading
+from lightning_memprof.account.trace.spans import is_loading
+from lightning_memprof.read.trace.columns import Kind
 from lightning_memprof.read.trace.intervals import (
     Intervals,
     difference,

@@ -22,8 +22,9 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import MODULES, RANGES, action_name, is_profiler, meeting, part_of
 from lightning_memprof.account.trace.events import HostEvents, Places
 from lightning_memprof.account.trace.idle import COLLECTS
+from lightning_memprof.account.trace.spans import Step
 from lightning_memprof.account.trace.table import EventTable
-from lightning_memprof.read.trace.columns import Kind, Step, TraceColumns
+from lightning_memprof.read.trace.columns import Kind, TraceColumns
 from lightning_memprof.read.trace.communication import HOST_BACKENDS, common_name
 from lightning_memprof.read.trace.intervals import (
     Column,

@@ -175,7 +175,7 @@ def _devices(columns: TraceColumns, events: HostEvents) -> dict[DeviceMemory, Me
     for kind, number in dict.fromkeys(map(tuple, found.devices.tolist())):
         mine = order[np.all(found.devices[order] == (kind, number), axis=1)]
         of_device = (found.moments, sizes, found.addresses, found.totals, inner)
-        result[DeviceMemory(kind, number)] = MemoryColumns(
+        result[DeviceMemory(kind=kind, number=number)] = MemoryColumns(
             *(array("q", column[mine].tobytes()) for column in of_device)
         )
     return result

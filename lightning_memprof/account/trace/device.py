@@ -13,16 +13,8 @@ from numpy.typing import NDArray
 
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import Copies, Kernel, KernelKind
-from lightning_memprof.read.trace.columns import (
-    DEVICE_KINDS,
-    Kind,
-    Step,
-    TraceColumns,
-    launches,
-    loading_intervals,
-    read_columns,
-    step_spans,
-)
+from lightning_memprof.account.trace.spans import Step, launches, loading_intervals, step_spans
+from lightning_memprof.read.trace.columns import DEVICE_KINDS, Kind, TraceColumns, read_columns
 from lightning_memprof.read.trace.intervals import (
     Column,
     Intervals,

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from lightning_memprof.account.ledger.table import NODE
 from lightning_memprof.account.trace.device import totals_by
 from lightning_memprof.account.trace.model import HostOperators, Operator
-from lightning_memprof.read.trace.columns import STEP_NAME, Kind, Step, TraceColumns
+from lightning_memprof.account.trace.spans import Step
+from lightning_memprof.read.trace.columns import STEP_NAME, Kind, TraceColumns
 from lightning_memprof.read.trace.intervals import ROUNDING_NS, Column, innermost_at, nest, nesting_order, outermost
 
 # Finding, checking and calling an operator takes 1 to 10 µs: one that takes no longer computes little.

@@ -20,11 +20,8 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.device import LATENCY_NS, DeviceEvents, totals_by
 from lightning_memprof.account.trace.events import HostEvents
 from lightning_memprof.account.trace.model import RuntimeCall, Synchronization
-from lightning_memprof.read.trace.columns import (
-    Kind,
-    TraceColumns,
-    loading_intervals,
-)
+from lightning_memprof.account.trace.spans import loading_intervals
+from lightning_memprof.read.trace.columns import Kind, TraceColumns
 from lightning_memprof.read.trace.intervals import (
     Column,
     Intervals,

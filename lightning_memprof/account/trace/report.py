@@ -31,17 +31,10 @@ from lightning_memprof.account.trace.idle import (
     synchronizations,
 )
 from lightning_memprof.account.trace.model import GpuTimes, Loads, Program, StepTimes, TraceReport, TraceStep
+from lightning_memprof.account.trace.spans import Step, skips_calls
 from lightning_memprof.account.trace.table import event_table
 from lightning_memprof.artifacts.naming import TraceName
-from lightning_memprof.read.trace.columns import (
-    HOST_KINDS,
-    Kind,
-    Progress,
-    Step,
-    TraceColumns,
-    read_columns,
-    skips_calls,
-)
+from lightning_memprof.read.trace.columns import HOST_KINDS, Kind, Progress, TraceColumns, read_columns
 from lightning_memprof.read.trace.communication import trace_arrivals
 from lightning_memprof.read.trace.intervals import Intervals, clip, intersection, length, length_within
 from lightning_memprof.units import format_ns

@@ -11,7 +11,8 @@ from lightning_memprof.account.trace.collectives import CollectiveCall, collecti
 from lightning_memprof.account.trace.device import DeviceEvents, device_events, device_steps
 from lightning_memprof.account.trace.events import HostEvents
 from lightning_memprof.account.trace.idle import cold_calls
-from lightning_memprof.read.trace.columns import Step, TraceColumns, loading_intervals, step_spans
+from lightning_memprof.account.trace.spans import Step, loading_intervals, step_spans
+from lightning_memprof.read.trace.columns import TraceColumns
 from lightning_memprof.read.trace.intervals import Column, Intervals
 
 
