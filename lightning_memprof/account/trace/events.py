@@ -82,6 +82,14 @@ class HostEvents:
             self._forward = self._forward or self._makers(rows, module)
         return self._threads[lane]
 
+    def callers(self, rows: Column) -> Column:
+        """Return the row of the innermost operator around each operator, -1 for none."""
+        found = np.full(len(self.operator), -1, np.int64)
+        for lane in np.unique(self._columns.lanes[rows]).tolist():
+            own, parents, _ = self.thread(lane)
+            found[own] = np.where(parents >= 0, self.operator[own[parents]], -1)
+        return found[rows]
+
     def outermost_operators(self, rows: Column) -> Column:
         """Return the row of the outermost operator around each event on its thread, -1 for none."""
         columns, found = self._columns, np.full(len(rows), -1, np.int64)

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from lightning_memprof.account.ledger.table import NODE
 from lightning_memprof.account.trace.device import totals_by
+from lightning_memprof.account.trace.events import HostEvents
 from lightning_memprof.account.trace.model import HostOperators, Operator
 from lightning_memprof.account.trace.spans import Step
 from lightning_memprof.read.trace.columns import STEP_NAME, Kind, TraceColumns
-from lightning_memprof.read.trace.intervals import ROUNDING_NS, Column, innermost_at, nest, nesting_order, outermost
+from lightning_memprof.read.trace.intervals import Column, innermost_at, nest, nesting_order, outermost
 
 # Finding, checking and calling an operator takes 1 to 10 µs: one that takes no longer computes little.
 _SMALL_NS: Final = 10_000
@@ -27,17 +28,14 @@ _MODULE: Final = "nn.Module: "
 _MOST_NAMES: Final = 5
 
 
-def operators(columns: TraceColumns) -> tuple[Operator, ...]:
+def operators(columns: TraceColumns, host: HostEvents) -> tuple[Operator, ...]:
     """Return the operators by name, most self time first; all threads count, and may run at once."""
     rows = columns.rows(Kind.OPERATOR)
     durations = columns.ends[rows] - columns.starts[rows]
+    callers = host.callers(rows)
+    inner = callers >= 0
     self_ns = durations.copy()
-    lanes = columns.lanes[rows]
-    for lane in np.unique(lanes):
-        mine = np.flatnonzero(lanes == lane)
-        parents = nest(columns.starts[rows[mine]], columns.ends[rows[mine]], slack=ROUNDING_NS).parents
-        inner = np.flatnonzero(parents >= 0)
-        np.subtract.at(self_ns, mine[parents[inner]], durations[mine[inner]])
+    np.subtract.at(self_ns, np.searchsorted(rows, callers[inner]), durations[inner])
     np.maximum(self_ns, 0, out=self_ns)
     alone, whole = totals_by(columns.names[rows], self_ns), totals_by(columns.names[rows], durations)
     result = [

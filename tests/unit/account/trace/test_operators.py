@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kineto import ACCELERATED, Made, event_fields, torch_table, write_trace
+from lightning_memprof.account.trace.events import HostEvents
 from lightning_memprof.account.trace.host import operators
 from lightning_memprof.account.trace.key_averages import OperatorRow, collect_rows
 from lightning_memprof.account.trace.operators import (
@@ -84,7 +85,8 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_the_report_of_a_trace_gives_operators_the_time_that_the_table_gives_them(recorded: Recorded) -> None:
     table = {row.name: row for row in collect_rows([recorded.path], group_by_input_shapes=False).rows}
-    found = operators(read_columns(recorded.path))
+    columns = read_columns(recorded.path)
+    found = operators(columns, HostEvents(columns))
     assert len(found) > 30
     # Counts may differ: the table takes an operator and its only child of the same name for one.
     assert {operator.name: operator.self_ns for operator in found} == {
