@@ -70,9 +70,10 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def repeats(self) -> bool:
-        """Whether it is spread over several steps."""
+        """Whether it is spread over several steps; the longest call, unlike the time, includes waits for a core."""
         longest = max((line.longest_ns or 0 for line in self.lines), default=0)
-        return self.ns * self.ledger.steps >= POLICY.repeated * longest
+        runs = 1 - self.ledger.share(Part.CORE_WAIT)
+        return self.ns * self.ledger.steps >= POLICY.repeated * longest * runs
 
     @property
     def why(self) -> str:

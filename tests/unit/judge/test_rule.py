@@ -80,6 +80,22 @@ def test_the_title_of_a_row_fits_whatever_its_owner_is_called(facts: Facts, row:
         assert "{" not in finding.title + finding.why + "".join(finding.next_steps)
 
 
+@pytest.mark.parametrize(("calls", "is_found"), [(1.02 * POLICY.repeated, True), (0.98 * POLICY.repeated, False)])
+def test_the_longest_call_of_what_repeats_has_waited_for_a_core(facts: Facts, calls: float, is_found: bool) -> None:
+    (row,) = (row for row in LINES if row.id == "recompilation")
+    usual, waits = facts.ledgers[0], 0.6
+    ns = 0.3 * STEP_NS
+    longest_ns = round(ns * usual.steps / calls / (1 - waits))
+    lines = (
+        TimeLine(part=Part.COMPILE, ns=ns, count=0.5, longest_ns=longest_ns),
+        TimeLine(part=Part.CORE_WAIT, ns=waits * STEP_NS),
+        TimeLine(part=Part.FORWARD, ns=0.1 * STEP_NS),
+    )
+    other = Facts(run=facts.run, statistics=facts.statistics)
+    vars(other)["ledgers"] = {0: replace(usual, step_ns=STEP_NS, lines=lines)}
+    assert bool([*row.findings(other)]) == is_found
+
+
 def test_the_ids_of_rows_and_their_descriptions_are_complete() -> None:
     found = [*chain.from_iterable(ROWS.values())]
     assert len({row.id for row in found}) == len(found)
