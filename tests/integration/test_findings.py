@@ -19,18 +19,26 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from faults import WORK, Samples, Steady, Training, findings_of, findings_of_run
+from faults import WORK, Samples, Steady, Training, findings_of, findings_of_run, with_free_cores
 from lightning_memprof import ExtendedPyTorchProfiler, Schedule
 from lightning_memprof.capture.base import Collector, OnMark, RunContext
 from lightning_memprof.cli.main import main
 from lightning_memprof.collectors import Holders, HookTimings, Pulse, SavedTensors
-from lightning_memprof.judge import Finding, Severity
+from lightning_memprof.judge import Finding, Severity, facts
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import MIB
 from ranks import launch
 from training import Perceptron, only_run
 
 TWO = Schedule(wait=1, active=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def free_cores() -> Iterator[None]:
+    """Judge each training as on a machine with free cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts, "run_ledger", with_free_cores)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +52,8 @@ def above_info(found: dict[str, Finding]) -> dict[str, Finding]:
 
 
 def faults(found: dict[str, Finding]) -> set[str]:
-    """Rules of the findings above info, but for what other processes cause, and the sleep that is a step's work."""
-    excused = {("core_wait", ""), ("costly_line", WORK)}
-    return {rule for rule, finding in above_info(found).items() if (rule, finding.owner) not in excused}
+    """Rules of the findings above info, but for the sleep that is a step's work."""
+    return {rule for rule, finding in above_info(found).items() if (rule, finding.owner) != ("costly_line", WORK)}
 
 
 def remedies(finding: Finding) -> list[str | None]:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memprof import MemProfilerCallback, OutputOptions, Schedule
+from lightning_memprof.account.ledger.run import run_ledger
 from lightning_memprof.account.memory.allocations import run_allocations
+from lightning_memprof.account.parts import Part
 from lightning_memprof.collectors import GarbageCollection, HookTimings, Pulse
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.report.view import run_view
@@ -21,6 +24,7 @@ from training import only_run, trainer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
     from lightning_memprof.capture.base import Collector
     from lightning_memprof.judge import Finding
 
@@ -83,6 +87,29 @@ class Training:
     schedule: Schedule = field(default_factory=lambda: Schedule(wait=7, warmup=1, active=2))
     options: dict[str, Any] = field(default_factory=dict)
     collectors: list[Collector] | None = field(default_factory=lambda: [Pulse(), HookTimings(), GarbageCollection()])
+
+
+def with_free_cores(*run: Any) -> TimeLedger | None:
+    """Return the ledger of a run without its waits for a core: what other processes take is not the training's.
+
+    For ``monkeypatch.setattr(facts, "run_ledger", with_free_cores)``.
+    """
+    ledger = run_ledger(*run)
+    if ledger is None:
+        return None
+    of_training = 1 - ledger.share(Part.CORE_WAIT)
+
+    def running(line: TimeLine) -> TimeLine:
+        # The longest call of what only computes has waited as all of them have.
+        computes = line.part in {Part.COMPILE, Part.GC_PAUSES} and line.longest_ns is not None
+        return replace(line, longest_ns=round(line.longest_ns * of_training)) if computes else line
+
+    return replace(
+        ledger,
+        step_ns=ledger.step_ns * of_training,
+        median_ns=ledger.median_ns * of_training,
+        lines=tuple(running(line) for line in ledger.lines if line.part != Part.CORE_WAIT),
+    )
 
 
 def findings_of(directory: Path, training: Training | None = None, stage: str = "fit") -> dict[str, Finding]:
