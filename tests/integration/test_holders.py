@@ -245,7 +245,7 @@ def test_a_request_in_the_run_directory_and_a_question_are_answered(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_page_names_leaks_with_its_defaults_and_reports_nothing_of_a_healthy_training() -> None:
     program = Path(__file__).parents[1] / "programs" / "leaks.py"
     command = [sys.executable, str(program), "--only", "forward hook", "reference cycle", "cache by length"]

@@ -16,8 +16,9 @@ import soak
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_handles_threads_and_the_files_of_windows_do_not_grow(tmp_path: Path) -> None:
-    found = soaked(tmp_path / "soaked", steps=600, every=20, seconds=200)
+    found = soaked(tmp_path / "soaked", steps=600, every=20, seconds=800)
     assert len(found.lines) == 30
     assert found.faults(resident=False) == []
 

@@ -74,6 +74,6 @@ def soaked(directory: Path, steps: int, every: int, seconds: float) -> Soaked:
     """Run one to its end."""
     done = subprocess.run(
         command(directory, steps, every, "ours"),
-        env=environment(), capture_output=True, text=True, timeout=seconds, check=True,
+        env=environment(), stdout=subprocess.PIPE, text=True, timeout=seconds, check=True,
     )  # fmt: skip
     return Soaked([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,7 +40,7 @@ class Watch(pl.Callback):
         if trainer.global_step % self._every == self._every // 2:
             self._wait_for_files()
             gc.collect()
-            files = {path: path.stat().st_size for path in self._directory.rglob("*") if path.is_file()}
+            files = self._sizes()
             # One for each window; the others grow by a line, of a step or of a window.
             own = [size for path, size in files.items() if "window" in path.parent.name or ".trace." in path.name]
             line = {
@@ -63,10 +64,24 @@ class Watch(pl.Callback):
 
     def _wait_for_files(self) -> None:
         deadline = time.monotonic() + _PATIENCE_S
-        while any(self._directory.rglob("*.partial*")) and time.monotonic() < deadline:
+        while self._is_writing() and time.monotonic() < deadline:
             time.sleep(0.005)
+
+    def _is_writing(self) -> bool:
         # The oldest window is removed behind the last file.
-        time.sleep(0.01)
+        files = self._sizes()
+        windows = {path.parent for path in files if path.parent.name.startswith("window")}
+        return any(".partial" in path.name for path in files) or len(windows) > KEEP
+
+    def _sizes(self) -> dict[Path, int]:
+        """Return the sizes of all files; some are replaced or removed meanwhile."""
+        sizes = {}
+        # Unlike a glob, a walk bears that a directory is removed.
+        for directory, _, names in os.walk(self._directory):
+            for path in (Path(directory, name) for name in names):
+                with suppress(FileNotFoundError):
+                    sizes[path] = path.stat().st_size
+        return sizes
 
 
 class Plain(pl.Callback):

@@ -195,12 +195,23 @@ def test_followers_hear_of_every_step_with_phases_that_sum_to_it(tmp_path: Path)
     assert [occasion for occasion, _ in fake.calls if occasion in ("follow", "unfollow")] == ["follow", "unfollow"]
 
 
-def test_opening_and_saving_a_window_is_not_time_of_a_step(tmp_path: Path) -> None:
+def test_opening_and_saving_a_window_is_not_time_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 1 µs between two readings, and what the slow collector takes.
+    now = itertools.count(step=1_000)
+    slept = 0
+
+    def reading() -> int:
+        return next(now) + slept
+
+    monkeypatch.setattr(time, "perf_counter_ns", reading)
+    monkeypatch.setattr("lightning_memprof.capture.clock.perf_counter_ns", reading)
+
     class Slow(FakeCollector):
         def _call(self, occasion: Any, what: Any) -> None:
+            nonlocal slept
             super()._call(occasion, what)
             if occasion in ("enter", "exit"):
-                time.sleep(0.3)
+                slept += 300_000_000
 
     fake, slow = FakeCollector(follows=True), Slow("slow")
     with context(tmp_path) as run, session(run, Schedule(), [fake, slow]) as made:

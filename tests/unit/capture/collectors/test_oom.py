@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import pickle
 import pickletools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -325,9 +327,15 @@ def test_no_file_of_the_autopsy_has_the_secrets_that_an_exception_told(
 def test_the_time_of_recording_is_no_time_of_the_step(
     cuda: FakeCuda, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import time
+    # 1 µs between two readings, and what recording takes.
+    readings, recorded = itertools.count(step=1_000), []
 
-    monkeypatch.setattr("lightning_memprof.capture.collectors.oom.host_memory", lambda: time.sleep(0.3))
+    def reading() -> int:
+        return next(readings) + sum(recorded)
+
+    monkeypatch.setattr(time, "perf_counter_ns", reading)
+    monkeypatch.setattr("lightning_memprof.capture.clock.perf_counter_ns", reading)
+    monkeypatch.setattr("lightning_memprof.capture.collectors.oom.host_memory", lambda: recorded.append(300_000_000))
     with watched(run) as (made, _):
         made.begin_step(next(positions([0])))
         made.clock.enter(made.clock.slot("forward", PHASES.index("forward")))
@@ -335,7 +343,8 @@ def test_the_time_of_recording_is_no_time_of_the_step(
         made.clock.leave()
         start = made.clock.start_ns
         end_ns, times, _ = made.clock.stop()
-    assert sum(times.phases_ns) == end_ns - start < 250_000_000
+    assert sum(recorded) == 300_000_000
+    assert sum(times.phases_ns) == end_ns - start < 300_000_000
 
 
 @pytest.mark.parametrize(
