@@ -14,8 +14,10 @@ import torch
 from lightning.pytorch import Callback
 from markupsafe import escape
 
+from faults import with_free_cores
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions
 from lightning_memprof.cli.main import main
+from lightning_memprof.judge import facts
 from lightning_memprof.tensorboard.runs import RunList
 from training import Perceptron, loader, manifest, rows_of, trainer
 
@@ -149,7 +151,10 @@ class OddNames(Perceptron):
 
 
 @pytest.mark.slow
-def test_names_of_the_program_are_values_in_every_format(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_names_of_the_program_are_values_in_every_format(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "run_ledger", with_free_cores)
     callback = MemProfilerCallback(output=OutputOptions(report=False))
     slow = type(ODD_CALLBACK, (Callback,), {"on_train_batch_end": lambda *_: time.sleep(0.05)})
     training = trainer(tmp_path, callback, slow(), profiler="fts_extended")

@@ -48,7 +48,8 @@ def wait_for(path: Path) -> None:
 
 
 def test_a_step_above_its_limit_has_a_row_and_the_stacks_while_it_runs(tmp_path: Path) -> None:
-    hang, end = rows_of(tmp_path, 0.2, wait_for)
+    # A busy machine may make another step as long.
+    hang, end = (row for row in rows_of(tmp_path, 0.2, wait_for) if row["step"] == 3)
     assert (hang["kind"], hang["step"], end["kind"], end["step"]) == ("hang", 3, "end", 3)
     assert hang["waited_ns"] > hang["limit_ns"] == 0.2 * SECOND
     assert end["waited_ns"] >= hang["waited_ns"]
@@ -194,11 +195,11 @@ def test_time_between_two_steps_is_not_a_step_that_hangs(tmp_path: Path) -> None
 
         @contextmanager
         def record(self, run: RunContext, window: Window) -> Iterator[OnMark | None]:
-            yield lambda mark: time.sleep(1) if mark.point is Point.STEP_START else None
+            yield lambda mark: time.sleep(2) if mark.point is Point.STEP_START else None
 
     with (
         context(tmp_path) as run,
-        session(run, Schedule(wait=1, active=1), [Slow(), Hangs(max_step_seconds=0.2)]) as made,
+        session(run, Schedule(wait=1, active=1), [Slow(), Hangs(max_step_seconds=1)]) as made,
     ):
         drive(made, range(3))
     assert not (tmp_path / "memprofiler" / "hangs.rank00000.jsonl").exists()
