@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_memprof.judge.byte_rule import ByteRule
+from lightning_memprof.judge.finding import Severity
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.rule import PASSES, Rule
 from lightning_memprof.judge.verdict import BYTE_ROWS, ROWS
-from lightning_memprof.units import percent
+from lightning_memprof.units import format_bytes, percent
 
 PAGES = Path(__file__).parent / "reference" / "findings"
 OUT = PAGES.parents[2] / "lightning_memprof" / "report" / "printers" / "templates" / "findings.json"
@@ -38,11 +39,7 @@ def plain(markdown: str) -> list[str]:
 def when_of(row: Rule | ByteRule) -> str:
     """Return when a row fires."""
     if isinstance(row, ByteRule):
-        return (
-            f"From {percent(row.note)} of the peak in `{row.of}`, the line of the byte ledger. The severity follows "
-            "from what the first remedy recovers where the memory is nearly full (70% of what the device, the control "
-            "group or the machine can hold); elsewhere it is at most `info`, or `warning` for a fault."
-        )
+        return bytes_of(row)
     of = " and ".join(f"`{part}`" for part in row.of)
     when = f"From {percent(row.note)} of each step in {of}"
     if not {*row.of} <= {*PASSES}:
@@ -52,17 +49,35 @@ def when_of(row: Rule | ByteRule) -> str:
     return when + (f" {row.when}" if row.when else "")
 
 
+def bytes_of(row: ByteRule) -> str:
+    """Return the bytes from which on a row fires, and its severity."""
+    share = f"From {percent(row.note)} of the peak"
+    share += f" in `{row.of[0]}`, the line of the byte ledger" if not (row.find or row.in_snapshot) else ""
+    share += f", and {format_bytes(row.least)}" if row.least else ""
+    severity = "The severity follows from what the first remedy recovers"
+    if row.at_most < Severity.CRITICAL and row.in_snapshot:
+        severity += f", at most `{row.at_most.name.lower()}`"
+    elif row.at_most < Severity.CRITICAL:
+        severity += (
+            " where the memory is nearly full (70% of what the device, the control group or the machine can hold); "
+            f"elsewhere it is at most `{row.at_most.name.lower()}`"
+        )
+    # What lacks all of its bytes has no lower limit.
+    parts = [f"{share}."] * (row.note < 1) + [row.when] * bool(row.when) + [f"{severity}."]
+    return " ".join(parts)
+
+
 def section(row: Rule | ByteRule) -> str:
     """Return the section of a row."""
     when = when_of(row)
-    least, most = (percent(share).removesuffix("%") for share in row.saves)
+    saves = "–".join(dict.fromkeys(f"{share:.0%}".removesuffix("%") for share in row.saves))
     what = "these bytes" if isinstance(row, ByteRule) else "this time"
     loses = f"{row.trade_off[:1].lower()}{row.trade_off[1:]}"
     steps = "\n".join(f"- {shown(remedy)} (`{remedy.id}`)" for remedy in (*row.remedies, *row.offers))
     parts = [
         f"## `{row.id}`\n\n{row.about}",
         f"### When it fires\n\n{when}",
-        f"### What it recovers\n\n{least}–{most}% of {what}. Trade-off: {loses}",
+        f"### What it recovers\n\n{f'{saves}%' if row.of else 'An unknown part'} of {what}. Trade-off: {loses}",
         f"### What to do\n\n{steps}",
     ]
     return "\n\n".join(parts) + "\n"

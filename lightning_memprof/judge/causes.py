@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from lightning_memprof.account.ledger.growth import assigned_in
+from lightning_memprof.account.ledger.growth import Growth, assigned_in
+from lightning_memprof.account.memory.report import RankMemory
 from lightning_memprof.artifacts.series import HolderRow, HookRow
+from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.remedies import BOUND_HOLDER, Remedy
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import format_bytes
+from lightning_memprof.units import GIB, format_bytes
 
 _LOADER: Final = "[DataLoader]"
 
@@ -43,6 +45,14 @@ def holder_cause(holder: HolderRow) -> Cause:
     return Cause(place, why, remedy, graph=graph, line=line)
 
 
+def growth_text(growth: Growth) -> str:
+    """Return how much and how fast memory grew, after its name."""
+    return (
+        f"rose steadily by {format_bytes(growth.added_bytes)} in {growth.steps} steps: 1 GiB every "
+        f"{GIB / growth.bytes_per_step:,.0f} steps"
+    )
+
+
 def place_of(holder: HolderRow) -> str:
     """Return the variable of a holder."""
     return (holder.place or "").removesuffix("[...]")
@@ -53,3 +63,9 @@ def dataset_name(rank: Rank) -> str | None:
     actions = (row.action or "" for row in rank.recorded(HookRow))
     found = next((action for action in actions if action.startswith(_LOADER)), None)
     return found.removeprefix(_LOADER).rpartition(".")[0] if found is not None else None
+
+
+def rank_memory(facts: Facts, rank: Rank) -> RankMemory | None:
+    """Return the recorded tensors of a rank, None if there are none."""
+    ranks = facts.memory.ranks if facts.memory is not None else ()
+    return next((memory for memory in ranks if memory.rank == rank.rank), None)

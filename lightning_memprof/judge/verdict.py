@@ -32,7 +32,7 @@ from lightning_memprof.judge.rules.bound import nothing_found
 from lightning_memprof.judge.rules.gpu import allocator, collectives, holders, idle, waits
 from lightning_memprof.judge.rules.program import lines, loops, passes, python, slowing
 from lightning_memprof.read.run.model import Run
-from lightning_memprof.read.snapshot.report import DeviceReport, SnapshotReport
+from lightning_memprof.read.snapshot.report import SnapshotReport
 from lightning_memprof.read.trace.model import TraceReport
 
 # About memory and the end of a run: valid after any number of steps.
@@ -41,12 +41,7 @@ RULES: Final[tuple[Judge, ...]] = (
     hangs.worker_died,
     memory.out_of_memory,
     profiler.other_profiler,
-    growth.memory_growth,
-    memory.worker_memory,
-    modules.retained_graph,
     snapshot.allocator_retries,
-    communication.memory_imbalance,
-    memory.peak_elsewhere,
 )
 # About step time.
 STEP_RULES: Final[tuple[Judge, ...]] = (
@@ -63,7 +58,11 @@ STEP_RULES: Final[tuple[Judge, ...]] = (
     profiler.profiler_overhead,
 )
 # The same as rows, by the page that describes them; those about memory are valid after any number of steps.
-BYTE_ROWS: Final[Mapping[str, tuple[ByteRule, ...]]] = {"memory": memory.ROWS}
+BYTE_ROWS: Final[Mapping[str, tuple[ByteRule, ...]]] = {
+    "memory": (snapshot.OUT_OF_MEMORY, *memory.ROWS, *growth.ROWS),
+    "ranks": communication.BYTE_ROWS,
+    "snapshot": (*snapshot.ROWS, *holders.ROWS),
+}
 ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {
     "data": data.ROWS,
     "host": host.ROWS,
@@ -87,19 +86,8 @@ TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None]
 RULES_OF_ALL_TRACES: Final[tuple[Callable[[Sequence[TraceReport]], Finding | list[Finding] | None], ...]] = (
     communication.straggler_in_traces,
 )
-SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | None], ...]] = (
-    snapshot.failed_request,
-    holders.steady_growth,
-    snapshot.allocator_churn,
-    snapshot.fragmentation,
-    snapshot.pending_frees,
-    snapshot.private_pools,
-    holders.peak_holder,
-)
-# Rules of a trace or a snapshot that are the same fault as one of a run, under another id.
+# Rules of a trace that are the same fault as one of a run, under another id.
 SAME_FAULT: Final[Mapping[str, str]] = {
-    "failed_request": "out_of_memory",
-    "steady_growth": "memory_growth",
     "optimizer_loop": "optimizer_bound",
 }
 RULE_FAILED: Final = "rule_failed"
@@ -160,9 +148,9 @@ def examine_files(
     of_snapshots = [
         finding
         for report in snapshots
-        for rule in SNAPSHOT_RULES
+        for row in itertools.chain.from_iterable(BYTE_ROWS.values())
         for device in report.devices
-        for finding in _guarded(rule, report, device)
+        for finding in _guarded(row.findings_in, report, device, name=row.id)
     ]
     read = tuple(trace for trace in traces if not trace.is_sample)
     of_all = [finding for rule in RULES_OF_ALL_TRACES for finding in _guarded(rule, read)]

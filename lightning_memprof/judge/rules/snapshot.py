@@ -9,11 +9,12 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from lightning_memprof.account.ledger.memory import snapshot_bytes
-from lightning_memprof.artifacts.naming import SnapshotName, series_path
+from lightning_memprof.artifacts.naming import series_path
 from lightning_memprof.artifacts.series import AllocatorRow
+from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule, FoundInSnapshot, seen_in
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity
+from lightning_memprof.judge.finding import Evidence, Finding, Severity
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     FEW_INPUT_SHAPES,
     FEW_LENGTHS,
@@ -47,38 +48,7 @@ from lightning_memprof.read.snapshot.growth import Growth
 from lightning_memprof.read.snapshot.replay import GROWS, SHRINKS, free_ranges
 from lightning_memprof.read.snapshot.report import DeviceReport, FailedRequest, HeldLine, SnapshotReport, held_lines
 from lightning_memprof.read.stacks import user_frame
-from lightning_memprof.units import MIB, format_bytes, format_count, percent
-
-# Fewer bytes do not decide whether another batch fits.
-MIN_BYTES: Final = 512 * MIB
-# A larger batch would need 10% of the memory.
-NOTABLE_UNUSABLE: Final = 0.10
-
-
-def device_name(device: DeviceReport) -> str:
-    """Return a device as torch names it."""
-    return f"cuda:{device.device}"
-
-
-def seen_in(snapshot: SnapshotReport, device: DeviceReport, moment_us: int | None = None) -> tuple[Evidence, ...]:
-    """Return a snapshot as evidence, narrowed to the recorded history of a device, or to one moment of it."""
-    name = SnapshotName.parse(snapshot.file.name)
-    start, end = (device.start_us, device.end_us) if moment_us is None else (moment_us, moment_us)
-    return (
-        Evidence(
-            artifact=str(snapshot.file),
-            rank=name.rank if name is not None else None,
-            start_ns=None if start is None else start * 1000,
-            end_ns=None if end is None else end * 1000,
-        ),
-    )
-
-
-def recovery_of(device: DeviceReport, least: float, most: float, *categories: str) -> Recovery | None:
-    """Return bytes of the memory reserved at the peak, at most those of its lines; None if these have none."""
-    ledger = snapshot_bytes(device)
-    most = min(most, sum(map(ledger.bytes, categories)))
-    return Recovery(unit="bytes", min=min(least, most), max=most, whole=ledger.peak_bytes) if most > 0 else None
+from lightning_memprof.units import format_bytes, format_count, percent
 
 
 def _shown(line: HeldLine) -> str:
@@ -128,8 +98,8 @@ CAUSES: Final[dict[Cause, str]] = {
 }
 
 
-def failed_request(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find the failed allocation, its cause, and the line with the most live bytes at that time."""
+def failed_allocation(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
+    """Return the failed allocation, its cause, and the line with the most live bytes at that time."""
     failed = snapshot.oom
     if failed is None or device.device != failed.device:
         return None
@@ -138,27 +108,22 @@ def failed_request(snapshot: SnapshotReport, device: DeviceReport) -> Finding | 
     continued = any(event.action == "alloc" for event in events[at + 1 :])
     top = next((line for line in held_lines(device.holders_at(at)) if line.site), None)
     cause = _cause(failed)
-    return Finding(
-        rule="failed_request",
-        severity=Severity.WARNING if continued else Severity.CRITICAL,
-        title=(
-            f"Allocation of {format_bytes(failed.requested_bytes)} failed on {device_name(device)}"
-            f"{' and was caught' if continued else ''}: {CAUSES[cause]}."
-        ),
+    # The program lacks all of these bytes.
+    fact = ByteFact(owner=failed.site, bytes=failed.requested_bytes, whole=failed.requested_bytes)
+    return fact, lambda: ByteDetail(
+        fields={"cause": CAUSES[cause], "caught": " and was caught" if continued else ""},
         why=_why_failed(failed, top),
         remedies=_next_for_failed(snapshot, device, cause, top),
+        at_most=Severity.WARNING if continued else None,
         numbers={
-            "device": failed.device,
             "cause": cause,
-            "requested_bytes": failed.requested_bytes,
             "device_free_bytes": failed.device_free_bytes,
             "live_bytes": failed.live.requested_bytes,
             "reserved_bytes": failed.live.reserved_bytes,
             "unused_bytes": failed.unused_bytes,
             "largest_free_bytes": failed.largest_free_bytes,
         },
-        weight=1.0,
-        evidence=seen_in(snapshot, device, failed.time_us),
+        evidence=(seen_in(snapshot, device, failed.time_us),),
     )
 
 
@@ -166,7 +131,7 @@ def _cause(failed: FailedRequest) -> Cause:
     free = failed.device_free_bytes or 0
     if failed.requested_bytes > free + failed.live.reserved_bytes:
         return "too large"
-    is_notable = failed.unused_bytes >= NOTABLE_UNUSABLE * failed.live.reserved_bytes
+    is_notable = failed.unused_bytes >= POLICY.verdict * failed.live.reserved_bytes
     return "fragmented" if is_notable and failed.requested_bytes <= free + failed.unused_bytes else "full"
 
 
@@ -204,11 +169,6 @@ def _against_pieces(snapshot: SnapshotReport, device: DeviceReport) -> tuple[Rem
     return (FEW_LENGTHS, *_setting(snapshot, ROUND_ALLOCATIONS, "roundup_power2_divisions:8"))
 
 
-# A single round is an empty_cache() between two stages, or one batch that is larger than all before.
-MIN_ROUNDS: Final = 2
-# A cudaMalloc takes about 1 ms per 100 MiB, and a cudaFree waits for the device: less is not noticeable.
-MIN_CHURN: Final = 256 * MIB
-MIN_CHURN_SHARE: Final = 0.05
 EMPTY_CACHE: Final = "empty_cache"
 
 
@@ -219,43 +179,34 @@ class _Churn(NamedTuple):
     bytes: int
 
 
-def allocator_churn(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find memory that the allocator returns and requests again, and whether the program asks for that."""
+def requested_again(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
+    """Return memory that the allocator returns and requests again, and whether the program asks for that."""
     churn = _churn(device)
-    if churn.rounds < MIN_ROUNDS or churn.bytes < max(MIN_CHURN, MIN_CHURN_SHARE * device.peak_reserved_bytes):
+    if churn.rounds < POLICY.calls:
         return None
     line = _emptied_by(device)
-    share = churn.bytes / max(device.peak_reserved_bytes, 1)
     span = ""
     if device.start_us is not None and device.end_us is not None and device.end_us > device.start_us:
         span = f" in {(device.end_us - device.start_us) / 1e6:.3g} s"
+    whole = max(device.peak_reserved_bytes, 1)
     cause = (
         f"{line} calls torch.cuda.empty_cache()"
         if line
         else "the device is nearly full, and the allocator must return its cache before it gets more"
     )
-    return Finding(
-        rule="allocator_churn",
-        severity=Severity.WARNING,
-        title=(
-            f"The allocator returned memory of {device_name(device)} and requested it again {churn.rounds} times{span}."
-        ),
-        why=(
-            f"{format_bytes(churn.bytes)} ({percent(share)} of the reserved memory) were requested again: {cause}. "
-            "Each cudaFree waits until the device is idle, collectives included."
-        ),
-        remedies=_next_for_churn(snapshot, device, line),
+    share = percent(churn.bytes / whole)
+    fuller = (*fitting(device, *SMALLER_BATCH), *_grow(snapshot, device))
+    return ByteFact(bytes=churn.bytes, whole=whole), lambda: ByteDetail(
+        fields={"rounds": churn.rounds, "span": span},
+        measured=f"{format_bytes(churn.bytes)} ({share} of the reserved memory) were requested again: {cause}",
+        why="Each cudaFree waits until the device is idle, collectives included.",
+        remedies=(NO_EMPTY_CACHE,) if line else fuller,
         numbers={
-            "device": device.device,
             "rounds": churn.rounds,
-            "again_bytes": churn.bytes,
             "segments_made": device.segments_made[0],
             "segments_returned": device.segments_returned[0],
-            "peak_reserved_bytes": device.peak_reserved_bytes,
             "empty_cache": line,
         },
-        weight=min(share, 1.0),
-        evidence=seen_in(snapshot, device),
     )
 
 
@@ -285,64 +236,47 @@ def _emptied_by(device: DeviceReport) -> str | None:
     return None
 
 
-def _next_for_churn(snapshot: SnapshotReport, device: DeviceReport, line: str | None) -> tuple[Remedy, ...]:
-    if line:
-        return (NO_EMPTY_CACHE,)
-    return (*fitting(device, *SMALLER_BATCH), *_grow(snapshot, device))
+def unused_pieces(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
+    """Return reserved memory in pieces at the peak, and the segments that these forced from the driver.
 
-
-# Healthy training runs have 2 to 14% of the reserved memory in pieces at their peak.
-NOTABLE_PIECES: Final = 0.25
-# Each check sorts the live blocks: pieces force the largest segments.
-MAX_CHECKS: Final = 8
-
-
-def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find reserved memory in pieces at the peak; a warning if that forced requests to the driver.
-
-    At any other time pieces are normal: after backward the activations are freed. Recovers at least the segments that
-    the pieces forced, at most all pieces; nothing for sure where segments grow already. Without a recorded history the
+    At any other time pieces are normal: after backward the activations are freed. Without a recorded history the
     moment is that of the snapshot, and whole segments without a live block count, too.
     """
     free = free_ranges(device, device.peak_event)
     pieces = [piece.size for piece in free if not piece.is_segment]
-    split, reserved = sum(pieces), device.live_at(device.peak_event).reserved_bytes
-    unused = split if device.events else sum(piece.size for piece in free)
-    if unused < MIN_BYTES or unused < NOTABLE_PIECES * reserved:
-        return None
-    forced = _forced(device)
-    least = 0 if device.snapshot.is_expandable else sum(forced)
-    worth = recovery_of(device, least, unused, "fragmentation", *(() if device.events else ("free_segments",)))
+    reserved = device.live_at(device.peak_event).reserved_bytes
+    unused = sum(pieces) if device.events else sum(piece.size for piece in free)
+    return ByteFact(bytes=unused, whole=reserved), lambda: _detail_of_pieces(snapshot, device, pieces, unused, reserved)
+
+
+def _detail_of_pieces(
+    snapshot: SnapshotReport, device: DeviceReport, pieces: Sequence[int], unused: int, reserved: int
+) -> ByteDetail:
+    split, forced = sum(pieces), _forced(device)
     made = format_count(len(forced), "segment")
-    added = f" {made} came from the driver although as many bytes were free in smaller pieces." if forced else ""
+    added = f"{made} came from the driver although as many bytes were free in smaller pieces." if forced else ""
     between = "all" if split == unused else percent(split / unused)
     parts = f"between live blocks, in {len(pieces):,} pieces of at most {format_bytes(max(pieces, default=0))}"
-    return Finding(
-        rule="fragmentation",
-        severity=Severity.WARNING if forced else Severity.INFO,
-        title=(
-            f"{percent(unused / reserved)} of reserved memory of {device_name(device)} is "
-            f"{'in unused pieces at the peak' if device.events else f'unused, {between} of it between live blocks'}."
-        ),
-        why=(
+    where = "in unused pieces at the peak" if device.events else f"unused, {between} of it between live blocks"
+    return ByteDetail(
+        fields={"where": where},
+        measured=(
             f"{format_bytes(split)} of {format_bytes(reserved)} are {parts}; "
-            f"{format_bytes(device.peak_requested_bytes)} are live.{added}"
+            f"{format_bytes(device.peak_requested_bytes)} are live"
         ),
+        why=added,
+        # Segments that grow already leave no larger pieces.
+        saves_bytes=(0 if device.snapshot.is_expandable else sum(forced), unused),
         remedies=_against_pieces(snapshot, device) if 2 * split >= unused else (RETURN_CACHE,),
+        is_note=not forced,
         numbers={
-            "device": device.device,
             "split_bytes": split,
-            "unused_bytes": unused,
-            "reserved_bytes": reserved,
-            "split_share": split / reserved,
             "pieces": len(pieces),
             "largest_piece_bytes": max(pieces, default=0),
             "peak_requested_bytes": device.peak_requested_bytes,
             "forced_segments": len(forced),
         },
-        weight=worth.share if worth else 0.0,
-        recovers=worth,
-        evidence=seen_in(snapshot, device, device.peak_time_us),
+        evidence=(seen_in(snapshot, device, device.peak_time_us),),
     )
 
 
@@ -350,45 +284,31 @@ def _forced(device: DeviceReport) -> list[int]:
     """Return the sizes of segments that were made although as many bytes were free in pieces, each too small."""
     made = [(event.size, i) for i, event in enumerate(device.snapshot.events) if event.action == "segment_alloc"]
     forced = []
-    for size, i in heapq.nlargest(MAX_CHECKS, made):
+    for size, i in heapq.nlargest(POLICY.segments, made):
         sizes = [piece.size for piece in free_ranges(device, i - 1) if not piece.is_segment]
         forced += [size] if sum(sizes) >= size > max(sizes, default=0) else []
     return forced
 
 
-SEVERE_PENDING: Final = 0.25
+def waiting_for_streams(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
+    """Return what memory that is freed but waits for another stream adds to the peak.
 
-
-def pending_frees(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find memory that is freed but waits for another stream, at the time of its maximum.
-
-    Recovers what the peak of requested bytes is above the one without such blocks; they raise no peak where nothing
-    else is allocated meanwhile.
+    It adds nothing where nothing else is allocated meanwhile.
     """
     waiting = _waiting(device)
     at = max(range(len(waiting)), key=waiting.__getitem__) - 1
-    most, reserved = waiting[at + 1], device.live_at(at).reserved_bytes
-    share = most / reserved if reserved else 0.0
-    if most < MIN_BYTES or share < NOTABLE_UNUSABLE:
+    if not waiting[at + 1]:
         return None
     others = max(device.live_at(i).requested_bytes - waiting[i + 1] for i in range(-1, device.events))
-    less = device.peak_requested_bytes - others
-    worth = recovery_of(device, less, less, "requested", "rounding") if less >= MIN_BYTES else None
-    return Finding(
-        rule="pending_frees",
-        severity=Severity.WARNING if share >= SEVERE_PENDING and worth else Severity.INFO,
-        title=(
-            f"{percent(share)} of the reserved memory of {device_name(device)} was freed but waits for another stream."
-        ),
+    reserved = device.live_at(at).reserved_bytes
+    fact = ByteFact(bytes=device.peak_requested_bytes - others, whole=device.live_at(device.peak_event).reserved_bytes)
+    return fact, lambda: ByteDetail(
         why=(
-            f"The program had freed {format_bytes(most)} of {format_bytes(reserved)}; a stream that also used them "
-            "(Tensor.record_stream) had not finished."
+            f"The program had freed {format_bytes(waiting[at + 1])} of {format_bytes(reserved)}; a stream that also "
+            "used them (Tensor.record_stream) had not finished."
         ),
-        remedies=(LIMIT_ALL_GATHERS, WAIT_FOR_EVENT),
-        numbers={"device": device.device, "pending_bytes": most, "reserved_bytes": reserved},
-        weight=worth.share if worth else 0.0,
-        recovers=worth,
-        evidence=seen_in(snapshot, device, device.snapshot.events[at].time_us if at >= 0 else None),
+        numbers={"pending_bytes": waiting[at + 1], "reserved_bytes": reserved},
+        evidence=(seen_in(snapshot, device, device.snapshot.events[at].time_us if at >= 0 else None),),
     )
 
 
@@ -406,39 +326,20 @@ def _waiting(device: DeviceReport) -> Sequence[int]:
 SHARED_POOL: Final = (0, 0)
 
 
-def private_pools(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find unused memory in private pools, usually of CUDA graphs.
-
-    Recovers at most the unused bytes: a shared pool is as large as its largest graph needs.
-    """
+def unused_in_pools(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:  # noqa: ARG001
+    """Return unused memory in private pools, usually of CUDA graphs."""
     pools = [pool for pool in device.pools if pool.pool != SHARED_POOL]
     unused = sum(pool.inactive_bytes for pool in pools)
-    share = unused / device.snapshot.reserved_bytes if device.snapshot.reserved_bytes else 0.0
-    if unused < MIN_BYTES or share < NOTABLE_UNUSABLE:
+    if not unused:
         return None
-    count = len({pool.pool for pool in pools})
-    worth = recovery_of(device, 0, unused, "free_segments", "fragmentation")
-    return Finding(
-        rule="private_pools",
-        severity=Severity.INFO,
-        title=f"{percent(share)} of the reserved memory of {device_name(device)} is unused in private pools.",
+    count, reserved = len({pool.pool for pool in pools}), sum(pool.reserved_bytes for pool in pools)
+    return ByteFact(bytes=unused, whole=device.snapshot.reserved_bytes), lambda: ByteDetail(
         why=(
-            f"{format_bytes(unused)} of {format_bytes(sum(pool.reserved_bytes for pool in pools))} in "
-            f"{format_count(count, 'private pool')} are free, but only their own CUDA graphs may use them."
+            f"{format_bytes(unused)} of {format_bytes(reserved)} in {format_count(count, 'private pool')} are free, "
+            "but only their own CUDA graphs may use them."
         ),
-        remedies=(ONE_POOL, FEW_INPUT_SHAPES),
-        numbers={"device": device.device, "unused_bytes": unused, "pools": count},
-        weight=worth.share if worth else 0.0,
-        recovers=worth,
-        evidence=seen_in(snapshot, device),
+        numbers={"pools": count},
     )
-
-
-# Ranks of one job are equally full: these many represent all.
-MAX_RANKS: Final = 32
-MAX_WINDOWS: Final = 16
-# A retry waits for all kernels, frees segments and allocates new ones: at one per step, every step pays for it.
-SEVERE_PER_STEP: Final = 1.0
 
 
 class _Retries(msgspec.Struct, frozen=True, kw_only=True):
@@ -456,8 +357,9 @@ def allocator_retries(facts: Facts) -> Finding | None:
     """Find retries of the allocator, in the recorded steps or before them."""
     found = [
         retries
-        for rank in facts.run.ranks[:MAX_RANKS]
-        for window in rank.windows[-MAX_WINDOWS:]
+        for rank in facts.run.ranks
+        if rank.in_full
+        for window in rank.windows
         if (retries := _retries(rank, window)) is not None
     ]
     if not found:
@@ -465,7 +367,8 @@ def allocator_retries(facts: Facts) -> Finding | None:
     worst = max(found, key=lambda retries: (retries.grown, retries.total))
     steps = max(len(worst.window.steps) + len(worst.window.warmup_steps), 1)
     rate = worst.grown / steps
-    severe = Severity.CRITICAL if rate >= SEVERE_PER_STEP else Severity.WARNING
+    # Then every step waits for all kernels, frees segments and allocates new ones.
+    severe = Severity.CRITICAL if worst.grown >= steps else Severity.WARNING
     device = f"{worst.device}{f' of rank {worst.rank}' if len(facts.run.ranks) > 1 else ''}"
     reserved = f" with {format_bytes(worst.reserved_bytes)} reserved" if worst.reserved_bytes is not None else ""
     return Finding(
@@ -516,3 +419,98 @@ def _retries(rank: Rank, window: RecordedWindow) -> _Retries | None:
         total=counts[-1],
         reserved_bytes=max(reserved, default=None),
     )
+
+
+OUT_OF_MEMORY: Final = ByteRule(
+    id="out_of_memory",
+    about=(
+        "Memory ran out. In a run the finding has the step, the phase and the autopsy's next steps: see "
+        "[Out of memory](../../guides/out-of-memory.md). A snapshot has the failed allocation, and why it failed: "
+        "it exceeds the free memory of the device and all that this process reserved; enough was free, but in "
+        "pieces; or the device was full."
+    ),
+    when=(
+        "Whenever a run recorded it, or the history of a snapshot has a failed allocation; a warning if the "
+        "program caught the error and continued."
+    ),
+    trade_off="Smaller batches are less efficient.",
+    in_snapshot=failed_allocation,
+    says="Allocation of {size} failed on {place}{caught}: {cause}.",
+    saves=(1, 1),
+    note=1.0,
+    at_most=Severity.CRITICAL,
+    offers=(FREE_GROWTH, LOOK_AT_SITE, GROW_SEGMENTS, FEW_LENGTHS, *SMALLER_BATCH, *FEWER_BYTES),
+)
+ROWS: Final = (
+    ByteRule(
+        id="fragmentation",
+        about=(
+            "Much of the reserved memory is in pieces between allocated blocks: torch.cuda.empty_cache() cannot return "
+            "them, and a larger allocation needs more memory from the driver: the device seems full too early."
+        ),
+        when=(
+            "The pieces are those at the peak of requested bytes, smaller than a segment. It is a warning if the "
+            "history has a segment from the driver although as many bytes were free in smaller pieces: at least these "
+            "segments are recovered. Without a history it is the moment of the snapshot, and empty segments count too."
+        ),
+        trade_off="None, or padding.",
+        of=("fragmentation", "free_segments"),
+        in_snapshot=unused_pieces,
+        says="{share} of reserved memory of {place} is {where}.",
+        saves=(0, 1),
+        # Healthy training runs have 2 to 14% of the reserved memory in pieces at their peak.
+        note=POLICY.severe,
+        least=POLICY.bytes,
+        at_most=Severity.WARNING,
+        offers=(GROW_SEGMENTS, FEW_LENGTHS, ROUND_ALLOCATIONS, RETURN_CACHE),
+    ),
+    ByteRule(
+        id="private_pools",
+        about=(
+            "Private pools, usually those of CUDA graphs, have unused memory at the end of the history, which nothing "
+            "else can use. A graph needs its pool when it is replayed; a shared one is as large as the largest graph."
+        ),
+        trade_off="Graphs of one pool cannot run at the same time.",
+        of=("free_segments", "fragmentation"),
+        in_snapshot=unused_in_pools,
+        says="{share} of the reserved memory of {place} is unused in private pools.",
+        remedies=(ONE_POOL, FEW_INPUT_SHAPES),
+        saves=(0, 1),
+        least=POLICY.bytes,
+    ),
+    ByteRule(
+        id="pending_frees",
+        about=(
+            "Memory that the program freed cannot be reused yet: another stream may still read it, the effect of "
+            "Tensor.record_stream. The next allocation needs other memory meanwhile."
+        ),
+        when="These bytes are the peak of requested bytes, less the highest sum of blocks that do not wait.",
+        trade_off="None.",
+        of=("requested", "rounding"),
+        in_snapshot=waiting_for_streams,
+        says="Freed memory that waits for another stream is {share} of the peak of {place}: {size}.",
+        remedies=(LIMIT_ALL_GATHERS, WAIT_FOR_EVENT),
+        saves=(1, 1),
+        least=POLICY.bytes,
+        at_most=Severity.WARNING,
+    ),
+    ByteRule(
+        id="allocator_churn",
+        about=(
+            "The allocator repeatedly returns memory to the driver and requests it again. A cudaMalloc takes about "
+            "1 ms per 100 MiB; a cudaFree waits until the device, and all ranks in a collective with it, have finished."
+        ),
+        when=(
+            "It takes three rounds: a single one is an empty_cache() between two stages, or one larger batch. The "
+            "bytes are those that were requested again, in all rounds."
+        ),
+        trade_off="None without empty_cache(); smaller batches are less efficient.",
+        in_snapshot=requested_again,
+        says="The allocator returned memory of {place} and requested it again {rounds} times{span}.",
+        saves=(1, 1),
+        note=POLICY.note,
+        least=POLICY.bytes,
+        at_most=Severity.WARNING,
+        offers=(NO_EMPTY_CACHE, *SMALLER_BATCH, GROW_SEGMENTS),
+    ),
+)
