@@ -32,7 +32,7 @@ class Cause(NamedTuple):
 
 def holder_cause(holder: HolderRow) -> Cause:
     """Return the cause of memory that a variable holds."""
-    place = place_of(holder)
+    place = (holder.place or "").removesuffix("[...]")
     graph = " with its graph" if "with its graph" in (holder.content or "") else ""
     count = f"{holder.added:,} " if holder.added else ""
     line = f" ({holder.line})" if holder.line else ""
@@ -51,11 +51,6 @@ def growth_text(growth: Growth) -> str:
         f"rose steadily by {format_bytes(growth.added_bytes)} in {growth.steps} steps: 1 GiB every "
         f"{GIB / growth.bytes_per_step:,.0f} steps"
     )
-
-
-def place_of(holder: HolderRow) -> str:
-    """Return the variable of a holder."""
-    return (holder.place or "").removesuffix("[...]")
 
 
 def dataset_name(rank: Rank) -> str | None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import structs
-from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.growth import (
     Growth,
@@ -18,7 +16,7 @@ from lightning_memprof.account.ledger.growth import (
     held_growth,
     steady_growth,
 )
-from lightning_memprof.account.memory.model import DeviceAllocations, Site, WindowAllocations
+from lightning_memprof.account.memory.model import DeviceAllocations, Site
 from lightning_memprof.account.memory.report import RankMemory
 from lightning_memprof.account.steps.events import action_name
 from lightning_memprof.artifacts.naming import SnapshotName, holders_name
@@ -72,7 +70,6 @@ class _Survivor(msgspec.Struct, frozen=True, kw_only=True):
 
     site: Site
     age: int
-    source: Evidence
 
     @property
     def shown(self) -> str:
@@ -81,19 +78,6 @@ class _Survivor(msgspec.Struct, frozen=True, kw_only=True):
         line = f" at {site.line}" if site.line else ""
         later = format_count(self.age, "step")
         return f"{format_bytes(site.bytes)} allocated by {site.operator}{module}{line} are still live {later} later"
-
-    @property
-    def numbers(self) -> dict[str, Any]:
-        site = self.site
-        return {
-            "operator": site.operator,
-            "module": site.module,
-            "line": site.line,
-            "stack": list(site.stack),
-            "bytes": site.bytes,
-            "blocks": site.blocks,
-            "steps_later": self.age,
-        }
 
 
 SAYS: Final = "{memory} grows by {rate} per step{rank}{link}{owner}{graph}{line}."
@@ -115,10 +99,10 @@ def growing(facts: Facts) -> FoundBytes | None:
     # A fetch also adds what the program frees elsewhere.
     is_sure = named is not None and not (named.action or "").endswith(FETCH)
     cause = named if is_sure or outside is None else outside
-    sources = {survivor.source.artifact: survivor.source for survivor in survivors if survivor.source.artifact}
+    steps = [each.site.step for each in survivors if each.site.step is not None]
+    seen = [facts.pulse(rank), *(facts.recorded(rank, "operator_trace", steps) if steps else ())]
     if holder is not None:
-        path = f"{facts.run.directory.name}/{holders_name(rank.rank)}"
-        sources[path] = Evidence(artifact=path, rank=rank.rank)
+        seen.append(Evidence(artifact=f"{facts.run.directory.name}/{holders_name(rank.rank)}", rank=rank.rank))
     shown = [cause.why] if cause is not None else []
     shown += [survivors[0].shown] if survivors and (holder is not None or cause is None) else []
     shown += [f"memory is full after {full:,} more steps, before the training ends"] if full is not None else []
@@ -129,7 +113,7 @@ def growing(facts: Facts) -> FoundBytes | None:
         whole=growth.start_bytes + growth.added_bytes,
         ledger=facts.byte_ledgers.get(rank.rank),
         rank=rank,
-        evidence=(facts.pulse(rank), *sources.values()),
+        evidence=tuple(seen),
     )
     is_explained = cause is not None and cause is not outside
     is_note = holders.is_free or not (is_explained or source != RSS or _is_steady(rank, growth))
@@ -148,7 +132,7 @@ def growing(facts: Facts) -> FoundBytes | None:
             "steps": growth.steps,
             "action": cause.action if cause else None,
             "holder": {"place": holder.place, "line": holder.line, "content": holder.content} if holder else None,
-            "survivors": [survivor.numbers for survivor in survivors],
+            "survivors": [{**structs.asdict(each.site), "steps_later": each.age} for each in survivors],
         },
     )
 
@@ -229,16 +213,11 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
     survivor = next((each for each in survivors if each.site.bytes >= POLICY.most * growth.bytes_per_step), None)
     if survivor is not None:
         site = survivor.site
-        owner, made = (
-            site.line or site.module or site.operator,
-            site.line or f"the output of {site.module or site.operator}",
-        )
+        owner = site.line or site.module or site.operator
+        made = site.line or f"the output of {owner}"
         if native is not None:
-            return Cause(
-                f"tensors of {owner}, {native.owner}",
-                f"{survivor.shown}; {native.why}",
-                RELEASE_NATIVE.filled(made=made),
-            )
+            remedy = RELEASE_NATIVE.filled(made=made)
+            return Cause(f"tensors of {owner}, {native.owner}", f"{survivor.shown}; {native.why}", remedy)
         record = "" if site.line else " ExtendedPyTorchProfiler(with_stack=True) records its line."
         return Cause(f"tensors of {owner}", survivor.shown, RELEASE_TENSORS.filled(made=made, record=record))
     memory = rank_memory(facts, rank)
@@ -329,26 +308,16 @@ def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:
     Gradients and optimizer state survive in every training run: allocations of backward and optimizer do not count, nor
     those that are too small for the slope.
     """
-    found = []
-    for window in _allocations(facts):
-        for device in window.devices if window.rank == rank.rank else ():
-            for site in device.sites:
-                age = 0 if site.step is None or device.peak_step is None else device.peak_step - site.step
-                if age > 0 and site.phase not in PERMANENT and site.bytes >= POLICY.verdict * growth.bytes_per_step:
-                    at = facts.pulse(rank, (site.step or 0, device.peak_step or 0))
-                    source = replace(at, artifact=_path(facts, window.trace), window=window.window)
-                    found.append(_Survivor(site=site, age=age, source=source))
+    memory = rank_memory(facts, rank)
+    found = [
+        _Survivor(site=site, age=device.peak_step - site.step)
+        for window in (memory.allocations if memory is not None else ())
+        for device in window.devices
+        for site in device.sites
+        if site.step is not None and device.peak_step is not None and site.step < device.peak_step
+        if site.phase not in PERMANENT and site.bytes >= POLICY.verdict * growth.bytes_per_step
+    ]
     return sorted(found, key=lambda survivor: -survivor.site.bytes)[: POLICY.owners]
-
-
-def _allocations(facts: Facts) -> list[WindowAllocations]:
-    return [window for rank in (facts.memory.ranks if facts.memory else ()) for window in rank.allocations]
-
-
-def _path(facts: Facts, file: os.PathLike[str] | str | None) -> str:
-    """Return the path of a file in the manifest, else its own path; an empty string for None."""
-    name = os.fspath(file) if file is not None else ""
-    return next((artifact.path for artifact in facts.run.artifacts if os.fspath(artifact.file) == name), name)
 
 
 def outliving_graph(facts: Facts) -> FoundBytes | None:
@@ -364,7 +333,7 @@ def outliving_graph(facts: Facts) -> FoundBytes | None:
         kept = max((_outliving(device) for window in memory.allocations for device in window.devices), default=0)
         columns = ("rss_bytes", "device_peak_bytes")
         is_growth = any(steady_growth(rank.pulse, column) for column in columns)
-        if saved is None or ledger is None or kept < POLICY.most * saved.total_bytes or is_growth:
+        if saved is None or ledger is None or not kept or kept < POLICY.most * saved.total_bytes or is_growth:
             continue
         once = min(kept, saved.total_bytes, ledger.bytes("activation"))
         fact = RankBytes(

@@ -5,15 +5,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
-import msgspec
-
-from lightning_memprof.artifacts.naming import series_path
+from lightning_memprof.account.oom.causes import CAUSES, Cause
 from lightning_memprof.artifacts.series import AllocatorRow
 from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule, FoundInSnapshot, seen_in
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Severity
+from lightning_memprof.judge.finding import Finding, Severity
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     FEW_INPUT_SHAPES,
@@ -42,7 +40,7 @@ from lightning_memprof.judge.remedies import (
     applicable,
 )
 from lightning_memprof.judge.traces import times
-from lightning_memprof.read.run.model import Rank, RecordedWindow
+from lightning_memprof.read.run.model import RecordedWindow
 from lightning_memprof.read.snapshot.frames import is_lightning, is_training
 from lightning_memprof.read.snapshot.growth import Growth
 from lightning_memprof.read.snapshot.replay import GROWS, SHRINKS, free_ranges
@@ -51,9 +49,10 @@ from lightning_memprof.read.stacks import user_frame
 from lightning_memprof.units import format_bytes, format_count, percent
 
 
-def _shown(line: HeldLine) -> str:
-    """Return a line of code with the function that it called."""
-    return f"{line.site or 'unknown code'}{f' (in {line.called[0]})' if line.called else ''}"
+def calls(line: HeldLine) -> str:
+    """Return the function that a line of code called for most of its bytes, and whether it called others."""
+    others = " and others" if len(line.called) > 1 else ""
+    return f" (in {line.called[0]}{others})" if line.called else ""
 
 
 # Of these, one applies to each program.
@@ -88,14 +87,6 @@ def _setting(snapshot: SnapshotReport, step: Remedy, setting: str) -> tuple[Reme
 
 def _grow(snapshot: SnapshotReport, device: DeviceReport) -> tuple[Remedy, ...]:
     return () if device.snapshot.is_expandable else _setting(snapshot, GROW_SEGMENTS, "expandable_segments:True")
-
-
-Cause = Literal["too large", "fragmented", "full"]
-CAUSES: Final[dict[Cause, str]] = {
-    "too large": "more than this process can ever have",
-    "fragmented": "enough was free, but not in one piece",
-    "full": "the device was full",
-}
 
 
 def failed_allocation(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
@@ -139,11 +130,9 @@ def _why_failed(failed: FailedRequest, top: HeldLine | None) -> str:
     free = failed.device_free_bytes
     device = "" if free is None else f"; {format_bytes(free)} were free on the device"
     number, size = failed.first
-    first = f"; the first was {format_bytes(size)} on cuda:{number}"
-    also = [
-        *([f"{_shown(top)} had {format_bytes(top.bytes)} live"] if top is not None else []),
-        *([f"{failed.failures} allocations failed in the recorded history{first}"] if failed.failures > 1 else []),
-    ]
+    first = f"{failed.failures} allocations failed in the recorded history; the first was {format_bytes(size)}"
+    also = [f"{top.site}{calls(top)} had {format_bytes(top.bytes)} live"] if top is not None else []
+    also += [f"{first} on cuda:{number}"] if failed.failures > 1 else []
     further = f" {'; '.join(also)}." if also else ""
     return (
         f"{format_bytes(failed.live.requested_bytes)} were live and {format_bytes(failed.live.reserved_bytes)} "
@@ -169,20 +158,10 @@ def _against_pieces(snapshot: SnapshotReport, device: DeviceReport) -> tuple[Rem
     return (FEW_LENGTHS, *_setting(snapshot, ROUND_ALLOCATIONS, "roundup_power2_divisions:8"))
 
 
-EMPTY_CACHE: Final = "empty_cache"
-
-
-class _Churn(NamedTuple):
-    """How often memory was returned and requested again, and the bytes that were requested again."""
-
-    rounds: int
-    bytes: int
-
-
 def requested_again(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
     """Return memory that the allocator returns and requests again, and whether the program asks for that."""
-    churn = _churn(device)
-    if churn.rounds < POLICY.calls:
+    rounds, again = _churn(device)
+    if rounds < POLICY.calls:
         return None
     line = _emptied_by(device)
     span = ""
@@ -194,15 +173,15 @@ def requested_again(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSn
         if line
         else "the device is nearly full, and the allocator must return its cache before it gets more"
     )
-    share = percent(churn.bytes / whole)
+    share = percent(again / whole)
     fuller = (*fitting(device, *SMALLER_BATCH), *_grow(snapshot, device))
-    return ByteFact(bytes=churn.bytes, whole=whole), lambda: ByteDetail(
-        fields={"rounds": churn.rounds, "span": span},
-        measured=f"{format_bytes(churn.bytes)} ({share} of the reserved memory) were requested again: {cause}",
+    return ByteFact(bytes=again, whole=whole), lambda: ByteDetail(
+        fields={"rounds": rounds, "span": span},
+        measured=f"{format_bytes(again)} ({share} of the reserved memory) were requested again: {cause}",
         why="Each cudaFree waits until the device is idle, collectives included.",
         remedies=(NO_EMPTY_CACHE,) if line else fuller,
         numbers={
-            "rounds": churn.rounds,
+            "rounds": rounds,
             "segments_made": device.segments_made[0],
             "segments_returned": device.segments_returned[0],
             "empty_cache": line,
@@ -210,8 +189,8 @@ def requested_again(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSn
     )
 
 
-def _churn(device: DeviceReport) -> _Churn:
-    """Count rounds: memory is returned, and then some of it is requested again."""
+def _churn(device: DeviceReport) -> tuple[int, int]:
+    """Return how often memory was returned and some of it requested again, and these bytes."""
     rounds = again = owed = 0
     is_new = False
     for event in device.snapshot.events:
@@ -223,14 +202,14 @@ def _churn(device: DeviceReport) -> _Churn:
             is_new = False
             again += min(event.size, owed)
             owed = max(0, owed - event.size)
-    return _Churn(rounds, again)
+    return rounds, again
 
 
 def _emptied_by(device: DeviceReport) -> str | None:
     """Return the line that called ``empty_cache``, if the recorded history has the stacks of returned memory."""
     found = device.snapshot
     for event in found.events:
-        if event.action in SHRINKS and any(frame.name == EMPTY_CACHE for frame in found.stacks[event.stack]):
+        if event.action in SHRINKS and any(frame.name == "empty_cache" for frame in found.stacks[event.stack]):
             line = user_frame(found.stacks[event.stack])
             return str(line) if line is not None else "a library"
     return None
@@ -267,13 +246,12 @@ def _detail_of_pieces(
         why=added,
         # Segments that grow already leave no larger pieces.
         saves_bytes=(0 if device.snapshot.is_expandable else sum(forced), unused),
-        remedies=_against_pieces(snapshot, device) if 2 * split >= unused else (RETURN_CACHE,),
+        remedies=_against_pieces(snapshot, device) if split >= POLICY.most * unused else (RETURN_CACHE,),
         is_note=not forced,
         numbers={
             "split_bytes": split,
             "pieces": len(pieces),
             "largest_piece_bytes": max(pieces, default=0),
-            "peak_requested_bytes": device.peak_requested_bytes,
             "forced_segments": len(forced),
         },
         evidence=(seen_in(snapshot, device, device.peak_time_us),),
@@ -323,12 +301,10 @@ def _waiting(device: DeviceReport) -> Sequence[int]:
     return tuple(accumulate(deltas[: device.events + 1]))
 
 
-SHARED_POOL: Final = (0, 0)
-
-
 def unused_in_pools(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:  # noqa: ARG001
     """Return unused memory in private pools, usually of CUDA graphs."""
-    pools = [pool for pool in device.pools if pool.pool != SHARED_POOL]
+    # That of all other tensors is (0, 0).
+    pools = [pool for pool in device.pools if any(pool.pool)]
     unused = sum(pool.inactive_bytes for pool in pools)
     if not unused:
         return None
@@ -342,83 +318,56 @@ def unused_in_pools(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSn
     )
 
 
-class _Retries(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts in a window's rows: ``grown`` within the window, ``total`` since the process started."""
-
-    rank: int
-    window: RecordedWindow
-    device: str
-    grown: int
-    total: int
-    reserved_bytes: int | None
-
-
 def allocator_retries(facts: Facts) -> Finding | None:
     """Find retries of the allocator, in the recorded steps or before them."""
     found = [
-        retries
-        for rank in facts.run.ranks
-        if rank.in_full
+        (max(counts[-1] - counts[0], 0), counts[-1], rank, window)
+        for rank in facts.run.in_full.ranks
         for window in rank.windows
-        if (retries := _retries(rank, window)) is not None
+        if (counts := _retries(window)) and counts[-1]
     ]
     if not found:
         return None
-    worst = max(found, key=lambda retries: (retries.grown, retries.total))
-    steps = max(len(worst.window.steps) + len(worst.window.warmup_steps), 1)
-    rate = worst.grown / steps
-    # Then every step waits for all kernels, frees segments and allocates new ones.
-    severe = Severity.CRITICAL if worst.grown >= steps else Severity.WARNING
-    device = f"{worst.device}{f' of rank {worst.rank}' if len(facts.run.ranks) > 1 else ''}"
-    reserved = f" with {format_bytes(worst.reserved_bytes)} reserved" if worst.reserved_bytes is not None else ""
+    grown, total, rank, window = max(found, key=lambda entry: entry[:2])
+    steps = max(len(window.steps) + len(window.warmup_steps), 1)
+    rows = window.read(AllocatorRow).rows
+    device = next((row.device for row in rows if row.device), "the device")
+    reserved = max((row.reserved_bytes for row in rows if row.reserved_bytes is not None), default=None)
+    held = f" with {format_bytes(reserved)} reserved" if reserved is not None else ""
+    where = f"{device}{f' of rank {rank.rank}' if len(facts.run.ranks) > 1 else ''}"
+    # In each step, every step waits for all kernels, frees segments and allocates new ones.
+    severe = Severity.CRITICAL if grown >= steps else Severity.WARNING
     return Finding(
         rule="allocator_retries",
-        severity=severe if worst.grown else Severity.INFO,
+        severity=severe if grown else Severity.INFO,
         title=(
-            f"{device} is nearly full: the allocator emptied its cache {times(worst.grown)} in {steps} steps."
-            if worst.grown
-            else f"{device} was full {times(worst.total)} before the recorded steps: the allocator emptied its cache."
+            f"{where} is nearly full: the allocator emptied its cache {times(grown)} in {steps} steps."
+            if grown
+            else f"{where} was full {times(total)} before the recorded steps: the allocator emptied its cache."
         ),
         why=(
-            f"An allocation failed{reserved}: the allocator waited for all kernels, freed its cache and retried; "
-            "other ranks wait for that in their next collective."
+            f"An allocation failed{held}: the allocator waited for all kernels, freed its cache and retried; other "
+            "ranks wait for that in their next collective."
         ),
         remedies=(FREE_MEMORY, LESS_FRAGMENTATION, FIND_ALLOCATIONS),
-        evidence=(
-            Evidence(
-                artifact=f"{facts.run.directory.name}/{series_path(worst.window.index, worst.rank, 'allocator')}",
-                rank=worst.rank,
-                window=worst.window.index,
-                steps=(min(worst.window.steps), max(worst.window.steps)) if worst.window.steps else None,
-            ),
-        ),
+        evidence=facts.recorded(rank, "allocator", window.steps),
         numbers={
-            "rank": worst.rank,
-            "device": worst.device,
-            "retries": worst.grown,
-            "retries_in_all": worst.total,
+            "rank": rank.rank,
+            "device": device,
+            "retries": grown,
+            "retries_in_all": total,
             "steps": steps,
-            "reserved_bytes": worst.reserved_bytes,
+            "reserved_bytes": reserved,
         },
-        weight=min(rate, 1.0),
+        weight=min(grown / steps, 1.0),
     )
 
 
-def _retries(rank: Rank, window: RecordedWindow) -> _Retries | None:
+def _retries(window: RecordedWindow) -> list[int]:
+    """Return the counts since the process started, empty where they are damaged."""
     series = window.read(AllocatorRow)
-    rows = series.rows
-    counts = [row.num_alloc_retries for row in rows if row.num_alloc_retries is not None]
-    if series.problems or not counts or counts[-1] <= 0:
-        return None
-    reserved = [row.reserved_bytes for row in rows if row.reserved_bytes is not None]
-    return _Retries(
-        rank=rank.rank,
-        window=window,
-        device=next((row.device for row in rows if row.device), "the device"),
-        grown=max(counts[-1] - counts[0], 0),
-        total=counts[-1],
-        reserved_bytes=max(reserved, default=None),
-    )
+    counts = [row.num_alloc_retries for row in series.rows if row.num_alloc_retries is not None]
+    return [] if series.problems else counts
 
 
 OUT_OF_MEMORY: Final = ByteRule(

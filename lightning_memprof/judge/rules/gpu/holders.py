@@ -30,13 +30,13 @@ from lightning_memprof.judge.remedies import (
 )
 from lightning_memprof.judge.rules.snapshot import (
     SMALLER_BATCH,
+    calls,
     fitting,
     freed_growth,
 )
 from lightning_memprof.read.snapshot import frames
-from lightning_memprof.read.snapshot.replay import Holder, site_of
+from lightning_memprof.read.snapshot.replay import site_of
 from lightning_memprof.read.snapshot.report import DeviceReport, HeldLine, SnapshotReport
-from lightning_memprof.read.stacks import parse_frame
 from lightning_memprof.units import format_bytes, format_count, percent
 
 # A new gradient of a parameter is often the output of the cast in front of it.
@@ -56,12 +56,11 @@ def largest_line(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnaps
 
 def _detail_of_line(snapshot: SnapshotReport, device: DeviceReport, line: HeldLine) -> ByteDetail:
     peak, has_peak = format_bytes(device.peak_requested_bytes), _has_peak(device)
-    inner, most = _mostly(line, [holder for holder in device.holders_at_peak if holder.site == line.site])
     reserved = format_bytes(device.peak_reserved_bytes)
     missing = f"The history has no allocation: the peak was not recorded; {reserved} are reserved."
     return ByteDetail(
         fields={"whole": "peak" if has_peak else "live memory"},
-        measured=f"{format_bytes(line.bytes)} of {peak}, in {format_count(line.blocks, 'block')}{inner}{most}",
+        measured=f"{format_bytes(line.bytes)} of {peak}, in {format_count(line.blocks, 'block')}{calls(line)}",
         why="" if has_peak else missing,
         remedies=_remedies(device, line.site),
         numbers={"blocks": line.blocks},
@@ -71,24 +70,6 @@ def _detail_of_line(snapshot: SnapshotReport, device: DeviceReport, line: HeldLi
 
 def _has_peak(device: DeviceReport) -> bool:
     return any(event.action == "alloc" for event in device.snapshot.events)
-
-
-def _mostly(line: HeldLine, alike: Sequence[Holder]) -> tuple[str, str]:
-    """Return the function that the line mostly calls, and its part of the bytes where that is not all."""
-    if not line.called:
-        return "", ""
-    called = line.called[0]
-    inner = [
-        holder
-        for holder in alike
-        if (frame := parse_frame(holder.stack[0])) is not None and frame.name == called and str(frame) != line.site
-    ]
-    held, blocks = sum(holder.bytes for holder in inner), sum(holder.blocks for holder in inner)
-    if held == line.bytes:
-        return f" (in {called})", ""
-    if held < line.bytes / 2:
-        return "", ""
-    return f" (mostly in {called})", f"; {called} has {format_bytes(held)} in {format_count(blocks, 'block')}"
 
 
 def _remedies(device: DeviceReport, site: str) -> tuple[Remedy, ...]:
