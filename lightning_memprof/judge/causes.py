@@ -8,6 +8,7 @@ from lightning_memprof.account.ledger.growth import Growth, assigned_in
 from lightning_memprof.account.memory.report import RankMemory
 from lightning_memprof.artifacts.series import HolderRow, HookRow
 from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.finding import Evidence
 from lightning_memprof.judge.remedies import BOUND_HOLDER, Remedy
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import GIB, format_bytes
@@ -58,6 +59,11 @@ def dataset_name(rank: Rank) -> str | None:
     actions = (row.action or "" for row in rank.recorded(HookRow))
     found = next((action for action in actions if action.startswith(_LOADER)), None)
     return found.removeprefix(_LOADER).rpartition(".")[0] if found is not None else None
+
+
+def file_of(facts: Facts, rank: Rank, name: str) -> Evidence:
+    """Return a file of the whole run as evidence."""
+    return Evidence(artifact=f"{facts.run.directory.name}/{name}", rank=rank.rank)
 
 
 def rank_memory(facts: Facts, rank: Rank) -> RankMemory | None:

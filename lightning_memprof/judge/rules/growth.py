@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-import msgspec
 from msgspec import structs
 
 from lightning_memprof.account.ledger.growth import (
@@ -29,9 +28,9 @@ from lightning_memprof.judge.byte_rule import (
     FoundInSnapshot,
     RankBytes,
 )
-from lightning_memprof.judge.causes import Cause, dataset_name, growth_text, holder_cause, rank_memory
+from lightning_memprof.judge.causes import Cause, dataset_name, file_of, growth_text, holder_cause, rank_memory
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Severity
+from lightning_memprof.judge.finding import Severity
 from lightning_memprof.judge.measures import sample_method, steps_until_full
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -40,7 +39,6 @@ from lightning_memprof.judge.remedies import (
     DROP_GRAPH,
     EVEN_LENGTHS,
     FIND_APPENDS,
-    FREE_GROWTH,
     NAME_HOLDER,
     RELEASE_NATIVE,
     RELEASE_TENSORS,
@@ -48,7 +46,7 @@ from lightning_memprof.judge.remedies import (
     STORE_LESS,
     TRACE_NATIVE,
 )
-from lightning_memprof.judge.rules.snapshot import freed_growth
+from lightning_memprof.judge.rules.snapshot import freed_growth, released
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.units import format_bytes, format_count, percent
@@ -65,7 +63,7 @@ OUTSIDE: Final = {
 }
 
 
-class _Survivor(msgspec.Struct, frozen=True, kw_only=True):
+class _Survivor(NamedTuple):
     """Allocations of a step that are live ``age`` steps later, at the peak of a window."""
 
     site: Site
@@ -102,7 +100,7 @@ def growing(facts: Facts) -> FoundBytes | None:
     steps = [each.site.step for each in survivors if each.site.step is not None]
     seen = [facts.pulse(rank), *(facts.recorded(rank, "operator_trace", steps) if steps else ())]
     if holder is not None:
-        seen.append(Evidence(artifact=f"{facts.run.directory.name}/{holders_name(rank.rank)}", rank=rank.rank))
+        seen.append(file_of(facts, rank, holders_name(rank.rank)))
     shown = [cause.why] if cause is not None else []
     shown += [survivors[0].shown] if survivors and (holder is not None or cause is None) else []
     shown += [f"memory is full after {full:,} more steps, before the training ends"] if full is not None else []
@@ -127,8 +125,6 @@ def growing(facts: Facts) -> FoundBytes | None:
         numbers={
             "column": source,
             "bytes_per_step": round(growth.bytes_per_step),
-            "added_bytes": growth.added_bytes,
-            "start_bytes": growth.start_bytes,
             "steps": growth.steps,
             "action": cause.action if cause else None,
             "holder": {"place": holder.place, "line": holder.line, "content": holder.content} if holder else None,
@@ -236,7 +232,7 @@ def _piled_up(facts: Facts, rank: Rank) -> Cause | None:
         for device in snapshot.devices if name is None or name.rank == rank.rank else ():
             if (growth := device.growth) is not None:
                 why = f"{format_bytes(growth.step_bytes)} of its blocks per step are live at the end of the snapshot"
-                return Cause(growth.site, why, RELEASE_TENSORS.filled(made=f"the tensors of {growth.site}", record=""))
+                return Cause(growth.site, why, released(growth))
     return None
 
 
@@ -310,7 +306,7 @@ def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:
     """
     memory = rank_memory(facts, rank)
     found = [
-        _Survivor(site=site, age=device.peak_step - site.step)
+        _Survivor(site, device.peak_step - site.step)
         for window in (memory.allocations if memory is not None else ())
         for device in window.devices
         for site in device.sites
@@ -388,7 +384,7 @@ ROWS: Final = (
         at_most=Severity.CRITICAL,
         offers=(
             BOUND_HOLDER, STORE_LESS, BOUND_SAMPLES, RELEASE_TENSORS, RELEASE_NATIVE, DROP_GRAPH, TRACE_NATIVE,
-            EVEN_LENGTHS, STORE_DETACHED, FIND_APPENDS, FREE_GROWTH, NAME_HOLDER,
+            EVEN_LENGTHS, STORE_DETACHED, FIND_APPENDS, NAME_HOLDER,
         ),
     ),
     ByteRule(

@@ -13,9 +13,9 @@ from lightning_memprof.account.steps.events import VALIDATION, action_name
 from lightning_memprof.artifacts.naming import holders_name, processes_name
 from lightning_memprof.artifacts.series import UNTRACKED, HolderRow, ProcessRow
 from lightning_memprof.judge.byte_rule import ByteDetail, ByteRule, FoundBytes, RankBytes, facts_of
-from lightning_memprof.judge.causes import dataset_name, growth_text, holder_cause, rank_memory
+from lightning_memprof.judge.causes import dataset_name, file_of, growth_text, holder_cause, rank_memory
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Severity, titled
+from lightning_memprof.judge.finding import Finding, Severity, titled
 from lightning_memprof.judge.measures import sample_method
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -100,7 +100,7 @@ def growing_workers(facts: Facts) -> FoundBytes | None:
         whole=start + growth.added_bytes,
         ledger=ledger,
         rank=rank,
-        evidence=(_processes(facts, rank),),
+        evidence=(file_of(facts, rank, processes_name(rank.rank)),),
     )
     held = max(row.private_bytes or 0 for row in rows)
     method = sample_method(rank.training.dataloaders if rank.training else ())
@@ -121,16 +121,11 @@ def growing_workers(facts: Facts) -> FoundBytes | None:
         numbers={
             "workers": workers,
             "bytes_per_step": round(growth.bytes_per_step),
-            "start_bytes": growth.start_bytes,
             "steps": growth.steps,
             "private_bytes": held,
             "copied_share": copied,
         },
     )
-
-
-def _processes(facts: Facts, rank: Rank) -> Evidence:
-    return Evidence(artifact=f"{facts.run.directory.name}/{processes_name(rank.rank)}", rank=rank.rank)
 
 
 def beyond_steps(facts: Facts) -> FoundBytes | None:
@@ -157,7 +152,7 @@ def _outside(facts: Facts, fact: RankBytes) -> ByteDetail:
         why=f"The peak RSS rose by {fact.size} over it; the rest of the run needs {rest}.",
         remedies=tuple(remedies),
         at_most=Severity.INFO if fact.owner in OWN_ACTIONS else None,
-        evidence=(_processes(facts, fact.rank),),
+        evidence=(file_of(facts, fact.rank, processes_name(fact.rank.rank)),),
     )
 
 
@@ -283,27 +278,17 @@ def validation_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
     if growth is None:
         return ByteDetail()
     holder = next((row for row in who_holds(fact.rank.read(HolderRow).rows) if row.place and not row.bound), None)
-    names, remedies = "", tuple[Remedy, ...]()
-    evidence: tuple[Evidence, ...] = (_processes(facts, fact.rank),)
-    if holder is not None:
-        cause = holder_cause(holder)
-        names, remedies = f" {cause.why}{cause.line}.", (cause.remedy,)
-        path = f"{facts.run.directory.name}/{holders_name(fact.rank.rank)}"
-        evidence = (*evidence, Evidence(artifact=path, rank=fact.rank.rank))
+    cause = holder_cause(holder) if holder is not None else None
+    evidence = (file_of(facts, fact.rank, processes_name(fact.rank.rank)),)
     return ByteDetail(
-        owner=holder_cause(holder).owner if holder is not None else "",
+        owner=cause.owner if cause else "",
         why=(
             f"RSS rises from {format_bytes(growth.start_bytes)} by {format_bytes(growth.bytes_per_step)} per batch in "
-            f"{growth.steps} batches.{names}"
+            f"{growth.steps} batches.{f' {cause.why}{cause.line}.' if cause else ''}"
         ),
-        remedies=remedies,
-        evidence=evidence,
-        numbers={
-            "bytes_per_batch": round(growth.bytes_per_step),
-            "added_bytes": growth.added_bytes,
-            "start_bytes": growth.start_bytes,
-            "batches": growth.steps,
-        },
+        remedies=(cause.remedy,) if cause else (),
+        evidence=(*evidence, file_of(facts, fact.rank, holders_name(fact.rank.rank))) if cause else evidence,
+        numbers={"bytes_per_batch": round(growth.bytes_per_step), "batches": growth.steps},
     )
 
 

@@ -17,10 +17,9 @@ from lightning_memprof.judge.remedies import (
     FEW_INPUT_SHAPES,
     FEW_LENGTHS,
     FIND_ALLOCATIONS,
-    FREE_GROWTH,
     FREE_MEMORY,
     GROW_SEGMENTS,
-    HALF_THE_BYTES,
+    HALF_PRECISION,
     HALF_THE_BYTES_IN_TORCH,
     LESS_FRAGMENTATION,
     LIMIT_ALL_GATHERS,
@@ -28,9 +27,10 @@ from lightning_memprof.judge.remedies import (
     NAME_HOLDER,
     NO_EMPTY_CACHE,
     ONE_POOL,
+    RELEASE_TENSORS,
     RETURN_CACHE,
     ROUND_ALLOCATIONS,
-    SMALLER_BATCHES,
+    SMALLER_BATCH,
     SMALLER_BATCHES_IN_TORCH,
     SMALLER_INPUT,
     SMALLER_WEIGHTS_OR_CACHE,
@@ -56,8 +56,8 @@ def calls(line: HeldLine) -> str:
 
 
 # Of these, one applies to each program.
-SMALLER_BATCH: Final = (SMALLER_BATCHES, SMALLER_BATCHES_IN_TORCH, SMALLER_INPUT)
-FEWER_BYTES: Final = (HALF_THE_BYTES, HALF_THE_BYTES_IN_TORCH, SMALLER_WEIGHTS_OR_CACHE)
+SMALLER: Final = (SMALLER_BATCH, SMALLER_BATCHES_IN_TORCH, SMALLER_INPUT)
+FEWER_BYTES: Final = (HALF_PRECISION, HALF_THE_BYTES_IN_TORCH, SMALLER_WEIGHTS_OR_CACHE)
 
 
 def fitting(device: DeviceReport, *choices: Remedy) -> tuple[Remedy, ...]:
@@ -67,9 +67,14 @@ def fitting(device: DeviceReport, *choices: Remedy) -> tuple[Remedy, ...]:
     return applicable({lightning, training}, *choices)
 
 
-def freed_growth(device: DeviceReport, growth: Growth) -> tuple[Remedy, ...]:
+def released(growth: Growth) -> Remedy:
     """Return how to free blocks that pile up."""
-    return fitting(device, FREE_GROWTH.filled(site=growth.site), NAME_HOLDER)
+    return RELEASE_TENSORS.filled(made=f"the tensors of {growth.site}", record="")
+
+
+def freed_growth(device: DeviceReport, growth: Growth) -> tuple[Remedy, ...]:
+    """Return the same for the program of a snapshot."""
+    return fitting(device, released(growth), NAME_HOLDER)
 
 
 def _setting(snapshot: SnapshotReport, step: Remedy, setting: str) -> tuple[Remedy, ...]:
@@ -148,8 +153,8 @@ def _next_for_failed(
         return freed_growth(device, device.growth)
     look = (LOOK_AT_SITE.filled(site=top.site),) if top is not None else ()
     if cause == "fragmented":
-        return (*_against_pieces(snapshot, device), *look, *fitting(device, *SMALLER_BATCH))
-    return (*look, *fitting(device, *SMALLER_BATCH, *FEWER_BYTES))
+        return (*_against_pieces(snapshot, device), *look, *fitting(device, *SMALLER))
+    return (*look, *fitting(device, *SMALLER, *FEWER_BYTES))
 
 
 def _against_pieces(snapshot: SnapshotReport, device: DeviceReport) -> tuple[Remedy, ...]:
@@ -174,7 +179,7 @@ def requested_again(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSn
         else "the device is nearly full, and the allocator must return its cache before it gets more"
     )
     share = percent(again / whole)
-    fuller = (*fitting(device, *SMALLER_BATCH), *_grow(snapshot, device))
+    fuller = (*fitting(device, *SMALLER), *_grow(snapshot, device))
     return ByteFact(bytes=again, whole=whole), lambda: ByteDetail(
         fields={"rounds": rounds, "span": span},
         measured=f"{format_bytes(again)} ({share} of the reserved memory) were requested again: {cause}",
@@ -388,7 +393,7 @@ OUT_OF_MEMORY: Final = ByteRule(
     saves=(1, 1),
     note=1.0,
     at_most=Severity.CRITICAL,
-    offers=(FREE_GROWTH, LOOK_AT_SITE, GROW_SEGMENTS, FEW_LENGTHS, *SMALLER_BATCH, *FEWER_BYTES),
+    offers=(RELEASE_TENSORS, LOOK_AT_SITE, GROW_SEGMENTS, FEW_LENGTHS, *SMALLER, *FEWER_BYTES),
 )
 ROWS: Final = (
     ByteRule(
@@ -460,6 +465,6 @@ ROWS: Final = (
         note=POLICY.note,
         least=POLICY.bytes,
         at_most=Severity.WARNING,
-        offers=(NO_EMPTY_CACHE, *SMALLER_BATCH, GROW_SEGMENTS),
+        offers=(NO_EMPTY_CACHE, *SMALLER, GROW_SEGMENTS),
     ),
 )

@@ -17,10 +17,10 @@ from lightning_memprof.judge.remedies import (
     CHECKPOINT_MODULES,
     CLEAR_GRADIENTS,
     FREE_GRADIENTS,
-    FREE_GROWTH,
     FUSE_GRADIENTS,
     RECORD_ALLOCATION_STACKS,
     RECORD_STACKS_FROM_START,
+    RELEASE_TENSORS,
     SMALLER_CACHE,
     SMALLER_STATES,
     SMALLER_WEIGHTS,
@@ -29,7 +29,7 @@ from lightning_memprof.judge.remedies import (
     Remedy,
 )
 from lightning_memprof.judge.rules.snapshot import (
-    SMALLER_BATCH,
+    SMALLER,
     calls,
     fitting,
     freed_growth,
@@ -92,8 +92,8 @@ def _remedies(device: DeviceReport, site: str) -> tuple[Remedy, ...]:
         "gradient": (FREE_GRADIENTS.filled(sharded=how),),
         "optimizer_state": (SMALLER_STATES.filled(sharded=how),),
         "activation": (CHECKPOINT_MODULES, WITHOUT_GRADIENTS),
-        "input": SMALLER_BATCH,
-        "temporary": (FUSE_GRADIENTS,) if _NODE.fullmatch(site) else SMALLER_BATCH,
+        "input": SMALLER,
+        "temporary": (FUSE_GRADIENTS,) if _NODE.fullmatch(site) else SMALLER,
     }
     return fitting(device, *steps.get(category, (START_WITH_SITE.filled(site=site),)))
 
@@ -127,7 +127,7 @@ def _next_of(device: DeviceReport, parts: Sequence[HeldLine]) -> tuple[Remedy, .
     clear = (CLEAR_GRADIENTS,) if _in_forward(device) and any(part.site in GRADIENTS for part in parts) else ()
     line = next((line for line in device.lines_at_peak if line.site and not (clear and line.site in GRADIENTS)), None)
     if line is None or line.bytes < POLICY.verdict * peak:
-        return clear or fitting(device, *SMALLER_BATCH)
+        return clear or fitting(device, *SMALLER)
     where = "" if _NODE.fullmatch(line.site) or line.site in GRADIENTS else f"At {line.site}: "
     return (*clear, *(replace(step, text=f"{where}{step.text}") for step in _remedies(device, line.site)))
 
@@ -177,7 +177,7 @@ ROWS: Final = (
         least=POLICY.bytes,
         offers=(
             CHECKPOINT_MODULES, WITHOUT_GRADIENTS, FREE_GRADIENTS, FUSE_GRADIENTS, SMALLER_STATES, SMALLER_WEIGHTS,
-            SMALLER_CACHE, *SMALLER_BATCH, FREE_GROWTH, START_WITH_SITE,
+            SMALLER_CACHE, *SMALLER, RELEASE_TENSORS, START_WITH_SITE,
         ),
     ),
 )  # fmt: skip
