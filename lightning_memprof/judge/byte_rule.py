@@ -101,9 +101,9 @@ class ByteRule(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    about: str
+    about: str = ""
     when: str = ""
-    trade_off: str
+    trade_off: str = ""
     of: tuple[str, ...] = ()
     find: Callable[[Facts], FoundBytes | None] | None = None
     in_snapshot: Callable[[SnapshotReport, DeviceReport], FoundInSnapshot | None] | None = None

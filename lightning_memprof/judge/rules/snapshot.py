@@ -113,6 +113,8 @@ def failed_allocation(snapshot: SnapshotReport, device: DeviceReport) -> FoundIn
         at_most=Severity.WARNING if continued else None,
         numbers={
             "cause": cause,
+            "peak_bytes": device.peak_requested_bytes,
+            "share": None,
             "device_free_bytes": failed.device_free_bytes,
             "live_bytes": failed.live.requested_bytes,
             "reserved_bytes": failed.live.reserved_bytes,

@@ -150,8 +150,6 @@ def nothing_in_snapshot(snapshot: SnapshotReport) -> Finding:
 
 NO_FAULT: Final = ByteRule(
     id=NOTHING_FOUND,
-    about="Nothing in a snapshot is a fault.",
-    trade_off="None.",
     in_snapshot=whole_peak,
     says="No fault found: {whole} memory is {size}.",
     saves=(0, 0),

@@ -64,7 +64,8 @@ def test_a_request_that_fits_into_no_piece_is_called_fragmented_with_the_setting
     assert finding.title == "Allocation of 500 MiB failed on cuda:0: its free memory is fragmented."
     assert "800 MiB were unused in pieces of at most 80.0 MiB; 10.0 MiB were free on the device" in finding.why
     assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True" in finding.next_steps[0]
-    assert finding.numbers["cause"] == "fragmented"
+    assert (finding.numbers["cause"], finding.numbers["bytes"]) == ("fragmented", 500 * MIB)
+    assert finding.numbers["peak_bytes"] == 1000 * MIB
     (evidence,) = finding.evidence
     assert (evidence.rank, evidence.start_ns, evidence.end_ns) == (3, *[(START_US + 1000) * 1000] * 2)
 
