@@ -24,7 +24,7 @@ from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.remedies import OPEN_TRACE, Remedy
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.rules.bound import nothing_found, nothing_in_files
-from lightning_memprof.units import percent
+from lightning_memprof.units import format_bytes, percent
 
 Row = Rule | ByteRule
 Judge = Callable[..., object]
@@ -110,19 +110,25 @@ def section(about: str, when: str, recovers: str, remedies: Iterable[Remedy]) ->
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def _listed(parts: Iterable[str]) -> str:
+    *most, last = (f"`{part}`" for part in parts)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def section_of_row(row: Row, functions: Iterable[Judge]) -> str:
     """Return the section of a row, with the remedies of functions that find the same."""
     least, most = (percent(share) for share in row.saves)
     shares = most if least == most else f"{least.removesuffix('%')}–{most}"
     if isinstance(row, ByteRule):
-        when, unit = f"At least {percent(row.note)} of the peak is `{row.of}`.", "these bytes"
+        of = f" is {_listed(row.of)}" if row.of else ""
+        at_least = f", and {format_bytes(row.least)}" if row.least else ""
+        when, unit = f"At least {percent(row.note)} of the peak{of}{at_least}.", "these bytes"
     else:
-        *most_parts, last = (f"`{part}`" for part in row.of)
-        of = f"{', '.join(most_parts)} and {last}" if most_parts else last
+        of = _listed(row.of)
         when, unit = f"At least {percent(row.note)} of each step, in {of}", "this time"
         when += ", and in several steps." if row.repeats else "."
         when += " Each owner is a finding." if row.each else ""
-        when += f" {marked(row.when)}" if row.when else ""
+    when += f" {marked(row.when)}" if row.when else ""
     loses = f" Trade-off: {row.trade_off[:1].lower()}{row.trade_off[1:]}" if row.trade_off else ""
     code = (getattr(row, field) for field in row.__struct_fields__)
     return section(
@@ -150,15 +156,18 @@ def section_of_functions(functions: Iterable[Judge], body: str) -> str:
 
 def rows() -> dict[str, dict[str, Row]]:
     """Return the rows, by page and id."""
-    described: Iterable[tuple[str, Iterable[Row]]] = (*verdict.ROWS.items(), *verdict.BYTE_ROWS.items())
-    return {domain: {row.id: row for row in found} for domain, found in described}
+    domains = dict.fromkeys((*verdict.ROWS, *verdict.BYTE_ROWS))
+    return {
+        domain: {row.id: row for row in (*verdict.ROWS.get(domain, ()), *verdict.BYTE_ROWS.get(domain, ()))}
+        for domain in domains
+    }
 
 
 def functions() -> dict[str, list[Judge]]:
     """Return the rules that are functions, by rule."""
     found: dict[str, list[Judge]] = defaultdict(list, nothing_found=[nothing_found, nothing_in_files])
     judges: Iterable[Judge] = (*verdict.RULES, *verdict.STEP_RULES)
-    readers: Iterable[Judge] = (*verdict.TRACE_RULES, *verdict.SNAPSHOT_RULES)
+    readers: Iterable[Judge] = verdict.TRACE_RULES
     for function in (*judges, *readers):
         found[function.__name__].append(function)
     return found

@@ -1,15 +1,18 @@
-"""A rule about memory as a row: bytes of the peak that one category has, what to say about them, and what to do."""
+"""A rule about memory as a row: bytes of a whole that an owner has, what to say about them, and what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine
+from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
+from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
+from lightning_memprof.artifacts.naming import SnapshotName
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
+from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.rule import Detail
@@ -18,109 +21,197 @@ from lightning_memprof.units import format_bytes, percent
 
 
 class ByteFact(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of the peak of a rank that a category has."""
+    """Bytes of a whole that an owner has, in a run or on the device of a snapshot.
 
-    rank: Rank
-    ledger: ByteLedger
-    lines: tuple[ByteLine, ...]
+    Attributes:
+        owner: empty where the recording does not tell.
+        bytes: its bytes.
+        whole: what these are a part of, usually the peak, in bytes.
+        place: ``host``, or the device.
+        ledger: the owners of this memory, which bound what a remedy recovers; None where they are unknown.
+        evidence: files; of a snapshot, itself.
+    """
+
+    owner: str = ""
+    bytes: int
+    whole: int
+    place: str = "host"
+    ledger: ByteLedger | None = None
+    evidence: tuple[Evidence, ...] = ()
 
     @property
-    def bytes(self) -> int:
-        """The bytes."""
-        return sum(line.bytes for line in self.lines)
+    def size(self) -> str:
+        """The bytes, for people."""
+        return format_bytes(self.bytes)
 
     @property
     def share(self) -> float:
-        """Share of the peak, 0 to 1."""
-        return self.bytes / self.ledger.peak_bytes
+        """Share of the whole, 0 to 1."""
+        return self.bytes / self.whole if self.whole else 0.0
 
-    @property
-    def owner(self) -> str:
-        """The name of the largest line, empty where the recording does not tell."""
-        return self.lines[0].name
+
+class RankBytes(ByteFact, frozen=True, kw_only=True):
+    """The same, of a rank of a run."""
+
+    rank: Rank
 
 
 class ByteDetail(Detail, frozen=True, kw_only=True):
-    """What else the recording shows of bytes: also who has them, and the least and most that the first remedy saves."""
+    """What else the recording shows of bytes.
+
+    Attributes:
+        owner: another one than the fact's.
+        saves_bytes: least and most bytes that the first remedy recovers, in place of the rule's shares.
+        at_most: another severity than the rule's where the memory suffices.
+        at_least: the severity of bytes that will be more.
+    """
 
     owner: str = ""
     saves_bytes: tuple[float, float] | None = None
+    at_most: Severity | None = None
+    at_least: Severity = Severity.NONE
+
+
+FoundBytes = tuple[RankBytes, ByteDetail]
+# A detail may take long to compute: only where the fact is notable.
+FoundInSnapshot = tuple[ByteFact, Callable[[], ByteDetail]]
 
 
 class ByteRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding about bytes of the peak.
+    """A finding about bytes of a run, and of a snapshot's device.
 
     Attributes:
         id: stable.
         about: what it is and why it matters, for the documentation.
+        when: what else has to hold, for the documentation.
         trade_off: what the remedy loses, for the documentation.
-        of: the category of the ledger.
-        says: the title, with the fields ``owner``, ``size``, ``share`` (of the peak) and ``rank``.
+        of: the categories of the ledgers, which a remedy cannot exceed.
+        find: returns the fact of a run and its detail where the bytes are not all those of ``of``.
+        in_snapshot: returns the same bytes on a device of a snapshot, whichever program it is from.
+        says: the title, with the fields ``owner``, ``size``, ``share``, ``place`` and ``rank`` (``" on rank 3"``).
         unnamed: the title where the recording does not tell the owner; default: ``says``.
         remedies: with the fields ``owner`` and ``size``.
         saves: least and most share of these bytes that the first of them recovers.
-        note: share of the peak below which nothing is reported: a smaller part cannot be a verdict.
-        is_fault: whether a fact is a fault where the memory suffices, too.
-        detail: what else the recording shows.
-        offers: remedies of ``detail``, for the documentation.
+        note: share of the whole below which nothing is reported: a smaller part cannot be a verdict.
+        least: bytes below which nothing is reported.
+        at_most: the severity where the memory suffices: ``INFO`` for what the program needs, ``WARNING`` for waste,
+            ``CRITICAL`` for what will not suffice for long.
+        detail: what else a run shows of the bytes of ``of``.
+        offers: remedies of the details, for the documentation.
     """
 
     id: str
-    about: str
-    trade_off: str
-    of: str
+    about: str = ""
+    when: str = ""
+    trade_off: str = ""
+    of: tuple[str, ...] = ()
+    find: Callable[[Facts], FoundBytes | None] | None = None
+    in_snapshot: Callable[[SnapshotReport, DeviceReport], FoundInSnapshot | None] | None = None
     says: str
     unnamed: str = ""
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[Remedy, ...] = ()
     saves: tuple[float, float]
     note: float = POLICY.verdict
-    is_fault: Callable[[ByteFact], bool] = lambda _: False
-    detail: Callable[[Facts, ByteFact], ByteDetail] | None = None
+    least: int = 0
+    at_most: Severity = Severity.INFO
+    detail: Callable[[Facts, RankBytes], ByteDetail] | None = None
     offers: tuple[Remedy, ...] = ()
 
     def findings(self, facts: Facts) -> Iterator[Finding]:
-        """Yield the finding about the rank with the most bytes of the category."""
-        found = [
-            ByteFact(rank=rank, ledger=ledger, lines=lines)
-            for rank in facts.run.ranks
-            for ledger in (facts.byte_ledgers.get(rank.rank), facts.resident_ledgers.get(rank.rank))
-            if ledger is not None and (lines := tuple(line for line in ledger.lines if line.category == self.of))
-        ]
-        worst = max(found, key=lambda fact: fact.bytes, default=None)
-        if worst is not None and worst.share >= self.note:
-            yield self._finding(facts, worst)
+        """Yield the finding about the rank of a run with the most bytes, without it those about snapshots' devices."""
+        found = self.find(facts) if self.find is not None else self._most(facts)
+        if found is not None and self._is_notable(found[0]):
+            rank = found[0].rank
+            yield self._finding(*found, {"rank": rank.rank}, facts.on_rank(rank))
+            return
+        for snapshot in facts.snapshots:
+            for device in snapshot.devices:
+                yield from self.on_device(snapshot, device)
 
-    def _finding(self, facts: Facts, fact: ByteFact) -> Finding:
-        detail = self.detail(facts, fact) if self.detail is not None else ByteDetail()
-        least, most = detail.saves_bytes or (fact.bytes * share for share in self.saves)
-        worth = Recovery(
-            unit="bytes", min=min(least, fact.bytes), max=min(most, fact.bytes), whole=fact.ledger.peak_bytes
-        )
+    def on_device(self, snapshot: SnapshotReport, device: DeviceReport) -> Iterator[Finding]:
+        """Yield the finding about a device of a snapshot."""
+        found = self.in_snapshot(snapshot, device) if self.in_snapshot is not None else None
+        if found is not None and self._is_notable(found[0]):
+            ledger, evidence = snapshot_bytes(device), (seen_in(snapshot, device),)
+            fact = replace(found[0], ledger=ledger, place=ledger.place, evidence=evidence)
+            yield self._finding(fact, found[1](), {"device": device.device}, "")
+
+    def _most(self, facts: Facts) -> FoundBytes | None:
+        found = (fact for category in self.of for fact in facts_of(facts, category))
+        fact = max(found, key=lambda fact: fact.bytes, default=None)
+        if fact is None or not self._is_notable(fact):
+            return None
+        return fact, self.detail(facts, fact) if self.detail is not None else ByteDetail()
+
+    def _is_notable(self, fact: ByteFact) -> bool:
+        return fact.share >= self.note and fact.bytes >= self.least
+
+    def _finding(self, fact: ByteFact, detail: ByteDetail, source: Mapping[str, int], where: str) -> Finding:
+        held = sum(map(fact.ledger.bytes, self.of)) if fact.ledger is not None else 0
+        least, most = (min(size, held or size) for size in detail.saves_bytes or (fact.bytes * s for s in self.saves))
+        worth = Recovery(unit="bytes", min=least, max=most, whole=fact.whole)
+        recovers = replace(worth, whole=fact.ledger.peak_bytes) if held and fact.ledger is not None else None
         owner = detail.owner or fact.owner
-        shown: dict[str, Any] = {"owner": owner, "size": format_bytes(fact.bytes), "share": percent(fact.share)}
+        usual: dict[str, Any] = {"owner": owner, "size": fact.size, "share": percent(fact.share), "place": fact.place}
+        fields = {**usual, "rank": where, **detail.fields}
+        measured = f"{detail.measured}." if detail.measured else ""
+        full = "" if measured or fact.ledger is None else pressure(fact.ledger)
         return Finding(
             rule=self.id,
-            severity=self._severity(fact, worth),
-            title=titled(self.says if owner else self.unnamed or self.says, rank=facts.on_rank(fact.rank), **shown),
-            why=" ".join(filter(None, (detail.why, pressure(fact.ledger)))),
-            remedies=(*detail.remedies, *(remedy.filled(**shown) for remedy in self.remedies)),
-            evidence=detail.evidence or (facts.pulse(fact.rank),),
+            severity=self._severity(fact, detail, worth),
+            title=titled(detail.says or (self.says if owner else self.unnamed or self.says), **fields),
+            why=" ".join(filter(None, (measured, detail.why, full))),
+            remedies=(*detail.remedies, *(remedy.filled(**fields) for remedy in self.remedies)),
+            evidence=detail.evidence or fact.evidence,
             numbers={
-                "rank": fact.rank.rank,
+                **source,
                 "bytes": fact.bytes,
-                "peak_bytes": fact.ledger.peak_bytes,
+                "peak_bytes": fact.whole,
                 "share": fact.share,
                 "owner": owner or None,
                 **detail.numbers,
             },
-            weight=worth.share,
-            recovers=worth,
+            weight=(recovers or worth).share,
+            recovers=recovers,
         )
 
-    def _severity(self, fact: ByteFact, worth: Recovery) -> Severity:
-        if fact.ledger.is_under_pressure:
-            return worth.severity
-        return min(worth.severity, Severity.WARNING if self.is_fault(fact) else Severity.INFO)
+    def _severity(self, fact: ByteFact, detail: ByteDetail, worth: Recovery) -> Severity:
+        severity = max(worth.severity, detail.at_least)
+        if detail.is_note:
+            return min(severity, Severity.INFO)
+        if fact.ledger is not None and fact.ledger.is_under_pressure:
+            return severity
+        return min(severity, self.at_most if detail.at_most is None else detail.at_most)
+
+
+def facts_of(facts: Facts, category: str) -> list[RankBytes]:
+    """Return the bytes of a category at the peak of each rank of a run; the owner is that of the largest line."""
+    return [
+        RankBytes(
+            owner=next(line.name for line in ledger.lines if line.category == category),
+            bytes=ledger.bytes(category),
+            whole=ledger.peak_bytes,
+            place=ledger.place,
+            ledger=ledger,
+            rank=rank,
+            evidence=(facts.pulse(rank),),
+        )
+        for rank in facts.run.ranks
+        for ledger in (facts.byte_ledgers.get(rank.rank), facts.resident_ledgers.get(rank.rank))
+        if ledger is not None and ledger.bytes(category)
+    ]
+
+
+def seen_in(snapshot: SnapshotReport, device: DeviceReport, moment_us: int | None = None) -> Evidence:
+    """Return a snapshot as evidence, narrowed to the recorded history of a device, or to one moment of it."""
+    name = SnapshotName.parse(snapshot.file.name)
+    start, end = (device.start_us, device.end_us) if moment_us is None else (moment_us, moment_us)
+    return Evidence(
+        artifact=str(snapshot.file),
+        rank=name.rank if name is not None else None,
+        start_ns=None if start is None else start * 1000,
+        end_ns=None if end is None else end * 1000,
+    )
 
 
 def pressure(ledger: ByteLedger) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from lightning_memprof.account.ledger.growth import assigned_in
+from lightning_memprof.account.ledger.growth import Growth, assigned_in
+from lightning_memprof.account.memory.report import RankMemory
 from lightning_memprof.artifacts.series import HolderRow, HookRow
+from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.finding import Evidence
 from lightning_memprof.judge.remedies import BOUND_HOLDER, Remedy
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import format_bytes
+from lightning_memprof.units import GIB, format_bytes
 
 _LOADER: Final = "[DataLoader]"
 
@@ -30,7 +33,7 @@ class Cause(NamedTuple):
 
 def holder_cause(holder: HolderRow) -> Cause:
     """Return the cause of memory that a variable holds."""
-    place = place_of(holder)
+    place = (holder.place or "").removesuffix("[...]")
     graph = " with its graph" if "with its graph" in (holder.content or "") else ""
     count = f"{holder.added:,} " if holder.added else ""
     line = f" ({holder.line})" if holder.line else ""
@@ -43,9 +46,12 @@ def holder_cause(holder: HolderRow) -> Cause:
     return Cause(place, why, remedy, graph=graph, line=line)
 
 
-def place_of(holder: HolderRow) -> str:
-    """Return the variable of a holder."""
-    return (holder.place or "").removesuffix("[...]")
+def growth_text(growth: Growth) -> str:
+    """Return how much and how fast memory grew, after its name."""
+    return (
+        f"rose steadily by {format_bytes(growth.added_bytes)} in {growth.steps} steps: 1 GiB every "
+        f"{GIB / growth.bytes_per_step:,.0f} steps"
+    )
 
 
 def dataset_name(rank: Rank) -> str | None:
@@ -53,3 +59,14 @@ def dataset_name(rank: Rank) -> str | None:
     actions = (row.action or "" for row in rank.recorded(HookRow))
     found = next((action for action in actions if action.startswith(_LOADER)), None)
     return found.removeprefix(_LOADER).rpartition(".")[0] if found is not None else None
+
+
+def file_of(facts: Facts, rank: Rank, name: str) -> Evidence:
+    """Return a file of the whole run as evidence."""
+    return Evidence(artifact=f"{facts.run.directory.name}/{name}", rank=rank.rank)
+
+
+def rank_memory(facts: Facts, rank: Rank) -> RankMemory | None:
+    """Return the recorded tensors of a rank, None if there are none."""
+    ranks = facts.memory.ranks if facts.memory is not None else ()
+    return next((memory for memory in ranks if memory.rank == rank.rank), None)

@@ -10,7 +10,6 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.memory import ByteLedger
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
 
@@ -82,12 +81,6 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> dict[str, Any]:
         """The fields of a finding that follow from its worth."""
         return {"severity": self.severity, "weight": self.share, "recovers": self}
-
-
-def recovered(ledger: ByteLedger | None, size: float, category: str) -> Recovery | None:
-    """Return bytes of the peak, at most those of a category; None without a ledger or without such bytes."""
-    size = min(size, ledger.bytes(category)) if ledger is not None else 0
-    return Recovery(unit="bytes", min=size, max=size, whole=ledger.peak_bytes) if ledger and size > 0 else None
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

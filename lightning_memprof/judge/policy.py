@@ -41,10 +41,11 @@ class Policy:
         many_samples: smaller batches do not take long to fetch row by row.
         full: share of the machine's cores in use from which on none are free.
         collectives: in fewer of them, which rank comes last is chance.
-        uneven_device: by how much a rank's peak on its device exceeds that of the others: ranks of one kind differ by
-            the lengths of their batches and by rank 0's extra work.
-        uneven_host: the same on the host, where rank 0 also writes logs and checkpoints, and touched memory stays.
-        uneven_bytes: the same in bytes.
+        uneven_host: share of a rank's peak RSS that the other ranks do not need: rank 0 also writes logs and
+            checkpoints, and touched memory stays.
+        bytes: fewer of an allocator, or of one rank only, do not decide whether a larger batch fits.
+        alike: two measurements of the same bytes differ by less: one counts pages, the other tensors.
+        segments: the largest ones that are checked for pieces that would have sufficed: each sorts the live blocks.
     """
 
     note: float = 0.05
@@ -70,9 +71,10 @@ class Policy:
     many_samples: int = 256
     full: float = 0.80
     collectives: int = 4
-    uneven_device: float = 0.15
-    uneven_host: float = 0.25
-    uneven_bytes: int = 256 * MIB
+    uneven_host: float = 0.20
+    bytes: int = 256 * MIB
+    alike: float = 1.25
+    segments: int = 8
 
 
 POLICY: Final = Policy()

@@ -771,11 +771,13 @@ CHECKPOINT_WITH_FSDP: Final = Remedy(
 SMALLER_BATCH: Final = Remedy(
     id="smaller_batch",
     text="Save fewer activations: a smaller batch with Trainer(accumulate_grad_batches=2).",
+    needs=frozenset({"lightning", "training"}),
     change="accumulate=2",
 )
 HALF_PRECISION: Final = Remedy(
     id="half_precision",
     text="Halve the activations: Trainer(precision='bf16-mixed').",
+    needs=frozenset({"lightning", "training"}),
     change="precision=bf16-mixed",
 )
 SHARD_STATE: Final = Remedy(
@@ -842,7 +844,10 @@ STORE_LESS: Final = Remedy(
 )
 RELEASE_TENSORS: Final = Remedy(
     id="release_tensors",
-    text="Find what keeps {made} after its step: detach it, and clear its list or dict.{record}",
+    text=(
+        "Find what keeps {made}, such as a list: store numbers (.item()) or copies on the host (.detach().cpu()), or "
+        "clear it.{record}"
+    ),
 )
 RELEASE_NATIVE: Final = Remedy(
     id="release_native", text="Find the extension or scripted module that keeps {made} after its step."
@@ -1363,12 +1368,6 @@ COMBINE_COLLECTIVES: Final = Remedy(
 
 # Snapshots
 
-SMALLER_BATCHES: Final = Remedy(
-    id="smaller_batches",
-    text="Use a smaller batch with Trainer(accumulate_grad_batches=2): saved activations shrink with it.",
-    needs=frozenset({"lightning", "training"}),
-    change="accumulate=2",
-)
 SMALLER_BATCHES_IN_TORCH: Final = Remedy(
     id="smaller_batches_in_torch",
     text="Use a smaller batch, and step the optimizer after several: saved activations shrink with it.",
@@ -1378,12 +1377,6 @@ SMALLER_INPUT: Final = Remedy(
     id="smaller_input",
     text="Use a smaller batch or shorter inputs: activations and caches shrink with them.",
     needs=frozenset({"inference"}),
-)
-HALF_THE_BYTES: Final = Remedy(
-    id="half_the_bytes",
-    text="Train in mixed precision: Trainer(precision='bf16-mixed').",
-    needs=frozenset({"lightning", "training"}),
-    change="precision=bf16-mixed",
 )
 HALF_THE_BYTES_IN_TORCH: Final = Remedy(
     id="half_the_bytes_in_torch",
@@ -1443,13 +1436,6 @@ CLEAR_GRADIENTS: Final = Remedy(
     text=(
         "Gradients of the last backward are live in forward: unless you accumulate them, call "
         "optimizer.zero_grad(set_to_none=True) before it."
-    ),
-)
-FREE_GROWTH: Final = Remedy(
-    id="free_growth",
-    text=(
-        "Find what keeps the tensors of {site}, such as a list: store numbers (.item()) or copies on the host "
-        "(.detach().cpu()), or clear it."
     ),
 )
 NAME_HOLDER: Final = Remedy(

@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
+from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.facts import NO_RUN, Facts, Judge
@@ -40,12 +40,7 @@ RULES: Final[tuple[Judge, ...]] = (
     hangs.worker_died,
     memory.out_of_memory,
     profiler.other_profiler,
-    growth.memory_growth,
-    memory.worker_memory,
-    modules.retained_graph,
     snapshot.allocator_retries,
-    communication.memory_imbalance,
-    memory.peak_elsewhere,
 )
 # About step time.
 STEP_RULES: Final[tuple[Judge, ...]] = (
@@ -62,7 +57,11 @@ STEP_RULES: Final[tuple[Judge, ...]] = (
     profiler.profiler_overhead,
 )
 # The same as rows, by the page that describes them; those about memory are valid after any number of steps.
-BYTE_ROWS: Final[Mapping[str, tuple[ByteRule, ...]]] = {"memory": memory.ROWS}
+BYTE_ROWS: Final[Mapping[str, tuple[ByteRule, ...]]] = {
+    "memory": (snapshot.OUT_OF_MEMORY, *memory.ROWS, *growth.ROWS),
+    "ranks": communication.BYTE_ROWS,
+    "snapshot": (*snapshot.ROWS, *holders.ROWS),
+}
 ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {
     "data": data.ROWS,
     "host": host.ROWS,
@@ -82,17 +81,6 @@ TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None]
     kernels.many_small_operators,
     profiler.recording_overhead,
 )
-SNAPSHOT_RULES: Final[tuple[Callable[[SnapshotReport, DeviceReport], Finding | None], ...]] = (
-    snapshot.failed_request,
-    holders.steady_growth,
-    snapshot.allocator_churn,
-    snapshot.fragmentation,
-    snapshot.pending_frees,
-    snapshot.private_pools,
-    holders.peak_holder,
-)
-# The same fault, which the memory of a run and an allocator snapshot show.
-SAME_FAULT: Final[Mapping[str, str]] = {"failed_request": "out_of_memory", "steady_growth": "memory_growth"}
 RULE_FAILED: Final = "rule_failed"
 
 
@@ -115,9 +103,11 @@ def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotRep
 def _findings(facts: Facts) -> tuple[Finding, ...]:
     judged = _with_enough_steps(facts)
     found = [finding for rule in RULES for finding in _guarded(rule, facts)]
+    reported = {finding.rule for finding in found}
     found += [
         finding
         for row in itertools.chain.from_iterable(BYTE_ROWS.values())
+        if row.id not in reported
         for finding in _guarded(row.findings, facts, name=row.id)
     ]
     found += [finding for rule in STEP_RULES for finding in _guarded(rule, judged)]
@@ -126,15 +116,6 @@ def _findings(facts: Facts) -> tuple[Finding, ...]:
         for row in itertools.chain.from_iterable(ROWS.values())
         for finding in _guarded(row.findings, judged, name=row.id)
     ]
-    reported = {finding.rule for finding in found} - {RULE_FAILED}
-    found += (
-        finding
-        for rule in SNAPSHOT_RULES
-        for snapshot in facts.snapshots
-        for device in snapshot.devices
-        for finding in _guarded(rule, snapshot, device)
-        if SAME_FAULT.get(finding.rule, finding.rule) not in reported
-    )
     return _by_severity([*found, *_of_traces(judged.steady_traces)])
 
 

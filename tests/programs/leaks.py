@@ -134,7 +134,7 @@ def judged(name: str, directory: Path) -> Row:
     sentence = found.title if found is not None else ""
     # A title has no room for the line of a long chain.
     words = f"{found.title} {found.why} {found.next}" if found is not None else ""
-    growth = found.numbers.get("added_bytes") if found is not None else None
+    growth = found.numbers.get("bytes") if found is not None else None
     if name in HEALTHY:
         is_silent = found is None and document.section("holders") is None
         return Row(name, is_silent, is_silent, document.rule not in GROWTH, growth, None, sentence)

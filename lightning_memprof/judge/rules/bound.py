@@ -44,7 +44,7 @@ from lightning_memprof.judge.remedies import (
     Remedy,
 )
 from lightning_memprof.judge.rules.gpu.busy import busy, look, of_device
-from lightning_memprof.judge.rules.gpu.holders import of_memory
+from lightning_memprof.judge.rules.gpu.holders import nothing_in_snapshot
 from lightning_memprof.judge.rules.modules import (
     ROOT,
     Heaviest,
@@ -312,7 +312,7 @@ def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[Snapshot
         return of_device(min(on_device, key=lambda trace: (trace.is_sample, busy(trace))))
     used = [snapshot for snapshot in snapshots if snapshot.devices]
     if used:
-        return of_memory(
+        return nothing_in_snapshot(
             max(used, key=lambda snapshot: max(device.peak_requested_bytes for device in snapshot.devices))
         )
     if traces:

@@ -17,6 +17,7 @@ from lightning_memprof.account.ranks.report import Straggler
 from lightning_memprof.account.steps.events import FORWARD
 from lightning_memprof.account.steps.lines import Spot, lines, spots
 from lightning_memprof.account.trace.model import TraceReport
+from lightning_memprof.judge.byte_rule import ByteDetail, ByteRule, FoundBytes, RankBytes
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, ordered, severity_of, titled
 from lightning_memprof.judge.policy import POLICY
@@ -291,12 +292,38 @@ def _on_host(trace: TraceReport) -> dict[str, float]:
     return {part.label: ledger.ns(part) * ledger.steps for part in parts} if ledger else {}
 
 
-def memory_imbalance(facts: Facts) -> Finding | None:
-    """Find a rank with a much higher peak than the others, on its device or, without one, on the host."""
+def fullest_rank(facts: Facts) -> FoundBytes | None:
+    """Return what a rank needs beyond the others, on its device or, without one, on the host."""
     on_device, on_host = _peaks(facts, "device_peak_bytes"), _peaks(facts, "rss_peak_bytes", "rss_bytes")
-    if len(on_device) > 1:
-        return _imbalance(facts, on_device, is_device=True)
-    return _imbalance(facts, on_host, is_device=False) if len(on_host) > 1 else None
+    is_device = len(on_device) > 1
+    peaks = on_device if is_device else on_host
+    if len(peaks) < 2:
+        return None
+    highest = max(peaks, key=lambda rank: peaks[rank])
+    others = round(statistics.median(size for rank, size in peaks.items() if rank != highest))
+    rank = next(rank for rank in facts.run.ranks if rank.rank == highest)
+    fact = RankBytes(
+        owner=f"Rank {highest}",
+        bytes=max(peaks[highest] - others, 0),
+        whole=peaks[highest],
+        place="its device" if is_device else "the host",
+        rank=rank,
+        # In a run of thousands of ranks not every rank is read.
+        evidence=(facts.pulse(rank),) if rank.pulse else (),
+    )
+    if not is_device and fact.share < POLICY.uneven_host:
+        return None
+    return fact, ByteDetail(
+        fields={"peak": format_bytes(fact.whole), "others": format_bytes(others)},
+        why=(
+            f"That is {fact.size} above the median of the {len(peaks) - 1} other ranks; the fullest rank limits the "
+            "memory of a step on all."
+        ),
+        remedies=(FIND_TENSORS.filled(rank=highest), LOAD_TO_HOST)
+        if is_device
+        else (FIND_HOST_MEMORY.filled(rank=highest),),
+        numbers={"others_bytes": others, "ranks": len(peaks), "on_device": is_device},
+    )
 
 
 def _peaks(facts: Facts, quantity: str, column: str | None = None) -> dict[int, int]:
@@ -311,35 +338,20 @@ def _peaks(facts: Facts, quantity: str, column: str | None = None) -> dict[int, 
     return {rank: size for rank, size in peaks.items() if size}
 
 
-def _imbalance(facts: Facts, peaks: Mapping[int, int], *, is_device: bool) -> Finding | None:
-    highest = max(peaks, key=lambda rank: peaks[rank])
-    peak, others = peaks[highest], round(statistics.median(size for rank, size in peaks.items() if rank != highest))
-    share = (peak - others) / others if others else 0.0
-    least = POLICY.uneven_device if is_device else POLICY.uneven_host
-    if peak - others < POLICY.uneven_bytes or share < least:
-        return None
-    place = "its device" if is_device else "the host"
-    remedies = (
-        (FIND_TENSORS.filled(rank=highest), LOAD_TO_HOST) if is_device else (FIND_HOST_MEMORY.filled(rank=highest),)
-    )
-    return Finding(
-        rule="memory_imbalance",
-        # From twice the other ranks' memory on, half of theirs is unused.
-        severity=Severity.CRITICAL if is_device and share >= 1 else Severity.WARNING,
-        title=f"Rank {highest} peaks at {format_bytes(peak)} on {place}, the other ranks at {format_bytes(others)}.",
-        why=(
-            f"That is {format_bytes(peak - others)} above the median of the {len(peaks) - 1} other ranks; the "
-            "fullest rank limits the memory of a step on all."
+BYTE_ROWS: Final = (
+    ByteRule(
+        id="memory_imbalance",
+        about=(
+            "One rank needs much more memory than the others, on its device or, without one, on the host. The fullest "
+            "rank limits the batch size of all; the others' memory is unused."
         ),
-        remedies=remedies,
-        # In a run of thousands of ranks not every rank is read.
-        evidence=tuple(facts.pulse(rank) for rank in facts.run.ranks if rank.rank == highest and rank.pulse),
-        numbers={
-            "rank": highest,
-            "peak_bytes": peak,
-            "others_bytes": others,
-            "ranks": len(peaks),
-            "on_device": is_device,
-        },
-        weight=min(share, 1.0),
-    )
+        when="On the host from 20% on: rank 0 also writes logs and checkpoints.",
+        trade_off="None.",
+        find=fullest_rank,
+        says="{owner} peaks at {peak} on {place}, the other ranks at {others}.",
+        saves=(1, 1),
+        least=POLICY.bytes,
+        at_most=Severity.CRITICAL,
+        offers=(FIND_TENSORS, LOAD_TO_HOST, FIND_HOST_MEMORY),
+    ),
+)

@@ -1,15 +1,13 @@
-"""Memory that grows: with every step, and from window to window."""
+"""Memory that outlives its step: it grows with every step, or the graph of a step is kept into the next one."""
 
 from __future__ import annotations
 
-import os
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final, NamedTuple
 
-import msgspec
 from msgspec import structs
-from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.growth import (
     Growth,
@@ -17,41 +15,44 @@ from lightning_memprof.account.ledger.growth import (
     held_growth,
     steady_growth,
 )
-from lightning_memprof.account.memory.model import Site, WindowAllocations
+from lightning_memprof.account.memory.model import DeviceAllocations, Site
 from lightning_memprof.account.memory.report import RankMemory
+from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.account.steps.events import action_name
 from lightning_memprof.artifacts.naming import SnapshotName, holders_name
 from lightning_memprof.artifacts.series import ActionMemoryRow, HolderRow, ThroughputRow
-from lightning_memprof.judge.causes import Cause, dataset_name, holder_cause
+from lightning_memprof.judge.byte_rule import (
+    ByteDetail,
+    ByteFact,
+    ByteRule,
+    FoundBytes,
+    FoundInSnapshot,
+    RankBytes,
+)
+from lightning_memprof.judge.causes import Cause, dataset_name, file_of, growth_text, holder_cause, rank_memory
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Severity, recovered, severity_of, titled
+from lightning_memprof.judge.finding import Severity
 from lightning_memprof.judge.measures import sample_method, steps_until_full
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
+    BOUND_HOLDER,
     BOUND_SAMPLES,
     DROP_GRAPH,
     EVEN_LENGTHS,
     FIND_APPENDS,
+    NAME_HOLDER,
     RELEASE_NATIVE,
     RELEASE_TENSORS,
     STORE_DETACHED,
     STORE_LESS,
     TRACE_NATIVE,
 )
+from lightning_memprof.judge.rules.snapshot import freed_growth, released
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import GIB, format_bytes, format_count
+from lightning_memprof.units import format_bytes, format_count, percent
 
 # Allocations of these phases live across steps in every training run.
 PERMANENT: Final = frozenset({"backward", "optimizer"})
-# A surviving allocation must be this share of the growth per step.
-MIN_PART: Final = 0.1
-# The cause adds about the slope: tensors and fetches at least half of it, a hook, which usually adds nothing, a tenth,
-# and a graph all saved activations.
-MATCHES: Final = (0.5, 2.0)
-HOOKED: Final = 0.1
-GRAPH: Final = (0.8, 1.3)
-# Of the largest batch: what a fetch adds is the next batch.
-BATCHES: Final = 1.5
 FETCH: Final = ".train_dataloader_next"
 RSS: Final = "RSS"
 COLUMNS: Final = (("rss_bytes", "Host memory", RSS), ("device_peak_bytes", "Device memory", "device peak"))
@@ -62,12 +63,11 @@ OUTSIDE: Final = {
 }
 
 
-class _Survivor(msgspec.Struct, frozen=True, kw_only=True):
+class _Survivor(NamedTuple):
     """Allocations of a step that are live ``age`` steps later, at the peak of a window."""
 
     site: Site
     age: int
-    source: Evidence
 
     @property
     def shown(self) -> str:
@@ -77,29 +77,16 @@ class _Survivor(msgspec.Struct, frozen=True, kw_only=True):
         later = format_count(self.age, "step")
         return f"{format_bytes(site.bytes)} allocated by {site.operator}{module}{line} are still live {later} later"
 
-    @property
-    def numbers(self) -> dict[str, Any]:
-        site = self.site
-        return {
-            "operator": site.operator,
-            "module": site.module,
-            "line": site.line,
-            "stack": list(site.stack),
-            "bytes": site.bytes,
-            "blocks": site.blocks,
-            "steps_later": self.age,
-        }
+
+SAYS: Final = "{memory} grows by {rate} per step{rank}{link}{owner}{graph}{line}."
 
 
-def memory_growth(facts: Facts) -> Finding | None:
-    """Find memory that grows with every step, and its cause.
-
-    Recovers the line ``growth`` of the byte ledger: all that the slope added to the peak.
-    """
+def growing(facts: Facts) -> FoundBytes | None:
+    """Return memory that grows with every step, and its cause: all that the slope added to the peak."""
     found = _slopes(facts)
     if not found:
         return None
-    growth, rank, title, source = max(found, key=lambda entry: entry[0].added_bytes)
+    growth, rank, memory, source = max(found, key=lambda entry: entry[0].added_bytes)
     holders = Holders(_bounded(rank.read(HolderRow).rows, rank), growth)
     full = steps_until_full(facts, rank, growth.bytes_per_step, on_host=source == RSS)
     if holders.ends or (growth.is_settling(is_fatal=full is not None) and holders.is_free):
@@ -110,49 +97,66 @@ def memory_growth(facts: Facts) -> Finding | None:
     # A fetch also adds what the program frees elsewhere.
     is_sure = named is not None and not (named.action or "").endswith(FETCH)
     cause = named if is_sure or outside is None else outside
-    sources = {survivor.source.artifact: survivor.source for survivor in survivors if survivor.source.artifact}
+    steps = [each.site.step for each in survivors if each.site.step is not None]
+    seen = [facts.pulse(rank), *(facts.recorded(rank, "operator_trace", steps) if steps else ())]
     if holder is not None:
-        path = f"{facts.run.directory.name}/{holders_name(rank.rank)}"
-        sources[path] = Evidence(artifact=path, rank=rank.rank)
+        seen.append(file_of(facts, rank, holders_name(rank.rank)))
     shown = [cause.why] if cause is not None else []
     shown += [survivors[0].shown] if survivors and (holder is not None or cause is None) else []
     shown += [f"memory is full after {full:,} more steps, before the training ends"] if full is not None else []
     text = "; ".join(shown)
+    fact = RankBytes(
+        owner=cause.owner if cause is not None else "",
+        bytes=growth.added_bytes,
+        whole=growth.start_bytes + growth.added_bytes,
+        ledger=facts.byte_ledgers.get(rank.rank),
+        rank=rank,
+        evidence=tuple(seen),
+    )
     is_explained = cause is not None and cause is not outside
-    return Finding(
-        rule="memory_growth",
-        severity=_severity(rank, growth, source, full, is_free=holders.is_free, is_explained=is_explained),
-        title=_title(f"{title} grows by {format_bytes(growth.bytes_per_step)} per step{facts.on_rank(rank)}", cause),
-        why=(
-            f"The {source} rose steadily by {format_bytes(growth.added_bytes)} in {growth.steps} steps: 1 GiB every "
-            f"{GIB / growth.bytes_per_step:,.0f} steps.{f' {text[0].upper()}{text[1:]}.' if text else ''}"
-        ),
+    is_note = holders.is_free or not (is_explained or source != RSS or _is_steady(rank, growth))
+    return fact, ByteDetail(
+        fields=_fields(memory, format_bytes(growth.bytes_per_step), facts.on_rank(rank), cause),
+        measured=f"The {source} {growth_text(growth)}",
+        why=f"{text[0].upper()}{text[1:]}." if text else "",
         remedies=(cause.remedy,) if cause is not None else (STORE_DETACHED, FIND_APPENDS),
-        evidence=(facts.pulse(rank), *sources.values()),
+        is_note=is_note and full is None,
+        at_least=Severity.WARNING if full is not None else Severity.NONE,
         numbers={
-            "rank": rank.rank,
             "column": source,
             "bytes_per_step": round(growth.bytes_per_step),
-            "added_bytes": growth.added_bytes,
-            "start_bytes": growth.start_bytes,
             "steps": growth.steps,
             "action": cause.action if cause else None,
             "holder": {"place": holder.place, "line": holder.line, "content": holder.content} if holder else None,
-            "survivors": [survivor.numbers for survivor in survivors],
+            "survivors": [{**structs.asdict(each.site), "steps_later": each.age} for each in survivors],
         },
-        weight=growth.share,
-        recovers=recovered(facts.byte_ledgers.get(rank.rank), growth.added_bytes, "growth"),
     )
 
 
-def _title(says: str, cause: Cause | None) -> str:
-    """Return a title with its cause, and the line of this one where there is room for it."""
+def _fields(memory: str, rate: str, rank: str, cause: Cause | None) -> dict[str, str]:
+    """Return the fields of a title; the line of the cause is left out where there is no room for it."""
+    found = {"memory": memory, "rate": rate, "rank": rank, "link": "", "graph": "", "line": ""}
     if cause is None:
-        return f"{says}."
-    whole = f"{says}{cause.link}{cause.owner}{cause.graph}{cause.line}."
-    if len(whole) <= POLICY.title:
-        return whole
-    return titled("{says}{link}{owner}{graph}.", says=says, link=cause.link, owner=cause.owner, graph=cause.graph)
+        return found
+    found |= {"link": cause.link, "graph": cause.graph, "line": cause.line}
+    return found if len(SAYS.format(owner=cause.owner, **found)) <= POLICY.title else {**found, "line": ""}
+
+
+def growing_blocks(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:  # noqa: ARG001
+    """Return the blocks of a function that pile up; freeing them recovers those of the peak, or all but a step's."""
+    growth, peak = device.growth, device.peak_requested_bytes
+    if growth is None:
+        return None
+    return ByteFact(owner=growth.site, bytes=growth.bytes, whole=peak), lambda: ByteDetail(
+        fields=_fields(f"Memory of cuda:{device.device}", format_bytes(growth.step_bytes), "", None) | {"link": " in "},
+        why=(
+            f"{format_bytes(growth.bytes)} in {format_count(growth.blocks, 'block')} of {growth.steps} steps are live "
+            f"at the end of the recorded history, {percent(growth.bytes / peak)} of the peak."
+        ),
+        saves_bytes=(growth.peak_bytes - growth.step_bytes, growth.peak_bytes),
+        remedies=freed_growth(device, growth),
+        numbers={"bytes_per_step": growth.step_bytes, "steps": growth.steps, "blocks": growth.blocks},
+    )
 
 
 def _bounded(rows: Iterable[HolderRow], rank: Rank) -> list[HolderRow]:
@@ -180,20 +184,13 @@ def _slopes(facts: Facts) -> list[tuple[Growth, Rank, str, str]]:
     ]
 
 
-def _severity(
-    rank: Rank, growth: Growth, source: str, full: int | None, *, is_free: bool, is_explained: bool
-) -> Severity:
-    """Return the severity of a slope.
+def _is_steady(rank: Rank, growth: Growth) -> bool:
+    """Return whether varying lengths cannot explain a slope.
 
-    Where the length of the batches varies, the C allocator's free pieces fit fewer of them: RSS rises for dozens of
-    steps without a leak.
+    The C allocator's free pieces fit fewer batches of varying length: RSS rises for dozens of steps without a leak.
     """
-    found = severity_of(growth.share)
-    if full is not None:
-        return max(found, Severity.WARNING)
     lengths = {row.positions for window in rank.windows for row in window.read(ThroughputRow).recorded}
-    is_unsure = not is_explained and source == RSS and len(lengths) > 1 and growth.is_short
-    return min(found, Severity.INFO) if is_free or is_unsure else found
+    return len(lengths) <= 1 or not growth.is_short
 
 
 def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Survivor], holders: Holders) -> Cause | None:
@@ -209,24 +206,20 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
     known = _growing_action(facts, rank, growth) or _piled_up(facts, rank)
     if known is not None:
         return known
-    survivor = next((each for each in survivors if each.site.bytes >= MATCHES[0] * growth.bytes_per_step), None)
+    survivor = next((each for each in survivors if each.site.bytes >= POLICY.most * growth.bytes_per_step), None)
     if survivor is not None:
         site = survivor.site
-        owner, made = (
-            site.line or site.module or site.operator,
-            site.line or f"the output of {site.module or site.operator}",
-        )
+        owner = site.line or site.module or site.operator
+        made = site.line or f"the output of {owner}"
         if native is not None:
-            return Cause(
-                f"tensors of {owner}, {native.owner}",
-                f"{survivor.shown}; {native.why}",
-                RELEASE_NATIVE.filled(made=made),
-            )
+            remedy = RELEASE_NATIVE.filled(made=made)
+            return Cause(f"tensors of {owner}, {native.owner}", f"{survivor.shown}; {native.why}", remedy)
         record = "" if site.line else " ExtendedPyTorchProfiler(with_stack=True) records its line."
         return Cause(f"tensors of {owner}", survivor.shown, RELEASE_TENSORS.filled(made=made, record=record))
-    memory = _memory(facts, rank)
+    memory = rank_memory(facts, rank)
     saved = memory.activations if memory is not None else None
-    if saved is not None and GRAPH[0] * saved.total_bytes <= growth.bytes_per_step <= GRAPH[1] * saved.total_bytes:
+    sizes = sorted((saved.total_bytes, growth.bytes_per_step)) if saved is not None else (0, math.inf)
+    if saved is not None and sizes[1] < POLICY.alike * sizes[0]:
         why = f"a step saves {format_bytes(saved.total_bytes)} of activations: a stored loss or output holds its graph"
         return Cause("the saved activations of each step", why, DROP_GRAPH)
     return None
@@ -239,7 +232,7 @@ def _piled_up(facts: Facts, rank: Rank) -> Cause | None:
         for device in snapshot.devices if name is None or name.rank == rank.rank else ():
             if (growth := device.growth) is not None:
                 why = f"{format_bytes(growth.step_bytes)} of its blocks per step are live at the end of the snapshot"
-                return Cause(growth.site, why, RELEASE_TENSORS.filled(made=f"the tensors of {growth.site}", record=""))
+                return Cause(growth.site, why, released(growth))
     return None
 
 
@@ -253,11 +246,6 @@ def _outside(holders: Holders) -> Cause | None:
     return Cause(owner, evidence, remedy, link=link)
 
 
-def _memory(facts: Facts, rank: Rank) -> RankMemory | None:
-    ranks = facts.memory.ranks if facts.memory is not None else ()
-    return next((memory for memory in ranks if memory.rank == rank.rank), None)
-
-
 def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> Cause | None:
     """Return the program's hook that adds about the slope in the recorded steps, or the fetch.
 
@@ -266,14 +254,14 @@ def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> Cause | None:
     """
     rows = rank.recorded(ActionMemoryRow)
     found = (
-        _fitting([(row.action, row.heap_change_bytes) for row in rows], rank, growth, MATCHES[0]),
-        _fitting([(row.action, row.rss_change_bytes) for row in rows], rank, growth, HOOKED),
+        _fitting([(row.action, row.heap_change_bytes) for row in rows], rank, growth, POLICY.most),
+        _fitting([(row.action, row.rss_change_bytes) for row in rows], rank, growth, POLICY.verdict),
     )
     fits, measured = next(
         ((fits, name) for fits, name in zip(found, ("the heap", "RSS"), strict=True) if fits), ({}, "")
     )
     action = max(fits, key=lambda action: (not action.endswith(FETCH), fits[action]), default=None)
-    if action is None or (action.endswith(FETCH) and _is_batch(_memory(facts, rank), fits[action])):
+    if action is None or (action.endswith(FETCH) and _is_batch(rank_memory(facts, rank), fits[action])):
         return None
     why = f"{measured} rises by {format_bytes(fits[action])} over it in each recorded step"
     if not action.endswith(FETCH):
@@ -298,16 +286,16 @@ def _fitting(
         for action, found in changes.items()
         if steps
         and min(found) > 0
-        and (MATCHES[0] if action.endswith(FETCH) else hooked)
+        and (POLICY.most if action.endswith(FETCH) else hooked)
         <= (mean := sum(found) / steps) / growth.bytes_per_step
-        <= MATCHES[1]
+        <= 1 / POLICY.most
     }
 
 
 def _is_batch(memory: RankMemory | None, change: float) -> bool:
     """Return whether the size of a batch explains the change of a fetch; the previous batch is freed elsewhere."""
     held = memory.held.values() if memory is not None else ()
-    return change < BATCHES * max((sizes.get("input") or 0 for sizes in held), default=0)
+    return change < POLICY.alike * max((sizes.get("input") or 0 for sizes in held), default=0)
 
 
 def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:
@@ -316,23 +304,105 @@ def _survivors(facts: Facts, rank: Rank, growth: Growth) -> list[_Survivor]:
     Gradients and optimizer state survive in every training run: allocations of backward and optimizer do not count, nor
     those that are too small for the slope.
     """
-    found = []
-    for window in _allocations(facts):
-        for device in window.devices if window.rank == rank.rank else ():
-            for site in device.sites:
-                age = 0 if site.step is None or device.peak_step is None else device.peak_step - site.step
-                if age > 0 and site.phase not in PERMANENT and site.bytes >= MIN_PART * growth.bytes_per_step:
-                    at = facts.pulse(rank, (site.step or 0, device.peak_step or 0))
-                    source = replace(at, artifact=_path(facts, window.trace), window=window.window)
-                    found.append(_Survivor(site=site, age=age, source=source))
+    memory = rank_memory(facts, rank)
+    found = [
+        _Survivor(site, device.peak_step - site.step)
+        for window in (memory.allocations if memory is not None else ())
+        for device in window.devices
+        for site in device.sites
+        if site.step is not None and device.peak_step is not None and site.step < device.peak_step
+        if site.phase not in PERMANENT and site.bytes >= POLICY.verdict * growth.bytes_per_step
+    ]
     return sorted(found, key=lambda survivor: -survivor.site.bytes)[: POLICY.owners]
 
 
-def _allocations(facts: Facts) -> list[WindowAllocations]:
-    return [window for rank in (facts.memory.ranks if facts.memory else ()) for window in rank.allocations]
+def outliving_graph(facts: Facts) -> FoundBytes | None:
+    """Return saved activations of a step that are live at the peak of a later one: backward did not free its graph.
+
+    They recover one to two times these bytes. With retain_graph=True the step's own graph, too, stays whole until its
+    backward ends, instead of being freed on the way; on a host, the C allocator also keeps free blocks between the two
+    graphs. The ledger's activations are those of one step; the earlier graph is among the unattributed bytes.
+    """
+    for memory in facts.memory.ranks if facts.memory is not None else ():
+        rank = next(rank for rank in facts.run.ranks if rank.rank == memory.rank)
+        saved, ledger = memory.activations, facts.byte_ledgers.get(rank.rank)
+        kept = max((_outliving(device) for window in memory.allocations for device in window.devices), default=0)
+        columns = ("rss_bytes", "device_peak_bytes")
+        is_growth = any(steady_growth(rank.pulse, column) for column in columns)
+        if saved is None or ledger is None or not kept or kept < POLICY.most * saved.total_bytes or is_growth:
+            continue
+        once = min(kept, saved.total_bytes, ledger.bytes("activation"))
+        fact = RankBytes(
+            bytes=once, whole=ledger.peak_bytes, place=ledger.place, ledger=ledger, rank=rank,
+            evidence=facts.pulse_and_trace(rank),
+        )  # fmt: skip
+        return fact, ByteDetail(
+            measured=(
+                f"A step saves {format_bytes(saved.total_bytes)} of activations; at the peak, {format_bytes(kept)} "
+                f"from the previous forward are live, {percent(fact.share)} of {format_bytes(ledger.peak_bytes)}"
+            ),
+            why="retain_graph=True or a stored loss or output keeps its graph.",
+            numbers={"retained_bytes": kept, "activation_bytes": saved.total_bytes},
+        )
+    return None
 
 
-def _path(facts: Facts, file: os.PathLike[str] | str | None) -> str:
-    """Return the path of a file in the manifest, else its own path; an empty string for None."""
-    name = os.fspath(file) if file is not None else ""
-    return next((artifact.path for artifact in facts.run.artifacts if os.fspath(artifact.file) == name), name)
+def _outliving(device: DeviceAllocations) -> int:
+    """Return the bytes at the peak of a window that the forward of an earlier step allocated."""
+    peak = device.peak_step or 0
+    return sum(site.bytes for site in device.sites if site.phase == "forward" and (site.step or peak) < peak)
+
+
+ROWS: Final = (
+    ByteRule(
+        id="memory_growth",
+        about=(
+            "Memory grows with every step, on the host (RSS), on the device (peak), or on the device of a snapshot, in "
+            "the blocks of one function. The run runs out of memory, often hours later and in a step unrelated to the "
+            "cause. Named are the variable that keeps the memory, with the line that assigns it, if the search for "
+            "holders found it; else a hook or the fetch that adds it, the function whose blocks outlive their steps, "
+            "or the saved activations of whole steps."
+        ),
+        when=(
+            "In a run, over 16 steps or more without the first tenth and windows, the medians of the four quarters "
+            "rise one after the other, by 32 MiB and 5% (10% in a run below 100 steps); in a snapshot, blocks of one "
+            "function come from five steps or more and stay, with 32 MiB and 10% of the peak. It is at least a warning "
+            "if memory is full before the training ends. Silent where it ends: a cache or deque with a limit, a "
+            "container that fills more and more slowly, freed memory that the C allocator keeps in a short run. Such "
+            "memory is a note in other runs, and so is RSS in a short run whose batches vary in length, unless "
+            "something recorded explains it."
+        ),
+        trade_off="None.",
+        of=("growth", "requested"),
+        find=growing,
+        in_snapshot=growing_blocks,
+        says=SAYS,
+        unnamed="{memory} grows by {rate} per step{rank}.",
+        saves=(1, 1),
+        # A small part will be more.
+        note=POLICY.note,
+        at_most=Severity.CRITICAL,
+        offers=(
+            BOUND_HOLDER, STORE_LESS, BOUND_SAMPLES, RELEASE_TENSORS, RELEASE_NATIVE, DROP_GRAPH, TRACE_NATIVE,
+            EVEN_LENGTHS, STORE_DETACHED, FIND_APPENDS, NAME_HOLDER,
+        ),
+    ),
+    ByteRule(
+        id="retained_graph",
+        about=(
+            "Saved activations of a step are live during the next one: its backward did not free the graph. Two "
+            "graphs at once need twice the memory: half of the batch size fits."
+        ),
+        when=(
+            "The trace needs allocations: at the peak of a window, the forward of an earlier step holds half of the "
+            "saved activations or more. Memory that grows with every step does not count."
+        ),
+        trade_off="None.",
+        of=("activation", "unattributed"),
+        find=outliving_graph,
+        says="Graphs outlive their step: {size} of saved activations are live in the next one{rank}.",
+        remedies=(DROP_GRAPH,),
+        saves=(1, 2),
+        at_most=Severity.CRITICAL,
+    ),
+)  # fmt: skip

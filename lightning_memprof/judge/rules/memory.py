@@ -12,10 +12,10 @@ from lightning_memprof.account.oom.causes import CAUSES
 from lightning_memprof.account.steps.events import VALIDATION, action_name
 from lightning_memprof.artifacts.naming import holders_name, processes_name
 from lightning_memprof.artifacts.series import UNTRACKED, HolderRow, ProcessRow
-from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule
-from lightning_memprof.judge.causes import dataset_name, holder_cause
+from lightning_memprof.judge.byte_rule import ByteDetail, ByteRule, FoundBytes, RankBytes, facts_of
+from lightning_memprof.judge.causes import dataset_name, file_of, growth_text, holder_cause, rank_memory
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Severity, recovered, severity_of, titled
+from lightning_memprof.judge.finding import Finding, Severity, titled
 from lightning_memprof.judge.measures import sample_method
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -42,14 +42,13 @@ from lightning_memprof.judge.remedies import (
     Remedy,
 )
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import GIB, format_bytes, format_count, format_ns, percent
-
-NO_SNAPSHOT: Final = 0  # the page itself shows what the allocator's snapshot says
+from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 
 def out_of_memory(facts: Facts) -> Finding | None:
     """Find out-of-memory errors: where the run ended, or how often it continued."""
-    found = autopsies(facts.run, max_bytes=NO_SNAPSHOT)
+    # The page itself shows what the allocator's snapshot says.
+    found = autopsies(facts.run, max_bytes=0)
     if not found:
         return None
     fatal = [autopsy for autopsy in found if autopsy.ended_run]
@@ -80,92 +79,90 @@ def out_of_memory(facts: Facts) -> Finding | None:
     )
 
 
-def worker_memory(facts: Facts) -> Finding | None:
-    """Find DataLoader workers that grow with every step.
+def growing_workers(facts: Facts) -> FoundBytes | None:
+    """Return the growth of DataLoader workers, beside the peak of their process.
 
-    Copies of objects of the main process end when all are copied: they matter where the memory is nearly full. Recovers
-    what the slope added to the line ``workers`` of the byte ledger.
+    Copies of objects of the main process end when all are copied: they matter where the memory is nearly full.
     """
     series = [(rank, rank.read(ProcessRow).rows) for rank in facts.run.ranks if rank.in_full]
     found = [(growth, rank, rows) for rank, rows in series if (growth := worker_growth(rows)) is not None]
     if not found:
         return None
     growth, rank, rows = max(found, key=lambda entry: entry[0].added_bytes)
-    ledger = facts.byte_ledgers.get(rank.rank)
+    ledger = next((fact.ledger for fact in facts_of(facts, "workers") if fact.rank is rank), None)
     start = growth.start_bytes + (ledger.peak_bytes - ledger.bytes("workers") if ledger is not None else 0)
-    workers, name = max(row.workers or 0 for row in rows), dataset_name(rank)
-    held, copied = max(row.private_bytes or 0 for row in rows), copied_on_write(rows)
+    name, copied = dataset_name(rank), copied_on_write(rows)
     # Then the memory of a worker is a copy, not a cache.
-    is_copy = copied >= POLICY.bound
-    is_harmless = is_copy and (ledger is None or not ledger.is_under_pressure)
-    recovers = recovered(ledger, growth.added_bytes, "workers")
-    share = growth.added_bytes / (start + growth.added_bytes)
-    return Finding(
-        rule="worker_memory",
-        severity=Severity.INFO if is_harmless else max(severity_of(share), Severity.WARNING),
-        title=titled(
-            "DataLoader workers{of}{name} grow by {size} per step{rank}{copies}.",
-            of=" of " if name else "",
-            name=name or "",
-            size=format_bytes(growth.bytes_per_step),
-            rank=facts.on_rank(rank),
-            copies=": they copy objects of the main process" if is_copy else "",
-        ),
-        why=(
-            f"The memory of {format_count(workers, 'worker')} rose steadily by {format_bytes(growth.added_bytes)} in "
-            f"{growth.steps} steps: 1 GiB every {GIB / growth.bytes_per_step:,.0f} steps. "
-            + (
-                f"{percent(copied)} of it was shared before: pages are copied when a reference count changes."
-                if is_copy
-                else f"{format_bytes(held)} are private, and not part of the RSS of the main process."
-            )
-        ),
-        remedies=(SAMPLES_IN_ARRAYS,) if is_copy else _caches(rank, name),
+    is_copy = copied >= POLICY.most
+    fact = RankBytes(
+        owner=name or "",
+        bytes=growth.added_bytes,
+        whole=start + growth.added_bytes,
+        ledger=ledger,
+        rank=rank,
+        evidence=(file_of(facts, rank, processes_name(rank.rank)),),
+    )
+    held = max(row.private_bytes or 0 for row in rows)
+    method = sample_method(rank.training.dataloaders if rank.training else ())
+    bound = BOUND_WORKER_CACHE.filled(sample=f"{name}.{method}" if name else "the data set")
+    workers = max(row.workers or 0 for row in rows)
+    return fact, ByteDetail(
+        fields={
+            "rate": format_bytes(growth.bytes_per_step),
+            "copies": ": they copy objects of the main process" if is_copy else "",
+        },
+        measured=f"The memory of {format_count(workers, 'worker')} {growth_text(growth)}",
+        why=f"{percent(copied)} of it was shared before: pages are copied when a reference count changes."
+        if is_copy
+        else f"{format_bytes(held)} are private, and not part of the RSS of the main process.",
+        remedies=(SAMPLES_IN_ARRAYS,) if is_copy else (bound, SHARE_CACHE),
+        at_most=Severity.INFO if is_copy else None,
+        at_least=Severity.WARNING,
         numbers={
-            "rank": rank.rank,
             "workers": workers,
             "bytes_per_step": round(growth.bytes_per_step),
-            "added_bytes": growth.added_bytes,
-            "start_bytes": growth.start_bytes,
             "steps": growth.steps,
             "private_bytes": held,
             "copied_share": copied,
         },
-        weight=share,
-        evidence=(_processes(facts, rank),),
-        recovers=recovers,
     )
 
 
-def _caches(rank: Rank, name: str | None) -> tuple[Remedy, ...]:
-    method = sample_method(rank.training.dataloaders if rank.training else ())
-    return BOUND_WORKER_CACHE.filled(sample=f"{name}.{method}" if name else "the data set"), SHARE_CACHE
-
-
-def _processes(facts: Facts, rank: Rank) -> Evidence:
-    return Evidence(artifact=f"{facts.run.directory.name}/{processes_name(rank.rank)}", rank=rank.rank)
-
-
-# A step that needs a quarter more than the recorded ones does something that these do not.
-MORE: Final = 1.25
-
-
-def peak_elsewhere(facts: Facts) -> list[Finding]:
-    """Find a device peak that recorded steps do not reach, the step that did, and the action that was slowest in it.
-
-    Recovers at most what that step needs beyond the recorded ones.
-    """
+def beyond_steps(facts: Facts) -> FoundBytes | None:
+    """Return what the peak of the run needs beyond the training steps, or that of a device beyond the recorded ones."""
+    outside = ((fact, _outside(facts, fact)) for fact in facts_of(facts, "outside_steps"))
     ranks = {rank.rank: rank for rank in facts.run.ranks}
-    found = (_beyond(facts, ranks[memory.rank], memory) for memory in (facts.memory.ranks if facts.memory else ()))
-    return [finding for finding in found if finding is not None][:1]
+    found = (_unrecorded(facts, ranks[each.rank], each) for each in (facts.memory.ranks if facts.memory else ()))
+    return max((*outside, *filter(None, found)), key=lambda each: each[0].share, default=None)
 
 
-def _beyond(facts: Facts, rank: Rank, memory: RankMemory) -> Finding | None:
+# The Trainer's own actions outside the steps, for people, and how to make them smaller.
+OWN_ACTIONS: Final = {
+    VALIDATION: ("a validation", VALIDATE_IN_SMALLER_BATCHES),
+    "save_checkpoint": ("saving a checkpoint", SAVE_LESS),
+}
+
+
+def _outside(facts: Facts, fact: RankBytes) -> ByteDetail:
+    """Return how to make a validation or a checkpoint smaller, which need some memory by design, and the rest."""
+    owner, *remedies = OWN_ACTIONS.get(fact.owner, (fact.owner, IN_PARTS.filled(owner=fact.owner, size=fact.size)))
+    rest = format_bytes(fact.whole - fact.bytes)
+    return ByteDetail(
+        owner=owner,
+        why=f"The peak RSS rose by {fact.size} over it; the rest of the run needs {rest}.",
+        remedies=tuple(remedies),
+        at_most=Severity.INFO if fact.owner in OWN_ACTIONS else None,
+        evidence=(file_of(facts, fact.rank, processes_name(fact.rank.rank)),),
+    )
+
+
+def _unrecorded(facts: Facts, rank: Rank, memory: RankMemory) -> FoundBytes | None:
+    """Return the peak of a device in a step that was not recorded, and the action that was slowest in it."""
     devices = [device for window in memory.allocations for device in window.devices if device.device != "cpu"]
     recorded = max((device.start_bytes + device.peak_bytes for device in devices if device.start_bytes), default=0)
     rows = [(row["step"] or 0, row["device_peak_bytes"] or 0) for row in rank.pulse]
     most = max((peak for _, peak in rows), default=0)
-    if not recorded or most < MORE * recorded:
+    if not recorded or most <= recorded:
         return None
     step = next(step for step, peak in rows if peak == most)
     action = action_name(next((row.action for row in rank.stalls if row.step == step), None) or UNTRACKED)
@@ -173,47 +170,30 @@ def _beyond(facts: Facts, rank: Rank, memory: RankMemory) -> Finding | None:
     remedies: tuple[Remedy, ...] = (NO_GRAD.filled(name=action),)
     if action in {UNTRACKED, VALIDATION}:
         doing, remedies = (" in a validation", (VALIDATE_IN_SMALLER_BATCHES,)) if action == VALIDATION else ("", ())
-    ledger = facts.byte_ledgers.get(rank.rank)
-    recovers = recovered(ledger, most - recorded, "unattributed")
-    is_pressing = ledger is not None and ledger.is_under_pressure and recovers is not None
-    return Finding(
-        rule="peak_elsewhere",
-        severity=recovers.severity if is_pressing and recovers is not None else Severity.INFO,
-        title=titled(
-            "The device peak of {size}{rank} is in step {step}{doing}, not in the recorded steps.",
-            size=format_bytes(most),
-            rank=facts.on_rank(rank),
-            step=step,
-            doing=doing,
-        ),
-        why=(
-            f"The recorded steps need {format_bytes(recorded)}. "
-            + (f"{action} took longer than usual in step {step}." if doing else "A hook or a validation may need more.")
-        ),
-        remedies=(
-            (RECORD_FROM_START,)
-            if step == rows[0][0]
-            else (*remedies, RECORD_STEP.filled(step=step), RECORD_FROM_START)
-        ),
+    fact = RankBytes(
+        bytes=most - recorded,
+        whole=most,
+        place=rank.facts.device or "device",
+        ledger=facts.byte_ledgers.get(rank.rank),
+        rank=rank,
         evidence=(facts.pulse(rank, [step]),),
-        numbers={"rank": rank.rank, "peak_bytes": most, "recorded_bytes": recorded, "step": step},
-        weight=(most - recorded) / most,
-        recovers=recovers,
+    )
+    slow = f"{action} took longer than usual in step {step}" if doing else "A hook or a validation may need more"
+    is_first = step == rows[0][0]
+    return fact, ByteDetail(
+        says="The device peak of {peak}{rank} is in step {step}{doing}, not in the recorded steps.",
+        fields={"peak": format_bytes(most), "step": step, "doing": doing},
+        measured=f"The recorded steps need {format_bytes(recorded)}",
+        why=f"{slow}.",
+        remedies=(*(() if is_first else (*remedies, RECORD_STEP.filled(step=step))), RECORD_FROM_START),
+        at_most=Severity.INFO,
+        numbers={"recorded_bytes": recorded, "step": step},
     )
 
 
-def _memory_of(facts: Facts, rank: Rank) -> RankMemory | None:
-    ranks = facts.memory.ranks if facts.memory is not None else ()
-    return next((memory for memory in ranks if memory.rank == rank.rank), None)
-
-
-# Modules that a sentence names.
-SHOWN: Final = 3
-
-
-def activation_detail(facts: Facts, fact: ByteFact) -> ByteDetail:
+def activation_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
     """Return the largest modules, and what checkpointing the repeated blocks saves beyond the recomputation of one."""
-    memory = _memory_of(facts, fact.rank)
+    memory = rank_memory(facts, fact.rank)
     precision = fact.rank.training.precision if fact.rank.training is not None else None
     is_full = not fact.rank.facts.is_cpu and (precision or "32").startswith(("32", "64"))
     halves = (HALF_PRECISION,) if is_full else ()
@@ -221,9 +201,9 @@ def activation_detail(facts: Facts, fact: ByteFact) -> ByteDetail:
         return ByteDetail(remedies=halves)
     found = memory.activations
     group = max(memory.checkpointing, key=_saved_by, default=None)
-    if group is not None and _saved_by(group) < POLICY.verdict * fact.ledger.peak_bytes:
+    if group is not None and _saved_by(group) < POLICY.verdict * fact.whole:
         group = None
-    largest = sorted(found.modules, key=lambda module: -module.own_activation_bytes)[:SHOWN]
+    largest = sorted(found.modules, key=lambda module: -module.own_activation_bytes)[: POLICY.owners]
     named = ", ".join(
         f"{module.name or 'the model itself'} ({format_bytes(module.own_activation_bytes)})" for module in largest
     )
@@ -256,9 +236,10 @@ def _saved_by(group: CheckpointedGroup) -> int:
     return group.saved_bytes - group.recompute_peak_bytes
 
 
-def state_detail(facts: Facts, fact: ByteFact) -> ByteDetail:
+def state_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
     """Return the optimizer and its parameters, and what other ranks would hold."""
-    training, parameters, ranks = fact.rank.training, fact.ledger.bytes("parameter"), len(facts.run.ranks)
+    training, ranks = fact.rank.training, len(facts.run.ranks)
+    parameters = fact.ledger.bytes("parameter") if fact.ledger is not None else 0
     name = next((each.name for each in training.optimizers if each.name), None) if training else None
     ratio = f", {fact.bytes / parameters:.1f} times the parameters' {format_bytes(parameters)}" if parameters else ""
     shards = (ranks - 1) / ranks
@@ -276,7 +257,7 @@ SMALLER_TYPES: Final = {
 }  # fmt: skip
 
 
-def data_detail(facts: Facts, fact: ByteFact) -> ByteDetail:  # noqa: ARG001 as other details
+def data_detail(facts: Facts, fact: RankBytes) -> ByteDetail:  # noqa: ARG001 as other details
     """Return the largest tensor or array of the data set, and the types in which it is smaller."""
     loaders = fact.rank.training.dataloaders if fact.rank.training else ()
     loader = max(loaders, key=lambda each: each.data_bytes or 0)
@@ -291,58 +272,24 @@ def data_detail(facts: Facts, fact: ByteFact) -> ByteDetail:  # noqa: ARG001 as 
     )
 
 
-def validation_detail(facts: Facts, fact: ByteFact) -> ByteDetail:
+def validation_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
     """Return how much each batch of a validation keeps, and the variable that keeps it if a search found one."""
     growth = validation_growth(fact.rank.read(ProcessRow).rows)
     if growth is None:
         return ByteDetail()
     holder = next((row for row in who_holds(fact.rank.read(HolderRow).rows) if row.place and not row.bound), None)
-    names, remedies = "", tuple[Remedy, ...]()
-    evidence: tuple[Evidence, ...] = (_processes(facts, fact.rank),)
-    if holder is not None:
-        cause = holder_cause(holder)
-        names, remedies = f" {cause.why}{cause.line}.", (cause.remedy,)
-        path = f"{facts.run.directory.name}/{holders_name(fact.rank.rank)}"
-        evidence = (*evidence, Evidence(artifact=path, rank=fact.rank.rank))
+    cause = holder_cause(holder) if holder is not None else None
+    evidence = (file_of(facts, fact.rank, processes_name(fact.rank.rank)),)
     return ByteDetail(
-        owner=holder_cause(holder).owner if holder is not None else "",
+        owner=cause.owner if cause else "",
         why=(
             f"RSS rises from {format_bytes(growth.start_bytes)} by {format_bytes(growth.bytes_per_step)} per batch in "
-            f"{growth.steps} batches.{names}"
+            f"{growth.steps} batches.{f' {cause.why}{cause.line}.' if cause else ''}"
         ),
-        remedies=remedies,
-        evidence=evidence,
-        numbers={
-            "bytes_per_batch": round(growth.bytes_per_step),
-            "added_bytes": growth.added_bytes,
-            "start_bytes": growth.start_bytes,
-            "batches": growth.steps,
-        },
+        remedies=(cause.remedy,) if cause else (),
+        evidence=(*evidence, file_of(facts, fact.rank, holders_name(fact.rank.rank))) if cause else evidence,
+        numbers={"bytes_per_batch": round(growth.bytes_per_step), "batches": growth.steps},
     )
-
-
-# The Trainer's own actions outside the steps, for people, and how to make them smaller.
-OWN_ACTIONS: Final = {
-    VALIDATION: ("a validation", VALIDATE_IN_SMALLER_BATCHES),
-    "save_checkpoint": ("saving a checkpoint", SAVE_LESS),
-}
-
-
-def outside_detail(facts: Facts, fact: ByteFact) -> ByteDetail:
-    """Return how to make a validation or a checkpoint smaller, and what the rest of the run needs."""
-    owner, *remedies = OWN_ACTIONS.get(fact.owner, (fact.owner,))
-    rest = format_bytes(fact.ledger.peak_bytes - fact.bytes)
-    return ByteDetail(
-        why=f"The peak RSS rose by {format_bytes(fact.bytes)} over it; the rest of the run needs {rest}.",
-        owner=owner,
-        remedies=tuple(remedies),
-        evidence=(_processes(facts, fact.rank),),
-    )
-
-
-def _is_hook(fact: ByteFact) -> bool:
-    """Return whether the program's own code needs the memory: a validation and a checkpoint need some by design."""
-    return fact.owner not in OWN_ACTIONS
 
 
 ROWS: Final = (
@@ -354,7 +301,7 @@ ROWS: Final = (
             "blocks saves and costs."
         ),
         trade_off="Checkpointing computes each block twice; smaller batches are less efficient.",
-        of="activation",
+        of=("activation",),
         says="Saved activations are {share} of the peak{rank}: {size}.",
         remedies=(SMALLER_BATCH,),
         saves=(0.5, 0.5),
@@ -368,7 +315,7 @@ ROWS: Final = (
             "backward fit may not fit in its second step. Adam's moments are as large as two copies of the parameters."
         ),
         trade_off="Communication, or convergence of another optimizer.",
-        of="optimizer_state",
+        of=("optimizer_state",),
         says="Optimizer state is {share} of the peak{rank}: {size}.",
         remedies=(LESS_STATE,),
         # Adafactor keeps a row and a column of a matrix; 8-bit state is a quarter.
@@ -383,7 +330,7 @@ ROWS: Final = (
             "and with spawn each worker too."
         ),
         trade_off="Each sample is converted, or read, every time that it is used.",
-        of="data_set",
+        of=("data_set",),
         says="The data set is {share} of the peak RSS{rank}: {size}, mostly {owner}.",
         remedies=(MAP_FILE,),
         # float16 has half of float32; a mapped file needs none.
@@ -398,12 +345,12 @@ ROWS: Final = (
             "grows with the validation set."
         ),
         trade_off="None.",
-        of="validation",
+        of=("validation",),
         says="Validation keeps {size} of memory until its end, in {owner}{rank}.",
         unnamed="Validation keeps {size} of memory until its end{rank}.",
         remedies=(AGGREGATE_VALIDATION,),
         saves=(0.8, 1.0),
-        is_fault=lambda _: True,
+        at_most=Severity.WARNING,
         detail=validation_detail,
         offers=(BOUND_HOLDER,),
     ),
@@ -411,16 +358,38 @@ ROWS: Final = (
         id="peak_elsewhere",
         about=(
             "The peak RSS is reached outside the training steps: in a hook at the end of an epoch, in a validation or "
-            "while a checkpoint is saved; or a step that was not recorded needs a quarter more of a device than the "
-            "recorded ones. The tables of memory by module and category do not explain this peak."
+            "while a checkpoint is saved; or the device peak is in a step that was not recorded. The tables of memory "
+            "by module and category do not explain this peak."
         ),
         trade_off="Time, where the same is computed in parts.",
-        of="outside_steps",
+        of=("outside_steps", "unattributed"),
+        find=beyond_steps,
         says="The peak RSS is reached in {owner}{rank}, {size} above the training steps.",
-        remedies=(IN_PARTS,),
         saves=(0.5, 1.0),
-        is_fault=_is_hook,
-        detail=outside_detail,
-        offers=(VALIDATE_IN_SMALLER_BATCHES, NO_GRAD, RECORD_STEP, RECORD_FROM_START),
+        at_most=Severity.WARNING,
+        offers=(IN_PARTS, VALIDATE_IN_SMALLER_BATCHES, SAVE_LESS, NO_GRAD, RECORD_STEP, RECORD_FROM_START),
+    ),
+    ByteRule(
+        id="worker_memory",
+        about=(
+            "DataLoader workers grow with every step: each keeps something of the samples that it loads, and the RSS "
+            "of the main process does not contain it. The machine runs out of memory, sooner with more workers. Where "
+            "reference counts change, workers copy objects of the main process, until all are copied."
+        ),
+        when=(
+            "The memory of the workers, private and shared, rises until the end over three samples or more, by 32 MiB "
+            "and 10%, at a steady rate. Copies of objects of the main process are a note unless the memory is nearly "
+            "full."
+        ),
+        trade_off="Samples that a worker does not keep are loaded again.",
+        of=("workers",),
+        find=growing_workers,
+        says="DataLoader workers of {owner} grow by {rate} per step{rank}{copies}.",
+        unnamed="DataLoader workers grow by {rate} per step{rank}{copies}.",
+        saves=(1, 1),
+        # A small part will be more.
+        note=POLICY.note,
+        at_most=Severity.CRITICAL,
+        offers=(BOUND_WORKER_CACHE, SHARE_CACHE, SAMPLES_IN_ARRAYS),
     ),
 )

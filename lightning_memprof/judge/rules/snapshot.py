@@ -5,27 +5,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
-import msgspec
-
-from lightning_memprof.account.ledger.memory import snapshot_bytes
+from lightning_memprof.account.oom.causes import CAUSES, Cause
 from lightning_memprof.account.snapshot.frames import is_lightning, is_training
 from lightning_memprof.account.snapshot.growth import Growth
 from lightning_memprof.account.snapshot.replay import GROWS, SHRINKS, free_ranges
 from lightning_memprof.account.snapshot.report import DeviceReport, FailedRequest, HeldLine, SnapshotReport, held_lines
-from lightning_memprof.artifacts.naming import SnapshotName, series_path
 from lightning_memprof.artifacts.series import AllocatorRow
+from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule, FoundInSnapshot, seen_in
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity
+from lightning_memprof.judge.finding import Finding, Severity
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     FEW_INPUT_SHAPES,
     FEW_LENGTHS,
     FIND_ALLOCATIONS,
-    FREE_GROWTH,
     FREE_MEMORY,
     GROW_SEGMENTS,
-    HALF_THE_BYTES,
+    HALF_PRECISION,
     HALF_THE_BYTES_IN_TORCH,
     LESS_FRAGMENTATION,
     LIMIT_ALL_GATHERS,
@@ -33,9 +31,10 @@ from lightning_memprof.judge.remedies import (
     NAME_HOLDER,
     NO_EMPTY_CACHE,
     ONE_POOL,
+    RELEASE_TENSORS,
     RETURN_CACHE,
     ROUND_ALLOCATIONS,
-    SMALLER_BATCHES,
+    SMALLER_BATCH,
     SMALLER_BATCHES_IN_TORCH,
     SMALLER_INPUT,
     SMALLER_WEIGHTS_OR_CACHE,
@@ -45,50 +44,20 @@ from lightning_memprof.judge.remedies import (
     applicable,
 )
 from lightning_memprof.judge.traces import times
-from lightning_memprof.read.run.model import Rank, RecordedWindow
+from lightning_memprof.read.run.model import RecordedWindow
 from lightning_memprof.read.stacks import user_frame
-from lightning_memprof.units import MIB, format_bytes, format_count, percent
-
-# Fewer bytes do not decide whether another batch fits.
-MIN_BYTES: Final = 512 * MIB
-# A larger batch would need 10% of the memory.
-NOTABLE_UNUSABLE: Final = 0.10
+from lightning_memprof.units import format_bytes, format_count, percent
 
 
-def device_name(device: DeviceReport) -> str:
-    """Return a device as torch names it."""
-    return f"cuda:{device.device}"
-
-
-def seen_in(snapshot: SnapshotReport, device: DeviceReport, moment_us: int | None = None) -> tuple[Evidence, ...]:
-    """Return a snapshot as evidence, narrowed to the recorded history of a device, or to one moment of it."""
-    name = SnapshotName.parse(snapshot.file.name)
-    start, end = (device.start_us, device.end_us) if moment_us is None else (moment_us, moment_us)
-    return (
-        Evidence(
-            artifact=str(snapshot.file),
-            rank=name.rank if name is not None else None,
-            start_ns=None if start is None else start * 1000,
-            end_ns=None if end is None else end * 1000,
-        ),
-    )
-
-
-def recovery_of(device: DeviceReport, least: float, most: float, *categories: str) -> Recovery | None:
-    """Return bytes of the memory reserved at the peak, at most those of its lines; None if these have none."""
-    ledger = snapshot_bytes(device)
-    most = min(most, sum(map(ledger.bytes, categories)))
-    return Recovery(unit="bytes", min=min(least, most), max=most, whole=ledger.peak_bytes) if most > 0 else None
-
-
-def _shown(line: HeldLine) -> str:
-    """Return a line of code with the function that it called."""
-    return f"{line.site or 'unknown code'}{f' (in {line.called[0]})' if line.called else ''}"
+def calls(line: HeldLine) -> str:
+    """Return the function that a line of code called for most of its bytes, and whether it called others."""
+    others = " and others" if len(line.called) > 1 else ""
+    return f" (in {line.called[0]}{others})" if line.called else ""
 
 
 # Of these, one applies to each program.
-SMALLER_BATCH: Final = (SMALLER_BATCHES, SMALLER_BATCHES_IN_TORCH, SMALLER_INPUT)
-FEWER_BYTES: Final = (HALF_THE_BYTES, HALF_THE_BYTES_IN_TORCH, SMALLER_WEIGHTS_OR_CACHE)
+SMALLER: Final = (SMALLER_BATCH, SMALLER_BATCHES_IN_TORCH, SMALLER_INPUT)
+FEWER_BYTES: Final = (HALF_PRECISION, HALF_THE_BYTES_IN_TORCH, SMALLER_WEIGHTS_OR_CACHE)
 
 
 def fitting(device: DeviceReport, *choices: Remedy) -> tuple[Remedy, ...]:
@@ -98,9 +67,14 @@ def fitting(device: DeviceReport, *choices: Remedy) -> tuple[Remedy, ...]:
     return applicable({lightning, training}, *choices)
 
 
-def freed_growth(device: DeviceReport, growth: Growth) -> tuple[Remedy, ...]:
+def released(growth: Growth) -> Remedy:
     """Return how to free blocks that pile up."""
-    return fitting(device, FREE_GROWTH.filled(site=growth.site), NAME_HOLDER)
+    return RELEASE_TENSORS.filled(made=f"the tensors of {growth.site}", record="")
+
+
+def freed_growth(device: DeviceReport, growth: Growth) -> tuple[Remedy, ...]:
+    """Return the same for the program of a snapshot."""
+    return fitting(device, released(growth), NAME_HOLDER)
 
 
 def _setting(snapshot: SnapshotReport, step: Remedy, setting: str) -> tuple[Remedy, ...]:
@@ -120,16 +94,8 @@ def _grow(snapshot: SnapshotReport, device: DeviceReport) -> tuple[Remedy, ...]:
     return () if device.snapshot.is_expandable else _setting(snapshot, GROW_SEGMENTS, "expandable_segments:True")
 
 
-Cause = Literal["too large", "fragmented", "full"]
-CAUSES: Final[dict[Cause, str]] = {
-    "too large": "more than this process can ever have",
-    "fragmented": "enough was free, but not in one piece",
-    "full": "the device was full",
-}
-
-
-def failed_request(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find the failed allocation, its cause, and the line with the most live bytes at that time."""
+def failed_allocation(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
+    """Return the failed allocation, its cause, and the line with the most live bytes at that time."""
     failed = snapshot.oom
     if failed is None or device.device != failed.device:
         return None
@@ -138,27 +104,24 @@ def failed_request(snapshot: SnapshotReport, device: DeviceReport) -> Finding | 
     continued = any(event.action == "alloc" for event in events[at + 1 :])
     top = next((line for line in held_lines(device.holders_at(at)) if line.site), None)
     cause = _cause(failed)
-    return Finding(
-        rule="failed_request",
-        severity=Severity.WARNING if continued else Severity.CRITICAL,
-        title=(
-            f"Allocation of {format_bytes(failed.requested_bytes)} failed on {device_name(device)}"
-            f"{' and was caught' if continued else ''}: {CAUSES[cause]}."
-        ),
+    # The program lacks all of these bytes.
+    fact = ByteFact(owner=failed.site, bytes=failed.requested_bytes, whole=failed.requested_bytes)
+    return fact, lambda: ByteDetail(
+        fields={"cause": CAUSES[cause], "caught": " and was caught" if continued else ""},
         why=_why_failed(failed, top),
         remedies=_next_for_failed(snapshot, device, cause, top),
+        at_most=Severity.WARNING if continued else None,
         numbers={
-            "device": failed.device,
             "cause": cause,
-            "requested_bytes": failed.requested_bytes,
+            "peak_bytes": device.peak_requested_bytes,
+            "share": None,
             "device_free_bytes": failed.device_free_bytes,
             "live_bytes": failed.live.requested_bytes,
             "reserved_bytes": failed.live.reserved_bytes,
             "unused_bytes": failed.unused_bytes,
             "largest_free_bytes": failed.largest_free_bytes,
         },
-        weight=1.0,
-        evidence=seen_in(snapshot, device, failed.time_us),
+        evidence=(seen_in(snapshot, device, failed.time_us),),
     )
 
 
@@ -166,7 +129,7 @@ def _cause(failed: FailedRequest) -> Cause:
     free = failed.device_free_bytes or 0
     if failed.requested_bytes > free + failed.live.reserved_bytes:
         return "too large"
-    is_notable = failed.unused_bytes >= NOTABLE_UNUSABLE * failed.live.reserved_bytes
+    is_notable = failed.unused_bytes >= POLICY.verdict * failed.live.reserved_bytes
     return "fragmented" if is_notable and failed.requested_bytes <= free + failed.unused_bytes else "full"
 
 
@@ -174,11 +137,9 @@ def _why_failed(failed: FailedRequest, top: HeldLine | None) -> str:
     free = failed.device_free_bytes
     device = "" if free is None else f"; {format_bytes(free)} were free on the device"
     number, size = failed.first
-    first = f"; the first was {format_bytes(size)} on cuda:{number}"
-    also = [
-        *([f"{_shown(top)} had {format_bytes(top.bytes)} live"] if top is not None else []),
-        *([f"{failed.failures} allocations failed in the recorded history{first}"] if failed.failures > 1 else []),
-    ]
+    first = f"{failed.failures} allocations failed in the recorded history; the first was {format_bytes(size)}"
+    also = [f"{top.site}{calls(top)} had {format_bytes(top.bytes)} live"] if top is not None else []
+    also += [f"{first} on cuda:{number}"] if failed.failures > 1 else []
     further = f" {'; '.join(also)}." if also else ""
     return (
         f"{format_bytes(failed.live.requested_bytes)} were live and {format_bytes(failed.live.reserved_bytes)} "
@@ -194,8 +155,8 @@ def _next_for_failed(
         return freed_growth(device, device.growth)
     look = (LOOK_AT_SITE.filled(site=top.site),) if top is not None else ()
     if cause == "fragmented":
-        return (*_against_pieces(snapshot, device), *look, *fitting(device, *SMALLER_BATCH))
-    return (*look, *fitting(device, *SMALLER_BATCH, *FEWER_BYTES))
+        return (*_against_pieces(snapshot, device), *look, *fitting(device, *SMALLER))
+    return (*look, *fitting(device, *SMALLER, *FEWER_BYTES))
 
 
 def _against_pieces(snapshot: SnapshotReport, device: DeviceReport) -> tuple[Remedy, ...]:
@@ -204,63 +165,39 @@ def _against_pieces(snapshot: SnapshotReport, device: DeviceReport) -> tuple[Rem
     return (FEW_LENGTHS, *_setting(snapshot, ROUND_ALLOCATIONS, "roundup_power2_divisions:8"))
 
 
-# A single round is an empty_cache() between two stages, or one batch that is larger than all before.
-MIN_ROUNDS: Final = 2
-# A cudaMalloc takes about 1 ms per 100 MiB, and a cudaFree waits for the device: less is not noticeable.
-MIN_CHURN: Final = 256 * MIB
-MIN_CHURN_SHARE: Final = 0.05
-EMPTY_CACHE: Final = "empty_cache"
-
-
-class _Churn(NamedTuple):
-    """How often memory was returned and requested again, and the bytes that were requested again."""
-
-    rounds: int
-    bytes: int
-
-
-def allocator_churn(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find memory that the allocator returns and requests again, and whether the program asks for that."""
-    churn = _churn(device)
-    if churn.rounds < MIN_ROUNDS or churn.bytes < max(MIN_CHURN, MIN_CHURN_SHARE * device.peak_reserved_bytes):
+def requested_again(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
+    """Return memory that the allocator returns and requests again, and whether the program asks for that."""
+    rounds, again = _churn(device)
+    if rounds < POLICY.calls:
         return None
     line = _emptied_by(device)
-    share = churn.bytes / max(device.peak_reserved_bytes, 1)
     span = ""
     if device.start_us is not None and device.end_us is not None and device.end_us > device.start_us:
         span = f" in {(device.end_us - device.start_us) / 1e6:.3g} s"
+    whole = max(device.peak_reserved_bytes, 1)
     cause = (
         f"{line} calls torch.cuda.empty_cache()"
         if line
         else "the device is nearly full, and the allocator must return its cache before it gets more"
     )
-    return Finding(
-        rule="allocator_churn",
-        severity=Severity.WARNING,
-        title=(
-            f"The allocator returned memory of {device_name(device)} and requested it again {churn.rounds} times{span}."
-        ),
-        why=(
-            f"{format_bytes(churn.bytes)} ({percent(share)} of the reserved memory) were requested again: {cause}. "
-            "Each cudaFree waits until the device is idle, collectives included."
-        ),
-        remedies=_next_for_churn(snapshot, device, line),
+    share = percent(again / whole)
+    fuller = (*fitting(device, *SMALLER), *_grow(snapshot, device))
+    return ByteFact(bytes=again, whole=whole), lambda: ByteDetail(
+        fields={"rounds": rounds, "span": span},
+        measured=f"{format_bytes(again)} ({share} of the reserved memory) were requested again: {cause}",
+        why="Each cudaFree waits until the device is idle, collectives included.",
+        remedies=(NO_EMPTY_CACHE,) if line else fuller,
         numbers={
-            "device": device.device,
-            "rounds": churn.rounds,
-            "again_bytes": churn.bytes,
+            "rounds": rounds,
             "segments_made": device.segments_made[0],
             "segments_returned": device.segments_returned[0],
-            "peak_reserved_bytes": device.peak_reserved_bytes,
             "empty_cache": line,
         },
-        weight=min(share, 1.0),
-        evidence=seen_in(snapshot, device),
     )
 
 
-def _churn(device: DeviceReport) -> _Churn:
-    """Count rounds: memory is returned, and then some of it is requested again."""
+def _churn(device: DeviceReport) -> tuple[int, int]:
+    """Return how often memory was returned and some of it requested again, and these bytes."""
     rounds = again = owed = 0
     is_new = False
     for event in device.snapshot.events:
@@ -272,77 +209,59 @@ def _churn(device: DeviceReport) -> _Churn:
             is_new = False
             again += min(event.size, owed)
             owed = max(0, owed - event.size)
-    return _Churn(rounds, again)
+    return rounds, again
 
 
 def _emptied_by(device: DeviceReport) -> str | None:
     """Return the line that called ``empty_cache``, if the recorded history has the stacks of returned memory."""
     found = device.snapshot
     for event in found.events:
-        if event.action in SHRINKS and any(frame.name == EMPTY_CACHE for frame in found.stacks[event.stack]):
+        if event.action in SHRINKS and any(frame.name == "empty_cache" for frame in found.stacks[event.stack]):
             line = user_frame(found.stacks[event.stack])
             return str(line) if line is not None else "a library"
     return None
 
 
-def _next_for_churn(snapshot: SnapshotReport, device: DeviceReport, line: str | None) -> tuple[Remedy, ...]:
-    if line:
-        return (NO_EMPTY_CACHE,)
-    return (*fitting(device, *SMALLER_BATCH), *_grow(snapshot, device))
+def unused_pieces(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
+    """Return reserved memory in pieces at the peak, and the segments that these forced from the driver.
 
-
-# Healthy training runs have 2 to 14% of the reserved memory in pieces at their peak.
-NOTABLE_PIECES: Final = 0.25
-# Each check sorts the live blocks: pieces force the largest segments.
-MAX_CHECKS: Final = 8
-
-
-def fragmentation(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find reserved memory in pieces at the peak; a warning if that forced requests to the driver.
-
-    At any other time pieces are normal: after backward the activations are freed. Recovers at least the segments that
-    the pieces forced, at most all pieces; nothing for sure where segments grow already. Without a recorded history the
+    At any other time pieces are normal: after backward the activations are freed. Without a recorded history the
     moment is that of the snapshot, and whole segments without a live block count, too.
     """
     free = free_ranges(device, device.peak_event)
     pieces = [piece.size for piece in free if not piece.is_segment]
-    split, reserved = sum(pieces), device.live_at(device.peak_event).reserved_bytes
-    unused = split if device.events else sum(piece.size for piece in free)
-    if unused < MIN_BYTES or unused < NOTABLE_PIECES * reserved:
-        return None
-    forced = _forced(device)
-    least = 0 if device.snapshot.is_expandable else sum(forced)
-    worth = recovery_of(device, least, unused, "fragmentation", *(() if device.events else ("free_segments",)))
+    reserved = device.live_at(device.peak_event).reserved_bytes
+    unused = sum(pieces) if device.events else sum(piece.size for piece in free)
+    return ByteFact(bytes=unused, whole=reserved), lambda: _detail_of_pieces(snapshot, device, pieces, unused, reserved)
+
+
+def _detail_of_pieces(
+    snapshot: SnapshotReport, device: DeviceReport, pieces: Sequence[int], unused: int, reserved: int
+) -> ByteDetail:
+    split, forced = sum(pieces), _forced(device)
     made = format_count(len(forced), "segment")
-    added = f" {made} came from the driver although as many bytes were free in smaller pieces." if forced else ""
+    added = f"{made} came from the driver although as many bytes were free in smaller pieces." if forced else ""
     between = "all" if split == unused else percent(split / unused)
     parts = f"between live blocks, in {len(pieces):,} pieces of at most {format_bytes(max(pieces, default=0))}"
-    return Finding(
-        rule="fragmentation",
-        severity=Severity.WARNING if forced else Severity.INFO,
-        title=(
-            f"{percent(unused / reserved)} of reserved memory of {device_name(device)} is "
-            f"{'in unused pieces at the peak' if device.events else f'unused, {between} of it between live blocks'}."
-        ),
-        why=(
+    where = "in unused pieces at the peak" if device.events else f"unused, {between} of it between live blocks"
+    return ByteDetail(
+        fields={"where": where},
+        measured=(
             f"{format_bytes(split)} of {format_bytes(reserved)} are {parts}; "
-            f"{format_bytes(device.peak_requested_bytes)} are live.{added}"
+            f"{format_bytes(device.peak_requested_bytes)} are live"
         ),
-        remedies=_against_pieces(snapshot, device) if 2 * split >= unused else (RETURN_CACHE,),
+        why=added,
+        # Segments that grow already leave no larger pieces.
+        saves_bytes=(0 if device.snapshot.is_expandable else sum(forced), unused),
+        remedies=_against_pieces(snapshot, device) if split >= POLICY.most * unused else (RETURN_CACHE,),
+        is_note=not forced,
         numbers={
-            "device": device.device,
             "split_bytes": split,
-            "unused_bytes": unused,
-            "reserved_bytes": reserved,
-            "split_share": split / reserved,
             "pieces": len(pieces),
             "largest_piece_bytes": max(pieces, default=0),
-            "peak_requested_bytes": device.peak_requested_bytes,
             "forced_segments": len(forced),
         },
-        weight=worth.share if worth else 0.0,
-        recovers=worth,
-        evidence=seen_in(snapshot, device, device.peak_time_us),
+        evidence=(seen_in(snapshot, device, device.peak_time_us),),
     )
 
 
@@ -350,45 +269,31 @@ def _forced(device: DeviceReport) -> list[int]:
     """Return the sizes of segments that were made although as many bytes were free in pieces, each too small."""
     made = [(event.size, i) for i, event in enumerate(device.snapshot.events) if event.action == "segment_alloc"]
     forced = []
-    for size, i in heapq.nlargest(MAX_CHECKS, made):
+    for size, i in heapq.nlargest(POLICY.segments, made):
         sizes = [piece.size for piece in free_ranges(device, i - 1) if not piece.is_segment]
         forced += [size] if sum(sizes) >= size > max(sizes, default=0) else []
     return forced
 
 
-SEVERE_PENDING: Final = 0.25
+def waiting_for_streams(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
+    """Return what memory that is freed but waits for another stream adds to the peak.
 
-
-def pending_frees(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find memory that is freed but waits for another stream, at the time of its maximum.
-
-    Recovers what the peak of requested bytes is above the one without such blocks; they raise no peak where nothing
-    else is allocated meanwhile.
+    It adds nothing where nothing else is allocated meanwhile.
     """
     waiting = _waiting(device)
     at = max(range(len(waiting)), key=waiting.__getitem__) - 1
-    most, reserved = waiting[at + 1], device.live_at(at).reserved_bytes
-    share = most / reserved if reserved else 0.0
-    if most < MIN_BYTES or share < NOTABLE_UNUSABLE:
+    if not waiting[at + 1]:
         return None
     others = max(device.live_at(i).requested_bytes - waiting[i + 1] for i in range(-1, device.events))
-    less = device.peak_requested_bytes - others
-    worth = recovery_of(device, less, less, "requested", "rounding") if less >= MIN_BYTES else None
-    return Finding(
-        rule="pending_frees",
-        severity=Severity.WARNING if share >= SEVERE_PENDING and worth else Severity.INFO,
-        title=(
-            f"{percent(share)} of the reserved memory of {device_name(device)} was freed but waits for another stream."
-        ),
+    reserved = device.live_at(at).reserved_bytes
+    fact = ByteFact(bytes=device.peak_requested_bytes - others, whole=device.live_at(device.peak_event).reserved_bytes)
+    return fact, lambda: ByteDetail(
         why=(
-            f"The program had freed {format_bytes(most)} of {format_bytes(reserved)}; a stream that also used them "
-            "(Tensor.record_stream) had not finished."
+            f"The program had freed {format_bytes(waiting[at + 1])} of {format_bytes(reserved)}; a stream that also "
+            "used them (Tensor.record_stream) had not finished."
         ),
-        remedies=(LIMIT_ALL_GATHERS, WAIT_FOR_EVENT),
-        numbers={"device": device.device, "pending_bytes": most, "reserved_bytes": reserved},
-        weight=worth.share if worth else 0.0,
-        recovers=worth,
-        evidence=seen_in(snapshot, device, device.snapshot.events[at].time_us if at >= 0 else None),
+        numbers={"pending_bytes": waiting[at + 1], "reserved_bytes": reserved},
+        evidence=(seen_in(snapshot, device, device.snapshot.events[at].time_us if at >= 0 else None),),
     )
 
 
@@ -403,116 +308,165 @@ def _waiting(device: DeviceReport) -> Sequence[int]:
     return tuple(accumulate(deltas[: device.events + 1]))
 
 
-SHARED_POOL: Final = (0, 0)
-
-
-def private_pools(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find unused memory in private pools, usually of CUDA graphs.
-
-    Recovers at most the unused bytes: a shared pool is as large as its largest graph needs.
-    """
-    pools = [pool for pool in device.pools if pool.pool != SHARED_POOL]
+def unused_in_pools(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:  # noqa: ARG001
+    """Return unused memory in private pools, usually of CUDA graphs."""
+    # That of all other tensors is (0, 0).
+    pools = [pool for pool in device.pools if any(pool.pool)]
     unused = sum(pool.inactive_bytes for pool in pools)
-    share = unused / device.snapshot.reserved_bytes if device.snapshot.reserved_bytes else 0.0
-    if unused < MIN_BYTES or share < NOTABLE_UNUSABLE:
+    if not unused:
         return None
-    count = len({pool.pool for pool in pools})
-    worth = recovery_of(device, 0, unused, "free_segments", "fragmentation")
-    return Finding(
-        rule="private_pools",
-        severity=Severity.INFO,
-        title=f"{percent(share)} of the reserved memory of {device_name(device)} is unused in private pools.",
+    count, reserved = len({pool.pool for pool in pools}), sum(pool.reserved_bytes for pool in pools)
+    return ByteFact(bytes=unused, whole=device.snapshot.reserved_bytes), lambda: ByteDetail(
         why=(
-            f"{format_bytes(unused)} of {format_bytes(sum(pool.reserved_bytes for pool in pools))} in "
-            f"{format_count(count, 'private pool')} are free, but only their own CUDA graphs may use them."
+            f"{format_bytes(unused)} of {format_bytes(reserved)} in {format_count(count, 'private pool')} are free, "
+            "but only their own CUDA graphs may use them."
         ),
-        remedies=(ONE_POOL, FEW_INPUT_SHAPES),
-        numbers={"device": device.device, "unused_bytes": unused, "pools": count},
-        weight=worth.share if worth else 0.0,
-        recovers=worth,
-        evidence=seen_in(snapshot, device),
+        numbers={"pools": count},
     )
-
-
-# Ranks of one job are equally full: these many represent all.
-MAX_RANKS: Final = 32
-MAX_WINDOWS: Final = 16
-# A retry waits for all kernels, frees segments and allocates new ones: at one per step, every step pays for it.
-SEVERE_PER_STEP: Final = 1.0
-
-
-class _Retries(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts in a window's rows: ``grown`` within the window, ``total`` since the process started."""
-
-    rank: int
-    window: RecordedWindow
-    device: str
-    grown: int
-    total: int
-    reserved_bytes: int | None
 
 
 def allocator_retries(facts: Facts) -> Finding | None:
     """Find retries of the allocator, in the recorded steps or before them."""
     found = [
-        retries
-        for rank in facts.run.ranks[:MAX_RANKS]
-        for window in rank.windows[-MAX_WINDOWS:]
-        if (retries := _retries(rank, window)) is not None
+        (max(counts[-1] - counts[0], 0), counts[-1], rank, window)
+        for rank in facts.run.in_full.ranks
+        for window in rank.windows
+        if (counts := _retries(window)) and counts[-1]
     ]
     if not found:
         return None
-    worst = max(found, key=lambda retries: (retries.grown, retries.total))
-    steps = max(len(worst.window.steps) + len(worst.window.warmup_steps), 1)
-    rate = worst.grown / steps
-    severe = Severity.CRITICAL if rate >= SEVERE_PER_STEP else Severity.WARNING
-    device = f"{worst.device}{f' of rank {worst.rank}' if len(facts.run.ranks) > 1 else ''}"
-    reserved = f" with {format_bytes(worst.reserved_bytes)} reserved" if worst.reserved_bytes is not None else ""
+    grown, total, rank, window = max(found, key=lambda entry: entry[:2])
+    steps = max(len(window.steps) + len(window.warmup_steps), 1)
+    rows = window.read(AllocatorRow).rows
+    device = next((row.device for row in rows if row.device), "the device")
+    reserved = max((row.reserved_bytes for row in rows if row.reserved_bytes is not None), default=None)
+    held = f" with {format_bytes(reserved)} reserved" if reserved is not None else ""
+    where = f"{device}{f' of rank {rank.rank}' if len(facts.run.ranks) > 1 else ''}"
+    # In each step, every step waits for all kernels, frees segments and allocates new ones.
+    severe = Severity.CRITICAL if grown >= steps else Severity.WARNING
     return Finding(
         rule="allocator_retries",
-        severity=severe if worst.grown else Severity.INFO,
+        severity=severe if grown else Severity.INFO,
         title=(
-            f"{device} is nearly full: the allocator emptied its cache {times(worst.grown)} in {steps} steps."
-            if worst.grown
-            else f"{device} was full {times(worst.total)} before the recorded steps: the allocator emptied its cache."
+            f"{where} is nearly full: the allocator emptied its cache {times(grown)} in {steps} steps."
+            if grown
+            else f"{where} was full {times(total)} before the recorded steps: the allocator emptied its cache."
         ),
         why=(
-            f"An allocation failed{reserved}: the allocator waited for all kernels, freed its cache and retried; "
-            "other ranks wait for that in their next collective."
+            f"An allocation failed{held}: the allocator waited for all kernels, freed its cache and retried; other "
+            "ranks wait for that in their next collective."
         ),
         remedies=(FREE_MEMORY, LESS_FRAGMENTATION, FIND_ALLOCATIONS),
-        evidence=(
-            Evidence(
-                artifact=f"{facts.run.directory.name}/{series_path(worst.window.index, worst.rank, 'allocator')}",
-                rank=worst.rank,
-                window=worst.window.index,
-                steps=(min(worst.window.steps), max(worst.window.steps)) if worst.window.steps else None,
-            ),
-        ),
+        evidence=facts.recorded(rank, "allocator", window.steps),
         numbers={
-            "rank": worst.rank,
-            "device": worst.device,
-            "retries": worst.grown,
-            "retries_in_all": worst.total,
+            "rank": rank.rank,
+            "device": device,
+            "retries": grown,
+            "retries_in_all": total,
             "steps": steps,
-            "reserved_bytes": worst.reserved_bytes,
+            "reserved_bytes": reserved,
         },
-        weight=min(rate, 1.0),
+        weight=min(grown / steps, 1.0),
     )
 
 
-def _retries(rank: Rank, window: RecordedWindow) -> _Retries | None:
+def _retries(window: RecordedWindow) -> list[int]:
+    """Return the counts since the process started, empty where they are damaged."""
     series = window.read(AllocatorRow)
-    rows = series.rows
-    counts = [row.num_alloc_retries for row in rows if row.num_alloc_retries is not None]
-    if series.problems or not counts or counts[-1] <= 0:
-        return None
-    reserved = [row.reserved_bytes for row in rows if row.reserved_bytes is not None]
-    return _Retries(
-        rank=rank.rank,
-        window=window,
-        device=next((row.device for row in rows if row.device), "the device"),
-        grown=max(counts[-1] - counts[0], 0),
-        total=counts[-1],
-        reserved_bytes=max(reserved, default=None),
-    )
+    counts = [row.num_alloc_retries for row in series.rows if row.num_alloc_retries is not None]
+    return [] if series.problems else counts
+
+
+OUT_OF_MEMORY: Final = ByteRule(
+    id="out_of_memory",
+    about=(
+        "Memory ran out. In a run the finding has the step, the phase and the autopsy's next steps: see "
+        "[Out of memory](../../guides/out-of-memory.md). A snapshot has the failed allocation, and why it failed: "
+        "it exceeds the free memory of the device and all that this process reserved; enough was free, but in "
+        "pieces; or the device was full."
+    ),
+    when=(
+        "Whenever a run recorded it, or the history of a snapshot has a failed allocation; a warning if the "
+        "program caught the error and continued."
+    ),
+    trade_off="Smaller batches are less efficient.",
+    in_snapshot=failed_allocation,
+    says="Allocation of {size} failed on {place}{caught}: {cause}.",
+    saves=(1, 1),
+    note=1.0,
+    at_most=Severity.CRITICAL,
+    offers=(RELEASE_TENSORS, LOOK_AT_SITE, GROW_SEGMENTS, FEW_LENGTHS, *SMALLER, *FEWER_BYTES),
+)
+ROWS: Final = (
+    ByteRule(
+        id="fragmentation",
+        about=(
+            "Much of the reserved memory is in pieces between allocated blocks: torch.cuda.empty_cache() cannot return "
+            "them, and a larger allocation needs more memory from the driver: the device seems full too early."
+        ),
+        when=(
+            "The pieces are those at the peak of requested bytes, smaller than a segment. It is a warning if the "
+            "history has a segment from the driver although as many bytes were free in smaller pieces: at least these "
+            "segments are recovered. Without a history it is the moment of the snapshot, and empty segments count too."
+        ),
+        trade_off="None, or padding.",
+        of=("fragmentation", "free_segments"),
+        in_snapshot=unused_pieces,
+        says="{share} of reserved memory of {place} is {where}.",
+        saves=(0, 1),
+        # Healthy training runs have 2 to 14% of the reserved memory in pieces at their peak.
+        note=POLICY.severe,
+        least=POLICY.bytes,
+        at_most=Severity.WARNING,
+        offers=(GROW_SEGMENTS, FEW_LENGTHS, ROUND_ALLOCATIONS, RETURN_CACHE),
+    ),
+    ByteRule(
+        id="private_pools",
+        about=(
+            "Private pools, usually those of CUDA graphs, have unused memory at the end of the history, which nothing "
+            "else can use. A graph needs its pool when it is replayed; a shared one is as large as the largest graph."
+        ),
+        trade_off="Graphs of one pool cannot run at the same time.",
+        of=("free_segments", "fragmentation"),
+        in_snapshot=unused_in_pools,
+        says="{share} of the reserved memory of {place} is unused in private pools.",
+        remedies=(ONE_POOL, FEW_INPUT_SHAPES),
+        saves=(0, 1),
+        least=POLICY.bytes,
+    ),
+    ByteRule(
+        id="pending_frees",
+        about=(
+            "Memory that the program freed cannot be reused yet: another stream may still read it, the effect of "
+            "Tensor.record_stream. The next allocation needs other memory meanwhile."
+        ),
+        when="These bytes are the peak of requested bytes, less the highest sum of blocks that do not wait.",
+        trade_off="None.",
+        of=("requested", "rounding"),
+        in_snapshot=waiting_for_streams,
+        says="Freed memory that waits for another stream is {share} of the peak of {place}: {size}.",
+        remedies=(LIMIT_ALL_GATHERS, WAIT_FOR_EVENT),
+        saves=(1, 1),
+        least=POLICY.bytes,
+        at_most=Severity.WARNING,
+    ),
+    ByteRule(
+        id="allocator_churn",
+        about=(
+            "The allocator repeatedly returns memory to the driver and requests it again. A cudaMalloc takes about "
+            "1 ms per 100 MiB; a cudaFree waits until the device, and all ranks in a collective with it, have finished."
+        ),
+        when=(
+            "It takes three rounds: a single one is an empty_cache() between two stages, or one larger batch. The "
+            "bytes are those that were requested again, in all rounds."
+        ),
+        trade_off="None without empty_cache(); smaller batches are less efficient.",
+        in_snapshot=requested_again,
+        says="The allocator returned memory of {place} and requested it again {rounds} times{span}.",
+        saves=(1, 1),
+        note=POLICY.note,
+        least=POLICY.bytes,
+        at_most=Severity.WARNING,
+        offers=(NO_EMPTY_CACHE, *SMALLER, GROW_SEGMENTS),
+    ),
+)

@@ -11,9 +11,11 @@ from msgspec.structs import replace
 
 from lightning_memprof.account.memory.categories import categories
 from lightning_memprof.account.snapshot import frames
-from lightning_memprof.account.snapshot.replay import Holder, site_of
+from lightning_memprof.account.snapshot.replay import site_of
 from lightning_memprof.account.snapshot.report import DeviceReport, HeldLine, SnapshotReport
-from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
+from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule, FoundInSnapshot, seen_in
+from lightning_memprof.judge.finding import NOTHING_FOUND, Finding, Severity
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     CHECKPOINT_MODULES,
     CLEAR_GRADIENTS,
@@ -21,6 +23,7 @@ from lightning_memprof.judge.remedies import (
     FUSE_GRADIENTS,
     RECORD_ALLOCATION_STACKS,
     RECORD_STACKS_FROM_START,
+    RELEASE_TENSORS,
     SMALLER_CACHE,
     SMALLER_STATES,
     SMALLER_WEIGHTS,
@@ -29,125 +32,44 @@ from lightning_memprof.judge.remedies import (
     Remedy,
 )
 from lightning_memprof.judge.rules.snapshot import (
-    SMALLER_BATCH,
-    device_name,
+    SMALLER,
+    calls,
     fitting,
     freed_growth,
-    recovery_of,
-    seen_in,
 )
-from lightning_memprof.read.stacks import parse_frame
-from lightning_memprof.units import GIB, format_bytes, format_count, percent
+from lightning_memprof.units import format_bytes, format_count, percent
 
-# A line with half of the peak is the first to change.
-NOTABLE_HOLDER: Final = 0.5
-# Less of the peak is not worth a change.
-NOTABLE_PART: Final = 0.1
-MAX_PARTS: Final = 4
 # A new gradient of a parameter is often the output of the cast in front of it.
 GRADIENTS: Final = ("AccumulateGrad", "ToCopyBackward0")
 TORCH_SHARDS: Final = "torch.distributed.fsdp.fully_shard(model)"
 _NODE: Final = re.compile(r"\w+Backward\d*")
 
 
-def peak_holder(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find a line of the program with at least half of the live bytes at the peak.
-
-    Recovers at most its bytes.
-    """
+def largest_line(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:
+    """Return the line of the program with the most live bytes at the peak."""
     line = next(iter(device.lines_at_peak), None)
-    peak = device.peak_requested_bytes
-    if line is None or not line.site or line.bytes < max(GIB, NOTABLE_HOLDER * peak):
+    if line is None or not line.site:
         return None
-    worth = recovery_of(device, 0, line.bytes, "requested")
-    alike = [holder for holder in device.holders_at_peak if holder.site == line.site]
-    inner, most = _mostly(line, alike)
-    whole = "peak" if _has_peak(device) else "live memory"
+    fact = ByteFact(owner=line.site, bytes=line.bytes, whole=device.peak_requested_bytes)
+    return fact, lambda: _detail_of_line(snapshot, device, line)
+
+
+def _detail_of_line(snapshot: SnapshotReport, device: DeviceReport, line: HeldLine) -> ByteDetail:
+    peak, has_peak = format_bytes(device.peak_requested_bytes), _has_peak(device)
     reserved = format_bytes(device.peak_reserved_bytes)
-    missing = f" The history has no allocation: the peak was not recorded; {reserved} are reserved."
-    return Finding(
-        rule="peak_holder",
-        severity=Severity.INFO,
-        title=titled(
-            f"{percent(line.bytes / peak)} of the {whole} of {device_name(device)} is allocated by {{site}}.",
-            site=line.site,
-        ),
-        why=(
-            f"{format_bytes(line.bytes)} of {format_bytes(peak)}, in {format_count(line.blocks, 'block')}{inner}{most}."
-            f"{'' if _has_peak(device) else missing}"
-        ),
+    missing = f"The history has no allocation: the peak was not recorded; {reserved} are reserved."
+    return ByteDetail(
+        fields={"whole": "peak" if has_peak else "live memory"},
+        measured=f"{format_bytes(line.bytes)} of {peak}, in {format_count(line.blocks, 'block')}{calls(line)}",
+        why="" if has_peak else missing,
         remedies=_remedies(device, line.site),
-        numbers={
-            "device": device.device,
-            "line": line.site,
-            "bytes": line.bytes,
-            "blocks": line.blocks,
-            "peak_requested_bytes": peak,
-        },
-        weight=worth.share if worth else 0.0,
-        recovers=worth,
-        evidence=seen_in(snapshot, device, device.peak_time_us),
-    )
-
-
-def steady_growth(snapshot: SnapshotReport, device: DeviceReport) -> Finding | None:
-    """Find a function whose blocks pile up step by step.
-
-    Recovers those that are live at the peak, at least without the last step's.
-    """
-    growth = device.growth
-    if growth is None:
-        return None
-    worth = recovery_of(device, growth.peak_bytes - growth.step_bytes, growth.peak_bytes, "requested")
-    share = growth.bytes / device.peak_requested_bytes
-    return Finding(
-        rule="steady_growth",
-        severity=Severity.CRITICAL if share >= NOTABLE_HOLDER else Severity.WARNING,
-        title=titled(
-            f"Memory of {device_name(device)} grows by {format_bytes(growth.step_bytes)} per step: "
-            "{site} is not freed.",
-            site=growth.site,
-        ),
-        why=(
-            f"{format_bytes(growth.bytes)} in {format_count(growth.blocks, 'block')} of {growth.steps} steps are live "
-            f"at the end of the recorded history, {percent(share)} of the peak."
-        ),
-        remedies=freed_growth(device, growth),
-        numbers={
-            "device": device.device,
-            "line": growth.site,
-            "bytes": growth.bytes,
-            "blocks": growth.blocks,
-            "steps": growth.steps,
-            "step_bytes": growth.step_bytes,
-            "peak_requested_bytes": device.peak_requested_bytes,
-        },
-        weight=worth.share if worth else 0.0,
-        recovers=worth,
-        evidence=seen_in(snapshot, device),
+        numbers={"blocks": line.blocks},
+        evidence=(seen_in(snapshot, device, device.peak_time_us),),
     )
 
 
 def _has_peak(device: DeviceReport) -> bool:
     return any(event.action == "alloc" for event in device.snapshot.events)
-
-
-def _mostly(line: HeldLine, alike: Sequence[Holder]) -> tuple[str, str]:
-    """Return the function that the line mostly calls, and its part of the bytes where that is not all."""
-    if not line.called:
-        return "", ""
-    called = line.called[0]
-    inner = [
-        holder
-        for holder in alike
-        if (frame := parse_frame(holder.stack[0])) is not None and frame.name == called and str(frame) != line.site
-    ]
-    held, blocks = sum(holder.bytes for holder in inner), sum(holder.blocks for holder in inner)
-    if held == line.bytes:
-        return f" (in {called})", ""
-    if held < line.bytes / 2:
-        return "", ""
-    return f" (mostly in {called})", f"; {called} has {format_bytes(held)} in {format_count(blocks, 'block')}"
 
 
 def _remedies(device: DeviceReport, site: str) -> tuple[Remedy, ...]:
@@ -170,36 +92,27 @@ def _remedies(device: DeviceReport, site: str) -> tuple[Remedy, ...]:
         "gradient": (FREE_GRADIENTS.filled(sharded=how),),
         "optimizer_state": (SMALLER_STATES.filled(sharded=how),),
         "activation": (CHECKPOINT_MODULES, WITHOUT_GRADIENTS),
-        "input": SMALLER_BATCH,
-        "temporary": (FUSE_GRADIENTS,) if _NODE.fullmatch(site) else SMALLER_BATCH,
+        "input": SMALLER,
+        "temporary": (FUSE_GRADIENTS,) if _NODE.fullmatch(site) else SMALLER,
     }
     return fitting(device, *steps.get(category, (START_WITH_SITE.filled(site=site),)))
 
 
-def of_memory(snapshot: SnapshotReport) -> Finding:
-    """Return what a snapshot without a fault says: who allocated its peak, with the remedy for the largest part."""
-    device = max(snapshot.devices, key=lambda device: device.peak_requested_bytes)
+def whole_peak(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:  # noqa: ARG001
+    """Return the peak, who allocated it, and the remedy for the largest part."""
     peak = device.peak_requested_bytes
-    parts = [part for part in device.functions_at_peak if part.bytes >= NOTABLE_PART * peak][:MAX_PARTS]
+    parts = [part for part in device.functions_at_peak if part.bytes >= POLICY.verdict * peak]
     held = ", ".join(
         f"{format_bytes(part.bytes)} {f'by {part.site}' if part.site else 'without a stack'}" for part in parts
     )
-    name = "peak" if _has_peak(device) else "live"
-    return Finding(
-        rule=NOTHING_FOUND,
-        severity=Severity.NONE,
-        title=f"No fault found: {name} memory is {format_bytes(peak)}.",
+    return ByteFact(bytes=peak, whole=peak), lambda: ByteDetail(
+        fields={"whole": "peak" if _has_peak(device) else "live"},
         why=(
             f"The allocator reserved at most {format_bytes(device.peak_reserved_bytes)} of cuda:{device.device}"
             f"{f'. Allocated: {held}' if held else ''}."
         ),
         remedies=_next_of(device, parts),
-        numbers={
-            "device": device.device,
-            "peak_requested_bytes": peak,
-            "peak_reserved_bytes": device.peak_reserved_bytes,
-        },
-        evidence=(Evidence(artifact=str(snapshot.file)),),
+        numbers={"peak_reserved_bytes": device.peak_reserved_bytes},
     )
 
 
@@ -208,13 +121,13 @@ def _next_of(device: DeviceReport, parts: Sequence[HeldLine]) -> tuple[Remedy, .
         return (RECORD_ALLOCATION_STACKS,)
     peak = device.peak_requested_bytes
     unknown = sum(line.bytes for line in device.lines_at_peak if not line.site)
-    if unknown > NOTABLE_HOLDER * peak:
+    if unknown > POLICY.bound * peak:
         whole = "peak" if _has_peak(device) else "live memory"
         return (RECORD_STACKS_FROM_START.filled(share=percent(unknown / peak), whole=whole),)
     clear = (CLEAR_GRADIENTS,) if _in_forward(device) and any(part.site in GRADIENTS for part in parts) else ()
     line = next((line for line in device.lines_at_peak if line.site and not (clear and line.site in GRADIENTS)), None)
-    if line is None or line.bytes < NOTABLE_PART * peak:
-        return clear or fitting(device, *SMALLER_BATCH)
+    if line is None or line.bytes < POLICY.verdict * peak:
+        return clear or fitting(device, *SMALLER)
     where = "" if _NODE.fullmatch(line.site) or line.site in GRADIENTS else f"At {line.site}: "
     return (*clear, *(replace(step, text=f"{where}{step.text}") for step in _remedies(device, line.site)))
 
@@ -228,3 +141,41 @@ def _in_forward(device: DeviceReport) -> bool:
     return any(frames.MODULES in file for file in files) and not any(
         part in file for file in files for part in (frames.OPTIMIZER, *frames.BACKWARD)
     )
+
+
+def nothing_in_snapshot(snapshot: SnapshotReport) -> Finding:
+    """Return what a snapshot without a fault shows: the device with the highest peak."""
+    return next(NO_FAULT.on_device(snapshot, max(snapshot.devices, key=lambda device: device.peak_requested_bytes)))
+
+
+NO_FAULT: Final = ByteRule(
+    id=NOTHING_FOUND,
+    in_snapshot=whole_peak,
+    says="No fault found: {whole} memory is {size}.",
+    saves=(0, 0),
+    note=0.0,
+    at_most=Severity.NONE,
+)
+ROWS: Final = (
+    ByteRule(
+        id="peak_holder",
+        about=(
+            "One line of the program allocated at least half of the peak: nothing else can save as much. It is the "
+            "innermost line of user code; in backward's threads, which have no Python stack, the autograd node. "
+            "Without a recorded allocation the live memory replaces the peak, which is unknown. The remedy is that for "
+            "the category of most of its blocks."
+        ),
+        trade_off="Depends on the category.",
+        of=("requested",),
+        in_snapshot=largest_line,
+        says="{share} of the {whole} of {place} is allocated by {owner}.",
+        saves=(0, 1),
+        # The first line to change.
+        note=POLICY.bound,
+        least=POLICY.bytes,
+        offers=(
+            CHECKPOINT_MODULES, WITHOUT_GRADIENTS, FREE_GRADIENTS, FUSE_GRADIENTS, SMALLER_STATES, SMALLER_WEIGHTS,
+            SMALLER_CACHE, *SMALLER, RELEASE_TENSORS, START_WITH_SITE,
+        ),
+    ),
+)  # fmt: skip

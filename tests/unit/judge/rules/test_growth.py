@@ -38,7 +38,7 @@ def grown(
     if holder is not None:
         (directory / "holders.rank00000.jsonl").write_text(json.dumps(holder) + "\n")
     found = examine(Facts.of(load_run(directory), (), snapshots))
-    return [finding for finding in found if finding.rule in {"memory_growth", "steady_growth"}]
+    return [finding for finding in found if finding.rule == "memory_growth"]
 
 
 OUTPUTS: dict[str, Any] = {

@@ -52,7 +52,7 @@ def test_growth_names_the_hook_that_adds_it_and_recovers_its_line(tmp_path: Path
     assert finding.title == "Host memory grows by 4.00 MiB per step in History.on_train_batch_end."
     assert "History.on_train_batch_end" in finding.next_steps[0]
     assert finding.recovers is not None
-    assert finding.recovers.max == finding.numbers["added_bytes"] < finding.recovers.whole
+    assert finding.recovers.max == finding.numbers["bytes"] < finding.recovers.whole
 
 
 def test_growth_names_the_hook_that_uses_freed_memory_again(tmp_path: Path) -> None:
