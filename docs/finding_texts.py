@@ -79,6 +79,9 @@ def named(value: object, seen: dict[int, object]) -> Iterator[Remedy]:
     elif isinstance(value, (tuple, Mapping)):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from named(each, seen)
+    elif isinstance(value, Row):
+        for field in value.__struct_fields__:
+            yield from named(getattr(value, field), seen)
     elif isinstance(value, FunctionType) and value.__module__.startswith("lightning_memprof.judge"):
         for each in _globals_of(value.__code__, value.__globals__):
             yield from named(each, seen)
@@ -130,12 +133,11 @@ def section_of_row(row: Row, functions: Iterable[Judge]) -> str:
         when += " Each owner is a finding." if row.each else ""
     when += f" {marked(row.when)}" if row.when else ""
     loses = f" Trade-off: {row.trade_off[:1].lower()}{row.trade_off[1:]}" if row.trade_off else ""
-    code = (getattr(row, field) for field in row.__struct_fields__)
     return section(
         marked(row.about),
         WHEN + when,
         f"{shares} of {unit}.{marked(loses)}",
-        named((row.remedies, *code, *functions), {}),
+        named((row, *functions), {}),
     )
 
 

@@ -37,7 +37,6 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "gpu_idle": (*IDLE, "idle_data"),
     "many_small_kernels": ("compute",),
     "many_small_operators": (*WORK, "untracked"),
-    "memory_growth": ("growth",),
     "optimizer_bound": ("optimizer", "compute"),
     "other_profiler": (*WORK, "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall"),
     "python_loop": PASSES,
