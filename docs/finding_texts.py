@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import Remedy
-from lightning_memprof.judge.rule import PASSES, Rule
+from lightning_memprof.judge.rule import WITHOUT_TRAINER, Rule
 from lightning_memprof.judge.verdict import BYTE_ROWS, ROWS
 from lightning_memprof.units import percent
 
@@ -45,7 +45,7 @@ def when_of(row: Rule | ByteRule) -> str:
         )
     of = " and ".join(f"`{part}`" for part in row.of)
     when = f"From {percent(row.note)} of each step in {of}"
-    if not {*row.of} <= {*PASSES}:
+    if not {*row.of} <= {*WITHOUT_TRAINER}:
         when += f", {percent(2 * row.note)} if it runs only once or twice, and {POLICY.action_ns / 1e6:g} ms per step"
     when += ", if it returns in several steps." if row.repeats else "."
     when += " Each owner is a finding of its own." if row.each else ""
@@ -55,14 +55,15 @@ def when_of(row: Rule | ByteRule) -> str:
 def section(row: Rule | ByteRule) -> str:
     """Return the section of a row."""
     when = when_of(row)
-    least, most = (percent(share).removesuffix("%") for share in row.saves)
     what = "these bytes" if isinstance(row, ByteRule) else "this time"
+    least, most = (percent(share).removesuffix("%") for share in row.saves or (0, 0))
+    recovers = f"{least}–{most}% of {what}" if row.saves else "Nothing in the steps of the ledger"
     loses = f"{row.trade_off[:1].lower()}{row.trade_off[1:]}"
     steps = "\n".join(f"- {shown(remedy)} (`{remedy.id}`)" for remedy in (*row.remedies, *row.offers))
     parts = [
         f"## `{row.id}`\n\n{row.about}",
         f"### When it fires\n\n{when}",
-        f"### What it recovers\n\n{least}–{most}% of {what}. Trade-off: {loses}",
+        f"### What it recovers\n\n{recovers}. Trade-off: {loses}",
         f"### What to do\n\n{steps}",
     ]
     return "\n\n".join(parts) + "\n"

@@ -23,6 +23,7 @@ from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.memory.report import memory_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Facts, examine, examine_files
+from lightning_memprof.judge.traces import sure_ledger
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.snapshot.report import snapshot_report
 from lightning_memprof.read.trace.model import TraceReport
@@ -84,7 +85,8 @@ def test_the_ledgers_of_a_run_sum_to_its_mean_step_and_its_peak(name: str, recor
         for bytes_ledger in facts.byte_ledgers.values():
             assert_sums(bytes_ledger, str(directory))
         assert len(facts.ledgers) == len(ranks)
-        of_files = [ledger for trace in facts.traces for ledger in (trace.host_ledger, trace.device_ledger)]
+        reports = (*facts.traces, *facts.steady_traces)
+        of_files = [ledger for trace in reports for ledger in (trace.host_ledger, sure_ledger(trace))]
         assert not out_of_bounds(
             examine(facts), *facts.ledgers.values(), *facts.byte_ledgers.values(), *filter(None, of_files)
         )
@@ -221,7 +223,7 @@ def assert_time(report: TraceReport, events: list[dict[str, Any]]) -> None:
     for ledger in (report.host_ledger, report.device_ledger):
         if ledger is not None:
             assert_sums(ledger, str(report.file))
-    assert not out_of_bounds(examine_files([report], []), report.host_ledger, report.device_ledger)
+    assert not out_of_bounds(examine_files([report], []), report.host_ledger, sure_ledger(report))
     if (of_device := report.device_ledger) is None or not report.steps:
         return
     whole = working_steps(events)

@@ -51,6 +51,7 @@ def test_a_row_fires_from_its_share_on_and_is_silent_below_it_and_without_its_pa
     (finding,) = judged(facts, row, row.note * 1.01)
     assert finding.rule == row.id
     assert finding.remedies
+    assert row.saves is not None
     assert finding.recovers is not None
     assert (finding.recovers.min, finding.recovers.max) == pytest.approx(
         [row.note * 1.01 * STEP_NS * saved for saved in row.saves]
@@ -61,6 +62,7 @@ def test_a_row_fires_from_its_share_on_and_is_silent_below_it_and_without_its_pa
 
 @rows
 def test_the_severity_of_a_row_follows_from_what_it_recovers(facts: Facts, row: Rule) -> None:
+    assert row.saves is not None
     saved = sum(row.saves) / 2
     for share, severity in ((POLICY.verdict, Severity.WARNING), (POLICY.severe, Severity.CRITICAL)):
         taken = max(share / saved, row.note) * 1.01
