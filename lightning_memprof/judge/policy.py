@@ -59,8 +59,9 @@ class Policy:
         small_collectives: so many of these in a step are better sent as one.
         alike: sizes that differ by less are of the same tensors.
         short_kernel_ns: a launch takes 3 to 10 µs on the host.
-        many_kernels: with fewer short kernels per step there is little to fuse.
-        many_operators: a small model's healthy step calls 100 to 300 operators on a host.
+        turns: devices that take turns work at the same time for no more than this, beyond the time of one.
+        turn: no device that takes turns works for more of the time in which any does.
+        near_peak: share of a device's peak from which on there is little to gain with the same arithmetic.
     """
 
     note: float = 0.05
@@ -101,8 +102,9 @@ class Policy:
     small_collectives: int = 20
     alike: float = 0.10
     short_kernel_ns: int = 10_000
-    many_kernels: int = 300
-    many_operators: int = 1_000
+    turns: float = 1.10
+    turn: float = 0.75
+    near_peak: float = 0.60
 
 
 POLICY: Final = Policy()

@@ -236,12 +236,6 @@ def is_brief(trace: TraceReport) -> bool:
     return trace.steady is None and window is not None and window.window_ns < POLICY.brief_ns
 
 
-def on_rank(trace: TraceReport) -> str:
-    """Return ``" on rank 3"`` if the trace is from one of several ranks, else an empty string."""
-    several = trace.rank is not None and (trace.rank > 0 or (trace.world_size or 1) > 1)
-    return f" on rank {trace.rank}" if several else ""
-
-
 def times(count: int) -> str:
     """Return a count as an adverb: ``"once"``, ``"12 times"``."""
     return "once" if count == 1 else f"{count:,} times"

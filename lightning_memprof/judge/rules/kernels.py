@@ -63,7 +63,7 @@ def small_kernels(facts: Facts) -> Iterator[Found]:
         count, steps = sum(kernel.count for kernel in small), max(len(trace.steps), 1)
         # Kernels from before the steps take time in the recording, and belong to no step of it.
         inside = count - sum(trace.outside.get(kernel.name, 0) for kernel in small)
-        if inside < POLICY.many_kernels * steps:
+        if inside <= 0:
             continue
         line = computed(trace, ledger, small)
         most = sorted(small, key=lambda kernel: kernel.count, reverse=True)[:SHOWN]
@@ -71,7 +71,7 @@ def small_kernels(facts: Facts) -> Iterator[Found]:
         yield (
             Fact(source=trace, ledger=ledger, lines=(line,)),
             Detail(
-                fields={"number": number},
+                fields={"number": number, "short": format_ns(POLICY.short_kernel_ns)},
                 measured=(
                     f"They take {format_ns(total_ns(small) / count)} on average; the most frequent: "
                     f"{listed((kernel.name, round(kernel.count / steps)) for kernel in most)}"
@@ -101,7 +101,7 @@ def small_operators(facts: Facts) -> Iterator[Found]:
     """Yield the calls of very short operators in steps on a host alone, without the cost of recording them."""
     for trace in facts.steady_traces:
         found, ledger = trace.host_operators, trace.host_ledger
-        if found is None or ledger is None or found.operators < POLICY.many_operators:
+        if found is None or ledger is None:
             continue
         recording_ns = found.events * POLICY.event_ns
         lines = scaled(ledger.of(*CALLING), found.small_ns + found.between_ns - recording_ns)
@@ -374,11 +374,11 @@ ROWS: Final = (
             "and writes memory for little work, and its launch takes the host 3 to 10 µs. Fused, they would read and "
             "write once."
         ),
-        when=f"There are {POLICY.many_kernels} per step or more. It is a note: a busy device has little to gain.",
+        when="It is a note: a busy device has little to gain.",
         trade_off="The time of compilation, once.",
         of=(Part.COMPUTE,),
         find=small_kernels,
-        says="{number}{rank} below 10 µs take {share}.",
+        says="{number}{rank} below {short} take {share}.",
         offers=(CONVOLUTION_LAYOUT, FUSE_KERNELS, LAUNCH_AS_GRAPHS, ALL_AT_ONCE, LARGER_KERNELS),
         # A fused kernel reads and writes once what four in a row read and write; not all of them can be fused.
         saves=(0.0, 0.75),
@@ -390,9 +390,8 @@ ROWS: Final = (
             "call one, and Python as long to reach it; adding a few numbers takes nanoseconds."
         ),
         when=(
-            f"A step calls at least {POLICY.many_operators:,} operators that call no other. It is the time in ranges "
-            "shorter than 10 µs inside operators and shorter than 50 µs between them, by the lower median of the steps,"
-            f" without about {format_ns(POLICY.event_ns)} for the recording of each event."
+            "It is the time in ranges shorter than 10 µs inside operators and shorter than 50 µs between them, by the "
+            f"lower median of the steps, without about {format_ns(POLICY.event_ns)} for the recording of each event."
         ),
         trade_off="The time of compilation, once, or code without loops.",
         of=CALLING,

