@@ -57,8 +57,8 @@ CODE: Final = re.compile(
 
 def marked(text: str) -> str:
     """Return a text with its code in backticks."""
-    parts = re.split(r"(`+[^`]+`+)", text)
-    return "".join(part if part.startswith("`") else CODE.sub(r"`\g<0>`", part) for part in parts)
+    parts = re.split(r"(`+[^`]+`+|\]\([^)]*\))", text)
+    return "".join(part if part.startswith(("`", "](")) else CODE.sub(r"`\g<0>`", part) for part in parts)
 
 
 def plain(markdown: str) -> list[str]:
@@ -120,7 +120,7 @@ def _listed(parts: Iterable[str]) -> str:
 
 def section_of_row(row: Row, functions: Iterable[Judge]) -> str:
     """Return the section of a row, with the remedies of functions that find the same."""
-    least, most = (percent(share) for share in row.saves)
+    least, most = (percent(share) for share in row.saves or (0, 0))
     shares = most if least == most else f"{least.removesuffix('%')}–{most}"
     if isinstance(row, ByteRule):
         of = f" is {_listed(row.of)}" if row.of else ""
@@ -158,19 +158,18 @@ def section_of_functions(functions: Iterable[Judge], body: str) -> str:
 
 def rows() -> dict[str, dict[str, Row]]:
     """Return the rows, by page and id."""
-    domains = dict.fromkeys((*verdict.ROWS, *verdict.BYTE_ROWS))
-    return {
-        domain: {row.id: row for row in (*verdict.ROWS.get(domain, ()), *verdict.BYTE_ROWS.get(domain, ()))}
-        for domain in domains
-    }
+    found: dict[str, dict[str, Row]] = defaultdict(dict)
+    for by_domain in (verdict.ROWS, verdict.BYTE_ROWS):
+        for domain, described in by_domain.items():
+            found[domain] |= {row.id: row for row in described}
+    return found
 
 
 def functions() -> dict[str, list[Judge]]:
     """Return the rules that are functions, by rule."""
     found: dict[str, list[Judge]] = defaultdict(list, nothing_found=[nothing_found, nothing_in_files])
     judges: Iterable[Judge] = (*verdict.RULES, *verdict.STEP_RULES)
-    readers: Iterable[Judge] = verdict.TRACE_RULES
-    for function in (*judges, *readers):
+    for function in judges:
         found[function.__name__].append(function)
     return found
 

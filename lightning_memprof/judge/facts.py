@@ -203,10 +203,15 @@ class Facts(msgspec.Struct, frozen=True, dict=True):
     def on_rank(self, source: Rank | TraceReport | int) -> str:
         """Return ``" on rank 3"`` where there are several ranks, else an empty string."""
         if isinstance(source, TraceReport):
-            several = (source.rank or 0) > 0 or (source.rank is not None and (source.world_size or 1) > 1)
-            return f" on rank {source.rank}" if several else ""
+            return trace_rank(source)
         number = source if isinstance(source, int) else source.rank
         return f" on rank {number}" if len(self.run.ranks) > 1 else ""
+
+
+def trace_rank(trace: TraceReport) -> str:
+    """Return ``" on rank 3"`` if the trace is from one of several ranks, else an empty string."""
+    several = trace.rank is not None and (trace.rank > 0 or (trace.world_size or 1) > 1)
+    return f" on rank {trace.rank}" if several else ""
 
 
 Judge = Callable[[Facts], Finding | list[Finding] | None]

@@ -46,6 +46,23 @@ class Policy:
         bytes: fewer of an allocator, or of one rank only, do not decide whether a larger batch fits.
         alike: two measurements of the same bytes differ by less: one counts pages, the other tensors.
         segments: the largest ones that are checked for pieces that would have sufficed: each sorts the live blocks.
+        event_ns: torch's profiler takes 0.6 µs on the host for a Python function and 2 µs or more for an operator,
+            measured on a CPU.
+        brief_ns: a recording of less is a sample: the first launch alone takes milliseconds.
+        queued_ns: a device waits no longer than this for a kernel that is queued behind another one.
+        launch_gap_ns: nothing in a program that launches takes as long, however slow its Python is.
+        call_gap_ns: an operator or place without launches does not take as long between two of them.
+        multiple: the same work takes the same time; what takes this many times as long waits, or is other work.
+        requests: without torch's cache each tensor is a call to the driver; with it, a step that empties the cache
+            requests fewer segments.
+        requests_per_kernel: the same per kernel.
+        small_bytes: below this size the start-up of a collective takes as long as its data on any link.
+        small_collectives: so many of these in a step are better sent as one.
+        same_size: sizes that differ by less are of the same tensors.
+        short_kernel_ns: a launch takes 3 to 10 µs on the host.
+        turns: devices that take turns work at the same time for no more than this, beyond the time of one.
+        turn: no device that takes turns works for more of the time in which any does.
+        near_peak: share of a device's peak from which on there is little to gain with the same arithmetic.
     """
 
     note: float = 0.05
@@ -75,6 +92,21 @@ class Policy:
     bytes: int = 256 * MIB
     alike: float = 1.25
     segments: int = 8
+    event_ns: int = 1_000
+    brief_ns: int = 1_000_000
+    queued_ns: int = 20_000
+    launch_gap_ns: int = 1_000_000
+    call_gap_ns: int = 200_000
+    multiple: int = 3
+    requests: int = 50
+    requests_per_kernel: float = 0.25
+    small_bytes: int = MIB
+    small_collectives: int = 20
+    same_size: float = 0.10
+    short_kernel_ns: int = 10_000
+    turns: float = 1.10
+    turn: float = 0.75
+    near_peak: float = 0.60
 
 
 POLICY: Final = Policy()

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
-from lightning_memprof.account.parts import Part
+from lightning_memprof.account.parts import BUSY, Part
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, merged, titled
@@ -20,6 +20,12 @@ from lightning_memprof.units import format_count, format_ns, percent
 
 PASSES: Final = (Part.FORWARD, Part.BACKWARD)
 """The parts in which the program alone spends time."""
+WITHOUT_TRAINER: Final = (
+    *PASSES,
+    *BUSY,
+    *(part for part in Part if part.group == "device idle" and part != "idle_data"),
+)
+"""These, and those of a device whose time is not that of a hook."""
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,11 +70,6 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
         return max((line.longest_ns or 0 for line in self.lines if line.operator is None), default=0)
 
     @property
-    def is_once(self) -> bool:
-        """Whether it ran so few times in the whole run that it is a start or an end of it."""
-        return 0 < self.count * self.ledger.steps < POLICY.calls
-
-    @property
     def repeats(self) -> bool:
         """Whether it is spread over several steps; the longest call, unlike the time, includes waits for a core."""
         longest = max((line.longest_ns or 0 for line in self.lines), default=0)
@@ -92,6 +93,11 @@ class Fact(Spent, frozen=True, kw_only=True):
     """The same, with the rank of a run that spends it, or with the trace that shows it."""
 
     source: Rank | TraceReport
+
+    @property
+    def is_once(self) -> bool:
+        """Whether it ran so few times in the whole run that it is a start or an end of it."""
+        return not isinstance(self.source, TraceReport) and 0 < self.count * self.ledger.steps < POLICY.calls
 
     @property
     def share_text(self) -> str:
@@ -122,7 +128,6 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
         why: the second one, with it.
         remedies: those that come first.
         saves: other shares of the fact's time than the rule's.
-        recovers: in place of the shares of the time; None where the ledger does not hold that time.
         is_note: whether programs do this on purpose, or chance does: then it is a note, whatever it takes.
         numbers: figures.
         evidence: files.
@@ -134,7 +139,6 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     remedies: tuple[Remedy, ...] = ()
     saves: tuple[float, float] | None = None
-    recovers: Recovery | msgspec.UnsetType | None = msgspec.UNSET
     is_note: bool = False
     numbers: Mapping[str, Any] = msgspec.field(default_factory=dict)
     evidence: tuple[Evidence, ...] = ()
@@ -159,7 +163,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         unnamed: the title where the recording does not tell the owner; default: ``says``.
         bound: the words before the title from half of the step on: ``Optimizer-bound``.
         remedies: with the fields ``owner`` and ``object`` (the owner without its method).
-        saves: least and most share of this time that the first of them recovers.
+        saves: least and most share of this time that the first of them recovers; None where it promises nothing.
         each: whether each owner is a finding of its own.
         repeats: whether only time that returns in several steps is a fault.
         note: share of the step below which nothing is reported; another one than the policy's has its reason beside it.
@@ -178,7 +182,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     unnamed: str = ""
     bound: str = ""
     remedies: tuple[Remedy, ...] = ()
-    saves: tuple[float, float]
+    saves: tuple[float, float] | None
     each: bool = False
     repeats: bool = False
     note: float = POLICY.note
@@ -213,10 +217,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         return [Fact(source=rank, ledger=ledger, lines=group) for group in groups[: POLICY.owners]]
 
     def _finding(self, facts: Facts, fact: Fact, detail: Detail) -> Finding:
-        least, most = detail.saves or self.saves
-        usual = Recovery(unit="ns", min=fact.ns * least, max=fact.ns * most, whole=fact.ledger.step_ns)
-        recovers = usual if detail.recovers is msgspec.UNSET else detail.recovers
-        worth = recovers or usual
+        least, most = detail.saves or self.saves or (1.0, 1.0)
+        worth = Recovery(unit="ns", min=fact.ns * least, max=fact.ns * most, whole=fact.ledger.step_ns)
         names = {
             "owner": fact.owner or f"these {fact.kind}s",
             "object": fact.owner.rpartition(".")[0],
@@ -245,8 +247,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
                 "duration_ns": round(fact.ledger.step_ns),
                 **detail.numbers,
             },
-            weight=worth.share,
-            recovers=recovers,
+            weight=0.0 if detail.is_note else worth.share,
+            recovers=worth if self.saves else None,
         )
 
 
@@ -257,7 +259,7 @@ def _seen(facts: Facts, source: Rank | TraceReport) -> tuple[Evidence, ...]:
 
 def least_ns(fact: Spent) -> int:
     """Return the time per step below which nothing is reported: the Trainer's own hooks take a millisecond per step."""
-    if all(line.part in PASSES for line in fact.lines):
+    if all(line.part in WITHOUT_TRAINER for line in fact.lines):
         return 0
     is_short = fact.ledger.step_ns < POLICY.short_step_ns and any(line.part != "module_hook" for line in fact.lines)
     return POLICY.action_short_ns if is_short else POLICY.action_ns

@@ -12,7 +12,7 @@ from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.facts import NO_RUN, Facts, Judge
-from lightning_memprof.judge.finding import Finding, Severity, merged, ordered, titled
+from lightning_memprof.judge.finding import Finding, Severity, ordered, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import REPORT_ERROR
 from lightning_memprof.judge.rule import Rule
@@ -67,20 +67,8 @@ ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {
     "host": host.ROWS,
     "compute": (*compute.ROWS, *passes.ROWS),
     "ranks": modules.ROWS,
+    "device": (*idle.ROWS, *waits.ROWS, *allocator.ROWS, *collectives.ROWS, *kernels.ROWS),
 }
-TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (
-    allocator.allocator_thrash,
-    collectives.communication_exposed,
-    idle.gpu_idle,
-    waits.synchronization,
-    waits.blocking_transfers,
-    waits.exposed_copies,
-    kernels.tensor_cores_unused,
-    kernels.unfused_attention,
-    kernels.many_small_kernels,
-    kernels.many_small_operators,
-    profiler.recording_overhead,
-)
 RULE_FAILED: Final = "rule_failed"
 
 
@@ -116,7 +104,7 @@ def _findings(facts: Facts) -> tuple[Finding, ...]:
         for row in itertools.chain.from_iterable(ROWS.values())
         for finding in _guarded(row.findings, judged, name=row.id)
     ]
-    return _by_severity([*found, *_of_traces(judged.steady_traces)])
+    return _by_severity(found)
 
 
 def _with_enough_steps(facts: Facts) -> Facts:
@@ -125,20 +113,6 @@ def _with_enough_steps(facts: Facts) -> Facts:
     if len(judged) == len(facts.statistics):
         return facts
     return replace(facts, statistics=judged, traces=facts.traces if judged else ())
-
-
-def _of_traces(traces: Iterable[TraceReport]) -> list[Finding]:
-    """Return one finding per rule for all traces: the worst, with the evidence of all."""
-    found: dict[tuple[str, object], list[Finding]] = {}
-    for trace in traces:
-        for finding in (finding for rule in TRACE_RULES for finding in _guarded(rule, trace)):
-            # A rule about two directions names the direction.
-            found.setdefault((finding.rule, finding.numbers.get("kind")), []).append(finding)
-    merged_findings = itertools.chain.from_iterable(map(merged, found.values()))
-    # As those of a run: of one severity, what recovers most comes first.
-    return [
-        replace(finding, weight=finding.recovers.share) if finding.recovers else finding for finding in merged_findings
-    ]
 
 
 def _guarded(

@@ -28,6 +28,7 @@ from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Facts, examine, examine_files
+from lightning_memprof.judge.traces import sure_ledger
 from lightning_memprof.read.run.load import load_run
 
 RECORDED: Final = Path(__file__).parents[1] / "golden" / "recorded"
@@ -92,7 +93,9 @@ def assert_run(directory: Path) -> None:
     of_files = [of for trace in (*recorded, *facts.traces) for of in (trace.host_ledger, trace.device_ledger) if of]
     for of_file in of_files:
         assert_sums(of_file, str(directory))
-    assert not out_of_bounds(examine(facts), *facts.ledgers.values(), *facts.byte_ledgers.values(), *of_files)
+    traces = (*recorded, *facts.traces, *facts.steady_traces)
+    sure = [found for trace in traces if (found := sure_ledger(trace)) is not None]
+    assert not out_of_bounds(examine(facts), *facts.ledgers.values(), *facts.byte_ledgers.values(), *of_files, *sure)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -247,7 +250,7 @@ def assert_time(report: TraceReport, events: list[dict[str, Any]]) -> None:
     for ledger in (report.host_ledger, report.device_ledger):
         if ledger is not None:
             assert_sums(ledger, str(report.file))
-    assert not out_of_bounds(examine_files([report], []), report.host_ledger, report.device_ledger)
+    assert not out_of_bounds(examine_files([report], []), report.host_ledger, sure_ledger(report))
     if (of_device := report.device_ledger) is None or not report.steps:
         return
     whole = working_steps(events)

@@ -19,24 +19,13 @@ AWAKE: Final = (
     *WORK, "callback", "module_hook", "forward_hook", "backward_hook", "self_log", "metric", "logging", "transfer",
     "data_wait", "untracked",
 )  # fmt: skip
-IDLE: Final = (
-    "idle_synchronization", "idle_allocator", "idle_gc_pauses", "idle_python", "idle_operators", "idle_launch",
-    "idle_graph", "idle_loading", "idle_queue",
-)  # fmt: skip
 # Parts of a time ledger, or categories of a byte ledger.
 LINES: Final[Mapping[str, tuple[str, ...]]] = {
     **{row.id: row.of for rows in ROWS.values() for row in rows},
     **{row.id: row.of for rows in BYTE_ROWS.values() for row in rows},
-    "allocator_thrash": ("idle_allocator", "collective"),
-    "blocking_transfers": ("copy",),
     "busy_thread": AWAKE,
-    "communication_exposed": ("collective",),
     "core_wait": ("core_wait",),
     "costly_line": ("forward", "forward_hook", "self_log", "backward"),
-    "exposed_copies": ("copy",),
-    "gpu_idle": (*IDLE, "idle_data"),
-    "many_small_kernels": ("compute",),
-    "many_small_operators": (*WORK, "untracked"),
     "optimizer_bound": ("optimizer", "compute"),
     "other_profiler": (*WORK, "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall"),
     "python_loop": PASSES,
@@ -45,10 +34,7 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "slower_steps": (*AWAKE, "validation", "checkpoint", "stall", "gc_pauses", "compile", "rank_wait"),
     "small_batch": (*WORK, "callback", "module_hook", "logging", "transfer", "untracked", "self_log", "data_wait"),
     "straggler": ("rank_wait",),
-    "synchronization": IDLE,
     "synced_passes": (*WORK, "rank_wait", "untracked"),
-    "tensor_cores_unused": ("compute",),
-    "unfused_attention": ("compute",),
 }
 
 

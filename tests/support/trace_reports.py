@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import (
     CollectiveTotals,
+    Copies,
     GpuTimes,
     IdleCause,
     Kernel,
@@ -72,6 +75,43 @@ def call(name: str, count: int, total_ns: int, at_ns: int | None = None) -> Runt
     return RuntimeCall(name=name, count=count, total_ns=total_ns, max_ns=total_ns // count, longest_start_ns=at_ns)
 
 
+def time_ledger(steps: int, **parts: float) -> TimeLedger:
+    """``parts`` are ns of all steps; of copies by kind and memory, ``HtoD_pageable``."""
+    lines = []
+    for name, ns in parts.items():
+        kind, _, memory = name.partition("_")
+        is_copy = memory in {"pageable", "pinned"}
+        part = Part.COPY if is_copy else next(part for part in Part if part == name)
+        lines.append(TimeLine(part=part, name=f"{kind} ({memory})" if is_copy else "", ns=ns / steps))
+    kept = tuple(sorted((line for line in lines if line.ns > 0), key=lambda line: -line.ns))
+    return TimeLedger(
+        step_ns=total(kept),
+        median_ns=total(kept),
+        steps=steps,
+        basis="recorded steps",
+        lines=kept,
+        communication=tuple(line for line in kept if line.part == Part.COLLECTIVE),
+    )
+
+
+def device_ledger(
+    steps: int, times: GpuTimes, causes: Iterable[IdleCause], copies: Iterable[Copies] = ()
+) -> TimeLedger:
+    copied = {
+        f"{each.kind}_{'pageable' if each.is_pageable else 'pinned'}": float(
+            each.total_ns if each.exposed_ns is None else each.exposed_ns
+        )
+        for each in copies
+        if each.is_pageable is not None
+    }
+    idle = {str(cause.cause): float(cause.total_ns) for cause in causes}
+    exposed_ns = times.communication_exposed_ns
+    idle["idle_unknown"] = times.idle_ns - sum(idle.values())
+    return time_ledger(
+        steps, compute=times.busy_ns - exposed_ns - sum(copied.values()), collective=exposed_ns, **copied, **idle
+    )
+
+
 def trace(steps: int = 5, *, loading_ns: int = 0, causes: tuple[IdleCause, ...] = (), **changes: Any) -> TraceReport:
     """``loading_ns`` is of all steps together; the device idles for as long as the causes say and 1% besides."""
     window_ns = steps * STEP_NS
@@ -105,4 +145,9 @@ def trace(steps: int = 5, *, loading_ns: int = 0, causes: tuple[IdleCause, ...] 
         "copies": (),
         "missing": (),
     }
-    return TraceReport(**{**usual, **changes})
+    usual |= changes
+    if usual["gpu_window"] is not None:
+        usual.setdefault("device_ledger", device_ledger(steps, usual["gpu_window"], usual["idle"], usual["copies"]))
+    else:
+        usual.setdefault("host_ledger", time_ledger(steps, data_wait=loading_ns, forward=window_ns - loading_ns))
+    return TraceReport(**usual)

@@ -60,7 +60,6 @@ from lightning_memprof.judge.rules.program.lines import has, of_action, of_forwa
 from lightning_memprof.judge.rules.program.passes import ACCUMULATE
 from lightning_memprof.judge.traces import (
     LATER,
-    SHORT_WINDOW_NS,
     fitting,
     times,
 )
@@ -360,7 +359,7 @@ def _of_host(trace: TraceReport, *, is_alone: bool) -> Finding:
         next_steps = (*((RECORD_RANKS,) if is_alone and (trace.world_size or 1) > 1 else ()), *next_steps)
     elif ledger is None or heaviest is None:
         sentence = "No device activity in this trace."
-    elif span_ns < SHORT_WINDOW_NS:
+    elif span_ns < POLICY.brief_ns:
         sentence = f"Too little was recorded for a verdict: {events} in {format_ns(span_ns)}."
         why = f"{heaviest.module} takes {format_ns(heaviest.ns)} ({percent(heaviest.ns / whole_ns)}) of {span}."
         next_steps = (*fitting(trace, *LATER), *next_steps)

@@ -18,7 +18,6 @@ from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import ProcessRow, ThroughputRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Recovery
 from lightning_memprof.judge.measures import (
     Rhythm,
     cores_of_loading,
@@ -59,12 +58,10 @@ from lightning_memprof.judge.remedies import (
 )
 from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.judge.traces import (
-    BESIDE_THE_STEP,
-    MIN_TRACE_STEPS,
-    exposed_loading,
     longest_in,
-    recovered_ns,
     seen_in,
+    stretch,
+    sure_ledger,
     workers_in,
 )
 from lightning_memprof.read.run.model import Rank
@@ -120,7 +117,7 @@ def _data_wait(facts: Facts) -> Iterator[Found]:
     rank, loaders = fact.rank, loaders_of(fact.rank)
     few, starts = rhythm(rank, "data_wait"), _share_at_epoch_starts(rank)
     in_few_steps = _in_few_steps(rank, fact.share)
-    cause, worth = _cause(rank, fact.ledger, starts, few), _recovery(facts, fact, starts)
+    cause, saves = _cause(rank, fact.ledger, starts, few), _saves(facts, fact, starts)
     mostly, settings = ", mostly in a few steps" if in_few_steps else "", f"; {_settings(loaders)}" if loaders else ""
     yield (
         fact,
@@ -129,7 +126,7 @@ def _data_wait(facts: Facts) -> Iterator[Found]:
             fields={"loop": "training loop" if facts.is_fit else "loop", "owner": cause.owner},
             measured=f"The wait takes {format_ns(fact.ns)} of {fact.ledger.length_text}{mostly}{settings}",
             why=f"{cause.why}." if cause.why else "",
-            remedies=_remedies(facts, fact, cause, worth, starts=starts, in_few_steps=in_few_steps),
+            remedies=_remedies(facts, fact, cause, by_workers=saves[0] > 0, starts=starts, in_few_steps=in_few_steps),
             numbers={
                 "action": cause.owner or None,
                 "data_wait_share": fact.share,
@@ -138,7 +135,7 @@ def _data_wait(facts: Facts) -> Iterator[Found]:
                 "in_few_steps": in_few_steps,
                 "dataloaders": [loader.fields for loader in loaders],
             },
-            recovers=worth,
+            saves=saves,
             is_note=few is not None and few.is_hiccup,
         ),
     )
@@ -154,10 +151,10 @@ def _heaviest(facts: Facts, *, restart: bool) -> Fact | None:
     return Fact(source=worst[0], ledger=worst[1], lines=lines(worst[1])) if worst is not None else None
 
 
-def _recovery(facts: Facts, fact: Fact, starts: float) -> Recovery:
-    wait = fact.ns * starts if starts >= POLICY.most else fact.ns
-    least = wait if starts >= POLICY.most else _saved_by_workers(facts, fact)
-    return Recovery(unit="ns", min=min(max(least, 0.0), wait) / 2, max=wait, whole=fact.ledger.step_ns)
+def _saves(facts: Facts, fact: Fact, starts: float) -> tuple[float, float]:
+    if starts >= POLICY.most:
+        return starts / 2, starts
+    return min(max(_saved_by_workers(facts, fact), 0.0), fact.ns) / fact.ns / 2 if fact.ns else 0.0, 1.0
 
 
 def _saved_by_workers(facts: Facts, fact: Fact) -> float:
@@ -275,7 +272,7 @@ def _settings(loaders: Sequence[DataLoaderFacts]) -> str:
 
 
 def _remedies(
-    facts: Facts, fact: Fact, cause: Cause, worth: Recovery, *, starts: float, in_few_steps: bool
+    facts: Facts, fact: Fact, cause: Cause, *, by_workers: bool, starts: float, in_few_steps: bool
 ) -> tuple[Remedy, ...]:
     """Return the settings that are not in use, and faster code: first where workers may save nothing."""
     rank, loaders, workers = fact.rank, loaders_of(fact.rank), workers_of(fact.rank)
@@ -288,7 +285,7 @@ def _remedies(
     if not workers:
         cores = rank.facts.cpu_count or POLICY.workers
         more = (WORKERS.filled(workers=min(POLICY.workers, cores)), *share)
-        found = [*one_by_one(rank, fact.ledger)[1], *((*more, faster) if worth.min else (faster, *more))]
+        found = [*one_by_one(rank, fact.ledger)[1], *((*more, faster) if by_workers else (faster, *more))]
     else:
         keep = [PERSISTENT_WORKERS] if loader is not None and loader.persistent_workers is False else []
         restart = starts >= POLICY.most or workers_end(rank)
@@ -316,51 +313,37 @@ def _more_workers(facts: Facts, fact: Fact, faster: Remedy) -> tuple[Remedy, ...
 
 
 def _loading(trace: TraceReport) -> Iterator[Found]:
-    """Yield loading while the device is idle; without a device, loading that takes much of the steps.
+    """Yield loading while the device is idle; without a device, loading of several steps that are not very short.
 
-    Recovers half of it or more: workers load while the step runs, as far as there are cores for them.
+    Workers load while the step runs, as far as there are cores for them.
     """
-    found = exposed_loading(trace)
-    if found is None:
+    ledger, has_device = sure_ledger(trace) or trace.host_ledger, trace.device_ledger is not None
+    loads = [step.data_loading_ns for step in trace.steps] or [trace.loads.max_ns]
+    loading_ns, steps = (sum(loads), len(loads)) if trace.steps else (trace.loads.total_ns, trace.loads.count)
+    if ledger is None or not loading_ns or not (lines := ledger.of(Part.IDLE_DATA, Part.DATA_WAIT)):
         return
-    steps, has_device = found.steps, trace.gpu_window is not None
-    in_one = steps >= MIN_TRACE_STEPS and found.most_ns >= ONE_STEP * found.total_ns
-    where = f", {percent(found.most_ns / found.total_ns)} of it in one of {steps} steps" if in_one else ""
+    if not has_device and (steps < 2 or ledger.step_ns * ledger.steps < steps * POLICY.short_step_ns):
+        return
+    in_one = steps > 1 and max(loads) >= ONE_STEP * loading_ns
+    where = f", {percent(max(loads) / loading_ns)} of it in one of {steps} steps" if in_one else ""
     longest = next((cause for cause in trace.idle if cause.cause == Part.IDLE_DATA), None)
-    idle = f"; the GPU is idle for {format_ns(found.exposed_ns)} meanwhile" if has_device else ""
-    ledger = trace.device_ledger if has_device else trace.host_ledger
-    line = TimeLine(part=Part.IDLE_DATA if has_device else Part.DATA_WAIT, ns=found.exposed_ns / steps)
-    step_ns = found.span_ns / steps
-    # A single step may be the start of the workers.
-    saves = BESIDE_THE_STEP if steps >= MIN_TRACE_STEPS else (0.0, 1.0)
+    idle = f"; the GPU is idle for {format_ns(ledger.steps * total(lines))} meanwhile" if has_device else ""
+    whole = stretch(trace, ledger)[1]
     pageable = any(each.kind == "HtoD" and each.is_pageable for each in trace.copies)
     yield (
-        Fact(
-            source=trace,
-            ledger=TimeLedger(step_ns=step_ns, median_ns=step_ns, steps=steps, basis="recorded steps", lines=(line,)),
-            lines=(line,),
-        ),
+        Fact(source=trace, ledger=ledger, lines=lines),
         Detail(
-            fields={
-                "loop": "training loop" if trace.program.trains else "program",
-            },
-            measured=f"The DataLoader takes {format_ns(found.total_ns)} of {format_ns(found.span_ns)}{where}{idle}",
+            fields={"loop": "training loop" if trace.program.trains else "program"},
+            measured=f"The DataLoader takes {format_ns(loading_ns)} of {whole}{where}{idle}",
             remedies=(
                 workers_in(ledger, in_one=in_one),
                 *((PIN_MEMORY,) if pageable and not in_one else ()),
                 *(() if in_one else (FASTER_FETCH.filled(owner="the data set"),)),
             ),
             evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
-            numbers={
-                "data_loading_share": found.total_ns / found.span_ns,
-                "data_loading_ns": found.total_ns,
-                "exposed_ns": found.exposed_ns,
-                "window_ns": found.span_ns,
-                "steps": len(trace.steps),
-                "in_one_step": in_one,
-            },
-            saves=saves,
-            recovers=recovered_ns(ledger, saves, Part.IDLE_DATA, Part.DATA_WAIT, recorded_ns=found.exposed_ns),
+            numbers={"data_loading_ns": loading_ns, "steps": len(trace.steps), "in_one_step": in_one},
+            # A single step may be the start of the workers.
+            saves=None if steps > 1 else (0.0, 1.0),
             # The start of an epoch.
             is_note=in_one,
         ),
@@ -457,7 +440,6 @@ def starts(facts: Facts) -> Iterator[Found]:
                 f"When first measured, a worker{needs}, had waited {format_ns(start.waited_ns)} for a core; later "
                 f"steps wait {format_ns(start.usual_ns)} for a batch{held}"
             ),
-            recovers=None,
             numbers={
                 "workers": start.workers,
                 "cores": start.cores,
@@ -538,7 +520,7 @@ ROWS: Final = (
         find=data_waits,
         says=f"{SAYS}.",
         bound="Input-bound",
-        saves=BESIDE_THE_STEP,
+        saves=(0.5, 1.0),
         # Every training loads data.
         note=POLICY.verdict,
     ),
@@ -576,7 +558,7 @@ ROWS: Final = (
         find=starts,
         says="{workers} DataLoader workers for {cores}{rank}: their start takes {delay}, {share} of the run.",
         remedies=(FEWER_WORKERS,),
-        saves=(1.0, 1.0),
+        saves=None,
     ),
     Rule(
         id="padding",

@@ -1,4 +1,4 @@
-"""What profilers cost: another one in the training, and the overhead of this one in a run and in a trace."""
+"""What profilers cost: another one in the training, and the overhead of this one in a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Final
 
 from lightning_memprof.account.ledger.run import typical_in_windows
 from lightning_memprof.account.steps.statistics import PulseStatistics
-from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.manifest import OverheadFacts
 from lightning_memprof.artifacts.series import (
     PROFILERS,
@@ -23,25 +22,12 @@ from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
 from lightning_memprof.judge.measures import own_ns
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
-    COMPARE_WITH_BARE,
-    COMPARE_WITH_PULSE,
     FEWER_WINDOWS,
     RECORD_LESS,
-    RECORD_WITHOUT,
     REMOVE_PYTHON_PROFILER,
     REMOVE_TORCH_PROFILER,
     SHORTER_WINDOWS,
     WITHOUT_PULSE,
-)
-from lightning_memprof.judge.traces import (
-    LAUNCHING,
-    idle_ns,
-    is_brief,
-    on_rank,
-    profiler_of,
-    remedies,
-    seen_in,
-    times,
 )
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_count, format_ns, percent
@@ -210,62 +196,3 @@ def _dearest(rank: Rank) -> str:
         return ""
     name = max(known, key=lambda collector: known[collector])
     return f"; {name} took the most, {format_ns(known[name])}"
-
-
-# torch's profiler takes 0.6 µs on the host for a Python function and 2 µs or more for an operator, measured on a CPU.
-EVENT_NS: Final = 1_000
-# Kineto reports work of the driver for the program in the same category.
-OTHERS: Final = frozenset(
-    {"Driver Compiler", "Lazy Function Loading", "Runtime Triggered Module Loading", "Command Buffer Full"}
-)
-OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
-
-
-def recording_ns(trace: TraceReport) -> tuple[int, int]:
-    """Return the profiler's own work as torch records it, and the same estimated from host events, in ns.
-
-    At most the time in which the host works and the device waits for it: elsewhere nobody waits for the profiler.
-    """
-    waiting_ns = idle_ns(trace, *LAUNCHING)
-    known_ns = sum(cost.total_ns for cost in trace.profiler_overhead if cost.name not in OTHERS)
-    return min(known_ns, waiting_ns), min(trace.host_events * EVENT_NS, waiting_ns)
-
-
-def recording_overhead(trace: TraceReport) -> Finding | None:
-    """Note in which share of the steps the device may wait for the profiler's own work."""
-    window = trace.window
-    if window is None or is_brief(trace) or trace.steady is not None:
-        return None  # of a steady state the other findings do not contain it
-    costs = [cost for cost in trace.profiler_overhead if cost.name not in OTHERS]
-    known_ns, estimated_ns = recording_ns(trace)
-    share = max(known_ns, estimated_ns) / window.window_ns
-    if share <= POLICY.note:
-        return None
-    is_known = known_ns >= estimated_ns
-    if is_known:
-        shown = ", ".join(f"{cost.name} {times(cost.count)}" for cost in costs)
-        why = f"{format_ns(known_ns)} of {format_ns(window.window_ns)}: {shown}."
-    else:
-        options = f", recorded with {', '.join(trace.recorded_with)}" if trace.recorded_with else ""
-        each = f"about {format_ns(EVENT_NS)} of host time each"
-        why = f"{trace.host_events:,} host events{options}, {each}, while the GPU waits for the host."
-    less = ", ".join(f"{name}=False" for name in OPTIONS if name in trace.recorded_with)
-    without = (RECORD_WITHOUT.filled(profiler=profiler_of(trace), less=less),) if less else ()
-    return Finding(
-        rule="recording_overhead",
-        # It does not describe the program, but the reliability of the other findings: without a weight.
-        severity=Severity.INFO,
-        title=f"The profiler takes up to {percent(share)} of the time, in which the GPU is idle{on_rank(trace)}.",
-        why=why,
-        remedies=remedies(trace, *without, COMPARE_WITH_PULSE, COMPARE_WITH_BARE),
-        evidence=seen_in(trace),
-        numbers={
-            "share": share,
-            "profiler_ns": known_ns,
-            "estimated_ns": estimated_ns,
-            "events": trace.events,
-            "host_events": trace.host_events,
-            "span_ns": window.window_ns,
-            "recorded_with": list(trace.recorded_with),
-        },
-    )

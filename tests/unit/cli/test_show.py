@@ -9,12 +9,11 @@ import pytest
 
 from fake_runs import FakeRun, make_run
 from lightning_memprof.account.trace import operators
-from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.cli.main import main
 from lightning_memprof.cli.progress import reading
 from lightning_memprof.cli.show import show
 from lightning_memprof.errors import ArtifactError, ConfigError
-from lightning_memprof.judge import Evidence, Finding, Severity
+from lightning_memprof.judge import Evidence, Facts, Finding, Severity
 from lightning_memprof.report.opened import OpenOptions
 from lightning_memprof.units import quoted
 from next_steps import step
@@ -276,8 +275,8 @@ def test_large_traces_of_a_run_are_left_out_with_a_note(tmp_path: Path, capsys: 
 def test_evidence_names_a_runs_files_as_its_manifest_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def rule(trace: TraceReport) -> list[Finding]:
-        evidence = (Evidence(artifact=str(trace.file)),)
+    def rule(facts: Facts) -> list[Finding]:
+        evidence = (Evidence(artifact=str(facts.traces[0].file)),)
         return [
             Finding(
                 rule="odd",
@@ -289,7 +288,7 @@ def test_evidence_names_a_runs_files_as_its_manifest_does(
             )
         ]
 
-    monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (rule,))
+    monkeypatch.setattr("lightning_memprof.judge.verdict.RULES", (rule,))
     make_run(tmp_path)
     document = shown(capsys, tmp_path)
     (trace,) = tmp_path.glob("*.pt.trace.json.gz")

@@ -13,6 +13,7 @@ from lightning_memprof.account.ledger.memory import ByteLedger, snapshot_bytes
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.judge import Facts, Finding, verdict
+from lightning_memprof.judge.traces import sure_ledger
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +36,8 @@ def ledgers(facts: Any) -> list[TimeLedger | ByteLedger]:
             *facts.ledgers.values(),
             *facts.byte_ledgers.values(),
             *facts.resident_ledgers.values(),
-            *chain.from_iterable(map(ledgers, (*facts.traces, *facts.snapshots))),
+            *chain.from_iterable(map(ledgers, (*facts.traces, *facts.steady_traces, *facts.snapshots))),
         ]
     if isinstance(facts, SnapshotReport):
         return [*map(snapshot_bytes, facts.devices)]
-    return [ledger for ledger in (facts.host_ledger, facts.device_ledger) if ledger is not None]
+    return [ledger for ledger in (facts.host_ledger, facts.device_ledger, sure_ledger(facts)) if ledger is not None]

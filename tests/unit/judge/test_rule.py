@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+import trace_reports
 from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.model import Copies, HostOperators, Synchronization, TraceReport
 from lightning_memprof.judge import Facts, Finding, Severity
+from lightning_memprof.judge.facts import NO_RUN
 from lightning_memprof.judge.finding import shortened, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.verdict import ROWS
 from lightning_memprof.read.run.load import load_run
+from trace_reports import gpu_times, kernel, trace
 
 MS = 1_000_000
 # So long that a note is more than the Trainer's own millisecond, and what the Trainer itself takes is little.
@@ -41,6 +47,87 @@ def judged(facts: Facts, row: Rule, share: float, *, count: float = 1.0, owner: 
     return list(row.findings(other))
 
 
+# Rows about the device of a trace.
+WINDOW_NS = 5 * trace_reports.STEP_NS
+
+
+def with_idle(part: Part, ns: int, **changes: Any) -> TraceReport:
+    causes = (trace_reports.idle(part, ns),) if ns else ()
+    return trace(gpu_window=gpu_times(WINDOW_NS, ns), idle=causes, **changes)
+
+
+def with_copies(ns: int, *, is_pageable: bool) -> TraceReport:
+    copies = Copies(kind="HtoD", is_pageable=is_pageable, count=10, total_ns=ns, bytes=1)
+    return trace(gpu_window=gpu_times(WINDOW_NS), idle=(), copies=(copies,) if ns else ())
+
+
+def with_waits(ns: int) -> TraceReport:
+    call = Synchronization(name="aten::item", count=50, total_ns=ns, gap_ns=ns, longest_gap_ns=ns // 50, own_ns=ns)
+    return with_idle(Part.IDLE_PYTHON, ns, synchronizations=(call,))
+
+
+def with_kernels(name: str, ns: int, each_ns: int) -> TraceReport:
+    kernels = (kernel(name, ns // each_ns, each_ns), kernel("other", 100, (WINDOW_NS - ns) // 100))
+    return trace(gpu_window=gpu_times(WINDOW_NS), idle=(), kernels=tuple(each for each in kernels if each.count))
+
+
+def with_attention(ns: int) -> TraceReport:
+    calls = {"aten::bmm": (24, WINDOW_NS - ns), "aten::_softmax": (12 if ns else 0, ns)}
+    lines = tuple(
+        TimeLine(part=Part.COMPUTE, operator=name, count=count, ns=part / 5) for name, (count, part) in calls.items()
+    )
+    return trace(idle=(), device_ledger=replace(trace_reports.time_ledger(5, compute=WINDOW_NS), lines=lines))
+
+
+def with_operators(ns: int) -> TraceReport:
+    step = HostOperators(
+        steps=5,
+        step_ns=trace_reports.STEP_NS,
+        operators=1_200 if ns else 100,
+        median_ns=2_000,
+        small_ns=ns // 5,
+        between_ns=0,
+        events=0,
+        names=(("aten::add", 800),),
+        places=(),
+    )
+    return trace(gpu_window=None, idle=(), kernels=(), host_operators=step)
+
+
+DEVICE: dict[str, Callable[[int], TraceReport]] = {
+    "gpu_idle": lambda ns: with_idle(Part.IDLE_GC_PAUSES, ns),
+    "cold_start": lambda ns: with_idle(Part.COLD_START, ns),
+    "recording_overhead": lambda ns: with_idle(
+        Part.IDLE_PYTHON, ns, profiler_overhead=(trace_reports.call("Activity Buffer Request", 3, ns),)
+    ),
+    "synchronization": with_waits,
+    "blocking_transfers": lambda ns: with_copies(ns, is_pageable=True),
+    "exposed_copies": lambda ns: with_copies(ns, is_pageable=False),
+    "allocator_thrash": lambda ns: with_idle(Part.IDLE_ALLOCATOR, ns),
+    "communication_exposed": lambda ns: trace(gpu_window=gpu_times(WINDOW_NS, exposed_ns=ns), idle=()),
+    "tensor_cores_unused": lambda ns: with_kernels("volta_sgemm_64x64_nt", ns, trace_reports.MS // 10),
+    "unfused_attention": with_attention,
+    "many_small_kernels": lambda ns: with_kernels("elementwise_kernel", ns, 5_000),
+    "many_small_operators": with_operators,
+}
+
+
+@pytest.mark.parametrize("row", ROWS["device"], ids=lambda row: row.id)
+def test_a_row_about_a_device_fires_from_its_share_on_and_is_silent_below_it_and_without_its_part(row: Rule) -> None:
+    def found(share: float) -> list[Finding]:
+        report = DEVICE[row.id](round(share * WINDOW_NS))
+        return list(row.findings(Facts(run=NO_RUN, statistics={}, traces=(report,))))
+
+    (finding,) = found(row.note * 1.02)
+    assert finding.rule == row.id
+    assert finding.numbers["share"] == pytest.approx(row.note * 1.02, rel=0.01)
+    assert finding.remedies
+    assert finding.evidence[0].artifact == "runs/rank0.pt.trace.json.gz"
+    assert (finding.recovers is None) == (row.saves is None)
+    assert found(row.note * 0.98) == []
+    assert found(0.0) == []
+
+
 # A row that finds its time itself has tests of its own.
 LINES = [row for row in chain.from_iterable(ROWS.values()) if row.find is None]
 rows = pytest.mark.parametrize("row", LINES, ids=lambda row: row.id)
@@ -51,6 +138,7 @@ def test_a_row_fires_from_its_share_on_and_is_silent_below_it_and_without_its_pa
     (finding,) = judged(facts, row, row.note * 1.01)
     assert finding.rule == row.id
     assert finding.remedies
+    assert row.saves is not None
     assert finding.recovers is not None
     assert (finding.recovers.min, finding.recovers.max) == pytest.approx(
         [row.note * 1.01 * STEP_NS * saved for saved in row.saves]
@@ -61,6 +149,7 @@ def test_a_row_fires_from_its_share_on_and_is_silent_below_it_and_without_its_pa
 
 @rows
 def test_the_severity_of_a_row_follows_from_what_it_recovers(facts: Facts, row: Rule) -> None:
+    assert row.saves is not None
     saved = sum(row.saves) / 2
     for share, severity in ((POLICY.verdict, Severity.WARNING), (POLICY.severe, Severity.CRITICAL)):
         taken = max(share / saved, row.note) * 1.01

@@ -13,6 +13,8 @@ from rich.cells import cell_len
 from fake_runs import FakeRun, make_run
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.judge import Evidence, Finding, Severity
+from lightning_memprof.judge.rule import Found
+from lightning_memprof.judge.verdict import ROWS
 from lightning_memprof.read.run.targets import find_targets
 from lightning_memprof.report.document import Card, Document, Findings, Stack
 from lightning_memprof.report.files_view import FilesView, files_view
@@ -92,10 +94,11 @@ def test_the_bar_is_that_of_the_verdicts_device_or_of_the_one_with_the_highest_p
 def test_a_rule_that_fails_is_named_and_the_page_shows_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gpu_idle(_trace: object) -> list[Finding]:
+    def failing(_facts: object) -> list[Found]:
         raise ValueError("negative time")
 
-    monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (gpu_idle,))
+    (row,) = (row for row in ROWS["device"] if row.id == "gpu_idle")
+    monkeypatch.setattr("lightning_memprof.judge.verdict.ROWS", {"device": (replace(row, find=failing),)})
     view = viewed(trace(tmp_path / "rank0.json"))
     assert "The rule gpu_idle failed (ValueError)" in view.verdict.title
     assert table_of(view, "kernels-0")
@@ -215,14 +218,14 @@ def test_what_is_worth_less_than_a_verdict_comes_after_what_the_device_computes(
         small = Finding(
             rule="small", severity=Severity.INFO, title="It takes 4%.", why="", remedies=(step("x"),), weight=share
         )
-        monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (lambda _trace, found=small: found,))
+        monkeypatch.setattr("lightning_memprof.judge.verdict.STEP_RULES", (lambda _facts, found=small: found,))
         view = viewed(trace(tmp_path / "a.json"))
         assert view.verdict.rule == first
         assert small in view.findings
 
 
 def test_a_healthy_trace_says_what_the_device_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", ())
+    monkeypatch.setattr("lightning_memprof.judge.verdict.ROWS", {})
     view = viewed(trace(tmp_path / "a.json"))
     assert view.verdict.rule == "nothing_found"
     assert view.verdict.title == "Compute-bound: matrix multiplication takes 90% of each step (898 µs of 1.00 ms)."
@@ -230,7 +233,7 @@ def test_a_healthy_trace_says_what_the_device_computes(tmp_path: Path, monkeypat
 
 
 def test_a_short_trace_of_an_idle_device_is_not_called_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", ())
+    monkeypatch.setattr("lightning_memprof.judge.verdict.ROWS", {})
     view = viewed(trace(tmp_path / "a.json", busy_us=10))
     assert view.verdict.title == "The device is idle 99% of each step (990 µs of 1.00 ms)."
 
@@ -244,7 +247,8 @@ def test_what_the_rules_find_makes_the_verdict(tmp_path: Path, monkeypatch: pyte
         remedies=(step("Do this."),),
         evidence=(Evidence(artifact="a"),),
     )
-    monkeypatch.setattr("lightning_memprof.judge.verdict.TRACE_RULES", (lambda _: [found],))
+    monkeypatch.setattr("lightning_memprof.judge.verdict.ROWS", {})
+    monkeypatch.setattr("lightning_memprof.judge.verdict.STEP_RULES", (lambda _: [found],))
     view = viewed(trace(tmp_path / "a.json"))
     assert (view.verdict.title, view.findings) == ("It is odd.", (found,))
 

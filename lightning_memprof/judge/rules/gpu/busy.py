@@ -9,6 +9,7 @@ from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import IdleCause, TraceReport
+from lightning_memprof.judge.facts import trace_rank
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -37,7 +38,6 @@ from lightning_memprof.judge.traces import (
     computing,
     fitting,
     is_brief,
-    on_rank,
 )
 from lightning_memprof.read.run.locate import shown_path
 from lightning_memprof.read.trace.kernel_names import kernel_name
@@ -110,11 +110,6 @@ def of_device(trace: TraceReport) -> Finding:
     )
 
 
-# Devices that take turns have little time in common, and none works most of the time.
-TURNS: Final = 1.1
-MOST_OF_TURNS: Final = 0.75
-
-
 def _by_device(trace: TraceReport) -> str:
     window = trace.window
     if not trace.devices_busy_ns or window is None or not window.window_ns:
@@ -126,14 +121,12 @@ def _take_turns(trace: TraceReport) -> str | None:
     times, window = trace.devices_busy_ns, trace.window
     if not times or window is None or trace.is_sample or is_brief(trace) or 2 * window.busy_ns < window.window_ns:
         return None
-    if sum(times) > TURNS * window.busy_ns or max(times) > MOST_OF_TURNS * window.busy_ns:
+    if sum(times) > POLICY.turns * window.busy_ns or max(times) > POLICY.turn * window.busy_ns:
         return None
     most = percent(max(times) / window.window_ns)
     return f"{len(times)} GPUs work one after another: the busiest one is busy {most} of the time."
 
 
-# Nearer to a peak there is little to gain with the same arithmetic.
-NEAR: Final = 0.6
 ELEMENTWISE: Final = "pointwise and copy operators"
 # By the kind of a copy: what it is, and a next step.
 OF_COPIES: Final = {
@@ -161,7 +154,7 @@ def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple
         return fitting(trace, BATCH_OPERATORS, LARGER_SHAPES)
     if achieved.by_memory:
         return fitting(trace, FUSE_MEMORY_BOUND, *lower)
-    if achieved.share is not None and achieved.share < NEAR:
+    if achieved.share is not None and achieved.share < POLICY.near_peak:
         return fitting(trace, *((CHANNELS_LAST,) if family == "convolution" else ()), *lower, LARGER_SHAPES)
     return fitting(trace, *lower, FUSE_AROUND)
 
@@ -172,7 +165,10 @@ def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:
     if ledger is None or not ledger.step_ns:
         return None, None
     if trace.is_sample:
-        return None, f"Most events are missing from the trace{on_rank(trace)}: idle times and their causes are unknown."
+        return (
+            None,
+            f"Most events are missing from the trace{trace_rank(trace)}: idle times and their causes are unknown.",
+        )
     if is_brief(trace) and trace.gpu_window:
         count = format_count(sum(kernel.count for kernel in computing(trace)), "kernel")
         span = format_ns(trace.gpu_window.window_ns)

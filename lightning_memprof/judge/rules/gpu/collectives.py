@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import CollectiveTotals, TraceReport
-from lightning_memprof.judge.finding import Finding, titled
+from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     COMBINE_COLLECTIVES,
@@ -33,34 +36,14 @@ from lightning_memprof.judge.remedies import (
     STAY_IN_NODE,
     Remedy,
 )
-from lightning_memprof.judge.traces import (
-    NOTABLE_SHARE,
-    longest_in,
-    on_rank,
-    recovered_ns,
-    remedies,
-    severity_of,
-    shorter_name,
-    times,
-)
+from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
+from lightning_memprof.judge.traces import device_traces, longest_in, remedies, shorter_name, stretch, times
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
-# Below this size the start-up of a collective takes as long as its data on any link.
-SMALL_BYTES: Final = MIB
-# This many of them in a step are better sent as one.
-MANY_SMALL: Final = 20
-# The same data takes the same time: a collective that takes this many times as long waits for a late rank.
-LATE_FACTOR: Final = 3
-# Of the smaller of two sizes, the part of its time that does not grow with the bytes; and how much larger the other is.
-FIXED_SHARE: Final = 0.5
-LARGER: Final = 2
 SHOWN: Final = 3
 UNKNOWN_COLLECTIVE: Final = "an unnamed collective"
 # DistributedDataParallel sends a bucket as soon as it is full, by default with 25 MiB: the last one after backward.
 BUCKET_BYTES: Final = 25 * MIB
-FEW_BUCKETS: Final = 2
-# So many buckets leave little of the gradients for the end of backward.
-BUCKETS: Final = 8
 OVERLAP: Final[Mapping[str, tuple[Remedy, ...]]] = {
     "all_reduce": (OVERLAP_GRADIENTS, OVERLAP_GRADIENTS_IN_TORCH),
     "gather_scatter": (PREFETCH_PARAMETERS, PREFETCH_PARAMETERS_IN_TORCH),
@@ -68,6 +51,7 @@ OVERLAP: Final[Mapping[str, tuple[Remedy, ...]]] = {
     "point_to_point": (FILL_PIPELINE,),
     "other": (EARLY_TRANSFER,),
 }
+SMALLER: Final = (SMALLER_BUCKETS, SMALLER_BUCKETS_IN_TORCH)
 SEND_LESS: Final[Mapping[str, tuple[Remedy, ...]]] = {
     "all_reduce": (
         SEND_LESS_OFTEN,
@@ -87,63 +71,47 @@ KINDS: Final = {
     "all_to_all": ("alltoall", "sendrecv"),
     "point_to_point": ("send", "recv"),
 }
-OVERLAPPED: Final = (0.0, 1.0)
 COLLECTIVE_NUMBERS: Final = (
     "name", "group", "bytes_each", "count", "exposed_ns", "median_ns", "max_ns", "bus_bytes_per_s",
 )  # fmt: skip
 
 
-def communication_exposed(trace: TraceReport) -> Finding | None:
-    """Find communication that no computation overlaps, and its collectives.
-
-    Excludes the wait for other ranks where their traces show it. Recovers at most the exposed collectives, as far as
-    there is computation to hide them; nothing where it depends on their result.
-    """
-    window, ledger = trace.window, trace.device_ledger
-    if window is None or not window.window_ns:
-        return None
-    waited_ns = round(ledger.communicates("rank_wait") * ledger.steps) if ledger is not None else 0
-    exposed_ns = max(window.communication_exposed_ns - waited_ns, 0)
-    share = exposed_ns / window.window_ns
-    if share <= NOTABLE_SHARE:
-        return None
-    collectives = sorted(trace.collectives, key=lambda collective: collective.exposed_ns, reverse=True)
-    worst = collectives[0] if collectives else None
-    overlapped = window.communication_overlapped_ns / window.communication_ns if window.communication_ns else 0.0
-    late = _late(collectives)
-    mostly = ", mostly {name}" if worst else ""
-    waited = f", and {format_ns(waited_ns)} wait for other ranks" if waited_ns else ""
-    return Finding(
-        rule="communication_exposed",
-        severity=severity_of(share),
-        title=titled(
-            f"{'Communication-bound: exposed' if share >= POLICY.bound else 'Exposed'} collectives take "
-            f"{percent(share)} of the time{on_rank(trace)}{mostly}.",
-            name=_plain(worst.name) if worst else "",
-        ),
-        why=(
-            f"{format_ns(exposed_ns)} of {format_ns(window.window_ns)} are exposed{waited}; {percent(overlapped)} "
-            "of all communication overlaps kernels"
-            f"{''.join(f'; {_shown(found)}' for found in collectives[:SHOWN])}."
-        ),
-        remedies=_next_steps(trace, collectives, late),
-        evidence=longest_in(trace, worst.longest_start_ns if worst else None, worst.max_ns if worst else 0),
-        numbers={
-            "exposed_share": share,
-            "exposed_ns": exposed_ns,
-            "waited_ns": waited_ns,
-            "communication_ns": window.communication_ns,
-            "overlapped_ns": window.communication_overlapped_ns,
-            "overlapped_share": overlapped,
-            "window_ns": window.window_ns,
-            "late": late.name if late else None,
-            "collectives": [
-                {name: getattr(collective, name) for name in COLLECTIVE_NUMBERS} for collective in collectives[:SHOWN]
-            ],
-        },
-        weight=share,
-        recovers=recovered_ns(ledger, OVERLAPPED, "collective", recorded_ns=min(exposed_ns, window.compute_ns)),
-    )
+def exposed_collectives(facts: Facts) -> Iterator[Found]:
+    """Yield the communication that no computation overlaps, without the wait for other ranks that traces show."""
+    for trace, ledger in device_traces(facts):
+        lines = tuple(line for line in ledger.communication if line.part == Part.COLLECTIVE)
+        if (window := trace.window) is None or not lines:
+            continue
+        collectives = sorted(trace.collectives, key=lambda collective: collective.exposed_ns, reverse=True)
+        worst = collectives[0] if collectives else None
+        overlapped = window.communication_overlapped_ns / window.communication_ns if window.communication_ns else 0.0
+        late, waited_ns = _late(collectives), ledger.communicates(Part.RANK_WAIT)
+        steps, whole = stretch(trace, ledger)
+        waited = f", and {format_ns(steps * waited_ns)} wait for other ranks" if waited_ns else ""
+        fact = Fact(source=trace, ledger=ledger, lines=lines)
+        hidden = min(ledger.ns(Part.COMPUTE) / fact.ns, 1.0)
+        yield (
+            fact,
+            Detail(
+                fields={"mostly": f", mostly {_plain(worst.name)}" if worst else ""},
+                measured=(
+                    f"{format_ns(steps * fact.ns)} of {whole} are exposed{waited}; {percent(overlapped)} of all "
+                    f"communication overlaps kernels{''.join(f'; {_shown(found)}' for found in collectives[:SHOWN])}"
+                ),
+                remedies=_next_steps(trace, ledger, collectives, late),
+                saves=(0.25, max(hidden, 0.5)),
+                numbers={
+                    "waited_ns": round(waited_ns),
+                    "overlapped_share": overlapped,
+                    "late": late.name if late else None,
+                    "collectives": [
+                        {name: getattr(collective, name) for name in COLLECTIVE_NUMBERS}
+                        for collective in collectives[:SHOWN]
+                    ],
+                },
+                evidence=longest_in(trace, worst.longest_start_ns if worst else None, worst.max_ns if worst else 0),
+            ),
+        )
 
 
 def _late(collectives: list[CollectiveTotals]) -> CollectiveTotals | None:
@@ -156,15 +124,15 @@ def _late(collectives: list[CollectiveTotals]) -> CollectiveTotals | None:
         for collective in collectives
         if collective.count > 1
         and _kind(collective) != "point_to_point"
-        and collective.max_ns >= LATE_FACTOR * max(collective.median_ns, 1)
+        and collective.max_ns >= POLICY.multiple * max(collective.median_ns, 1)
     ]
     found = max(waits, key=lambda wait: wait.max_ns, default=None)
-    least = NOTABLE_SHARE * sum(collective.total_ns for collective in collectives)
+    least = POLICY.verdict * sum(collective.total_ns for collective in collectives)
     return found if found is not None and found.max_ns >= least else None
 
 
 def _fixed(
-    trace: TraceReport, collectives: Sequence[CollectiveTotals]
+    ledger: TimeLedger, collectives: Sequence[CollectiveTotals]
 ) -> tuple[CollectiveTotals, CollectiveTotals] | None:
     """Return two sizes of a collective, the smaller one first, if most of the smaller one's time is waiting.
 
@@ -173,18 +141,18 @@ def _fixed(
     """
     sizes: dict[tuple[str, str], list[CollectiveTotals]] = {}
     for each in collectives:
-        if (each.bytes_each or 0) >= SMALL_BYTES:
+        if (each.bytes_each or 0) >= POLICY.small_bytes:
             sizes.setdefault((each.name, each.group), []).append(each)
     found = []
     for alike in sizes.values():
         small, large = (pick(alike, key=lambda each: each.bytes_each or 0) for pick in (min, max))
         fewer, more = small.bytes_each or 0, large.bytes_each or 0
-        if more < LARGER * fewer:
+        if more < 2 * fewer:
             continue
         fixed_ns = small.median_ns - fewer * max(large.median_ns - small.median_ns, 0) / (more - fewer)
         waited_ns = fixed_ns * sum(each.count for each in alike)
-        is_notable = trace.window is not None and waited_ns > NOTABLE_SHARE * trace.window.window_ns
-        if is_notable and fixed_ns >= FIXED_SHARE * small.median_ns:
+        is_notable = waited_ns > POLICY.verdict * ledger.step_ns * ledger.steps
+        if is_notable and fixed_ns >= POLICY.most * small.median_ns:
             found.append((waited_ns, small, large))
     return max(found, key=lambda pair: pair[0])[1:] if found else None
 
@@ -201,7 +169,7 @@ def _shown(collective: CollectiveTotals) -> str:
     exposed = format_ns(collective.exposed_ns)
     fastest = ""
     # A small one takes as long as its start-up.
-    if collective.bus_bytes_per_s is not None and (collective.bytes_each or 0) >= SMALL_BYTES:
+    if collective.bus_bytes_per_s is not None and (collective.bytes_each or 0) >= POLICY.small_bytes:
         fastest = f", up to {format_bytes(collective.bus_bytes_per_s)}/s of bus bandwidth"
     return f"{_plain(collective.name)}{size}, {times(collective.count)}, {each}{exposed} exposed{fastest}"
 
@@ -212,7 +180,7 @@ def _kind(collective: CollectiveTotals) -> str:
 
 
 def _next_steps(
-    trace: TraceReport, collectives: list[CollectiveTotals], late: CollectiveTotals | None
+    trace: TraceReport, ledger: TimeLedger, collectives: list[CollectiveTotals], late: CollectiveTotals | None
 ) -> tuple[Remedy, ...]:
     steps: list[Remedy] = []
     if late is not None:
@@ -221,22 +189,22 @@ def _next_steps(
                 collective=_plain(late.name), median=format_ns(late.median_ns), longest=format_ns(late.max_ns)
             )
         )
-    elif (sizes := _fixed(trace, collectives)) is not None:
+    elif (sizes := _fixed(ledger, collectives)) is not None:
         fewer, more = (f"{format_ns(size.median_ns)} for {format_bytes(size.bytes_each or 0)}" for size in sizes)
         steps.append(FIND_WAITING_RANK.filled(collective=_plain(sizes[0].name), fewer=fewer, more=more))
     small = sum(
         collective.count
         for collective in collectives
-        if collective.bytes_each is not None and collective.bytes_each < SMALL_BYTES
+        if collective.bytes_each is not None and collective.bytes_each < POLICY.small_bytes
     )
-    if small >= MANY_SMALL * max(len(trace.steps), 1):
-        steps.append(COMBINE_COLLECTIVES.filled(count=f"{small:,}", size=format_bytes(SMALL_BYTES)))
+    if small >= POLICY.small_collectives * max(len(trace.steps), 1):
+        steps.append(COMBINE_COLLECTIVES.filled(count=f"{small:,}", size=format_bytes(POLICY.small_bytes)))
     kind = _kind(collectives[0]) if collectives else "other"
     if kind == "all_reduce" and trace.program.trains and not trace.program.is_ddp:
         kind = "other"
     overlap, less, window = OVERLAP[kind], SEND_LESS[kind], trace.window
     if kind == "all_reduce" and (cap := _smaller_cap(trace, collectives)):
-        overlap = tuple(choice.filled(size=cap) for choice in (SMALLER_BUCKETS, SMALLER_BUCKETS_IN_TORCH))
+        overlap = tuple(choice.filled(size=cap) for choice in SMALLER)
     # Computation hides no more than it takes itself.
     is_most = window is not None and window.communication_ns > window.compute_ns
     return remedies(trace, *steps, *((*less, *overlap) if is_most else (*overlap, *less)))
@@ -247,10 +215,43 @@ def _smaller_cap(trace: TraceReport, collectives: Sequence[CollectiveTotals]) ->
 
     It is where gradients are sent in one or two buckets, and where most of the time is hidden.
     """
-    sent = [each for each in collectives if _kind(each) == "all_reduce" and (each.bytes_each or 0) >= SMALL_BYTES]
+    sent = [
+        each for each in collectives if _kind(each) == "all_reduce" and (each.bytes_each or 0) >= POLICY.small_bytes
+    ]
     each_step = sum((each.bytes_each or 0) * each.count for each in sent) / max(len(trace.steps), 1)
     window = trace.window
     is_hidden = window is not None and 2 * window.communication_overlapped_ns > window.communication_ns
-    if not each_step or (each_step > FEW_BUCKETS * BUCKET_BYTES and not is_hidden):
+    if not each_step or (each_step > 2 * BUCKET_BYTES and not is_hidden):
         return None
-    return max(round(min(each_step, FEW_BUCKETS * BUCKET_BYTES) / BUCKETS / MIB), 1)
+    # Eight buckets leave little of the gradients for the end of backward.
+    return max(round(min(each_step, 2 * BUCKET_BYTES) / 8 / MIB), 1)
+
+
+ROWS: Final = (
+    Rule(
+        id="communication_exposed",
+        about=(
+            "Collectives (NCCL, RCCL, oneCCL, HCCL, symmetric memory, custom all-reduces) run while no other kernel "
+            "does. Gradients can be sent while backward still computes, and parameters can be fetched while another "
+            "layer runs. A collective ends when the last rank has arrived: exposed time includes waiting for it, unless"
+            " the traces of the ranks are shown together. A collective that takes 3 times its median, or nearly as "
+            "long for fewer bytes, waits for a late rank."
+        ),
+        trade_off=(
+            "Memory for parameters that stay gathered, bits of gradients that are sent as bfloat16, or larger batches;"
+            " nothing is recovered where the next kernel needs the result."
+        ),
+        of=(Part.COLLECTIVE,),
+        find=exposed_collectives,
+        says="exposed collectives take {share}{rank}{mostly}.",
+        bound="Communication-bound",
+        offers=(
+            FIND_LATE_RANK,
+            FIND_WAITING_RANK,
+            COMBINE_COLLECTIVES,
+            *dict.fromkeys(itertools.chain(SMALLER, *OVERLAP.values(), *SEND_LESS.values())),
+        ),
+        # A collective sent half as often, or in half of the bytes; at most what there is computation to hide.
+        saves=(0.25, 1.0),
+    ),
+)

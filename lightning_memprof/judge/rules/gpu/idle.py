@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
+from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import action_name
 from lightning_memprof.account.trace.idle import COMPILES
-from lightning_memprof.account.trace.model import (
-    IdleCause,
-    Steady,
-    TraceReport,
-)
-from lightning_memprof.judge.finding import Finding, Recovery, Severity
+from lightning_memprof.account.trace.model import IdleCause, TraceReport
+from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     ALL_AT_ONCE,
@@ -22,10 +19,13 @@ from lightning_memprof.judge.remedies import (
     CALL_ONCE,
     CHECK_FEWER_GUARDS,
     COLLECT_BETWEEN_STEPS,
+    COMPARE_WITH_BARE,
+    COMPARE_WITH_PULSE,
     COMPILE_ONCE,
     COPY_FROM_PINNED,
     FIND_SLOW_LINES,
-    KEEP_PINNED,
+    KEEP_ON_DEVICE,
+    KEEP_ON_DEVICE_IN_TORCH,
     LARGER_CALLS,
     LARGER_STEPS,
     LAUNCH_AT_ONCE,
@@ -34,59 +34,58 @@ from lightning_memprof.judge.remedies import (
     MERGE_ALL_TRACES,
     MOVE_OUT_OF_STEP,
     RECORD_HOST,
+    RECORD_LATER,
+    RECORD_LATER_IN_TORCH,
     RECORD_PYTHON_STACKS,
+    RECORD_REPLAY,
+    RECORD_WITHOUT,
     REPLAY_GRAPHS,
     RUN_ON_GPU,
     SAVE_IN_BACKGROUND,
     Remedy,
 )
-from lightning_memprof.judge.rules.gpu.allocator import NOTABLE_CALLS, THRASH_NEXT, allocator_share
-from lightning_memprof.judge.rules.gpu.waits import READS
-from lightning_memprof.judge.rules.profiler import recording_ns
+from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
 from lightning_memprof.judge.traces import (
     LAUNCHING,
-    MAIN_PART,
-    NOTABLE_SHARE,
-    SAVED,
-    IdleTime,
     after_start,
-    after_waits,
     cold_start_of,
     computing,
-    exposed_loading,
+    device_traces,
     has_graphs,
-    idle_time,
+    is_brief,
     longest_in,
-    on_rank,
-    recovered_ns,
+    profiler_of,
+    recording_calls,
+    recording_ns,
     remedies,
+    scaled,
     seen_in,
-    severity_of,
     shorter_name,
-    workers_in,
+    stretch,
+    sure_ledger,
+    times,
+    waits_ns,
 )
-from lightning_memprof.units import format_count, format_ns, percent
+from lightning_memprof.units import format_count, format_ns
 
+WAITS: Final = (
+    Part.IDLE_SYNCHRONIZATION, Part.IDLE_GC_PAUSES, Part.IDLE_PYTHON, Part.IDLE_OPERATORS, Part.IDLE_LAUNCH,
+    Part.IDLE_GRAPH, Part.IDLE_LOADING, Part.IDLE_QUEUE, Part.IDLE_UNKNOWN,
+)  # fmt: skip
 # What the host is in is named by its operator, call or place.
 NAMED: Final = (Part.IDLE_SYNCHRONIZATION, Part.IDLE_OPERATORS, Part.IDLE_PYTHON)
+# Calls of the driver that launch work are parts too; others are in the way.
+DRIVER: Final = (Part.IDLE_LAUNCH, Part.IDLE_GRAPH, Part.IDLE_LOADING)
+# Some of the work before launches and in calls stays.
+SAVED: Final = (0.5, 1.0)
 # What the device waits for may come no sooner.
-SAVED_OF_QUEUE: Final = (0.0, 1.0)
-BETWEEN: Final = "mostly in the short gaps between kernels that are queued"
-UNSEEN: Final = "the host does unrecorded work"
-# The device waits no longer than this for a kernel that is queued behind another one.
-QUEUED_NS: Final = 20_000
-# Nothing between two launches takes as long: the host does something else in such a gap.
-LONG_GAP_NS: Final = 200_000
-# Nothing in a program that launches takes as long, however slow its Python is.
-LONGEST_GAP_NS: Final = 1_000_000
+UNSURE: Final[Mapping[Part, tuple[float, float]]] = dict.fromkeys((Part.IDLE_QUEUE, Part.IDLE_UNKNOWN), (0.0, 1.0))
 # Lightning's actions in a trace, and the one around a whole batch.
 ACTION: Final = "[pl][profile]"
 WHOLE_BATCH: Final = "run_training_batch"
 NEXT: Final[Mapping[Part, tuple[Remedy, ...]]] = {
-    Part.IDLE_SYNCHRONIZATION: READS,
-    Part.IDLE_ALLOCATOR: THRASH_NEXT,
+    Part.IDLE_SYNCHRONIZATION: (KEEP_ON_DEVICE, KEEP_ON_DEVICE_IN_TORCH),
     Part.IDLE_GC_PAUSES: (COLLECT_BETWEEN_STEPS,),
-    Part.IDLE_PYTHON: (RECORD_PYTHON_STACKS,),
     Part.IDLE_QUEUE: (MERGE_ALL_TRACES,),
 }
 # The optimizer's own remedy is the last one.
@@ -98,7 +97,6 @@ BY_NAME: Final = (
     (re.compile(rf"{re.escape(COMPILES)}\Z"), COMPILE_ONCE),
     (re.compile("TorchDynamo Cache Lookup"), CHECK_FEWER_GUARDS),
     (re.compile("Graph(?:Instantiate|ExecUpdate)"), REPLAY_GRAPHS),
-    (re.compile("Host(?:Alloc|Register)|MallocHost"), KEEP_PINNED),
 )
 # Operators that make tensors.
 MAKES: Final = re.compile(
@@ -107,132 +105,76 @@ MAKES: Final = re.compile(
 SAVES: Final = re.compile("checkpoint|state_dict", re.IGNORECASE)
 # Ranges that are the training itself.
 OF_A_STEP: Final = re.compile("forward|backward|step|optim|grad|batch|epoch", re.IGNORECASE)
+OPTIONS: Final = ("with_stack", "profile_memory", "record_shapes")
 
 
-def gpu_idle(trace: TraceReport) -> Finding | None:
-    """Find an idle device, whether the host cannot launch fast enough, and the host's activity meanwhile.
+def idle_devices(facts: Facts) -> Iterator[Found]:
+    """Yield the idle time of the main cause; of a host that cannot launch fast enough, that of all launching.
 
-    Recovers half to all of the idle time with the main cause; of a launch-bound program, of all launching. Of queued
-    work nothing to all: the rank or stream that it waits for may not be faster. A cold start recovers nothing: the
-    program pays it once.
+    Without the waits of the host for the device, and without the recording, that much of it is not there.
     """
-    idle = idle_time(trace)
-    if idle is None:
-        return None
-    # Idle time that no other rule reports is this one's.
-    elsewhere = [cause for cause in idle.causes if cause.cause in _reported_elsewhere(trace)]
-    rest_ns = idle.total_ns - sum(cause.total_ns for cause in elsewhere)
-    waits = after_waits(trace)
-    own_ns = rest_ns - (waits.own_ns if waits else 0)
-    cold_ns = sum(cause.total_ns for cause in elsewhere if cause.cause == Part.COLD_START)
-    if own_ns <= POLICY.note * idle.span_ns or cold_ns >= MAIN_PART * idle.span_ns:
-        return _cold_start(trace, idle)
-    causes = [cause for cause in idle.causes if cause not in elsewhere and cause.total_ns > 0]
-    main = causes[0] if causes else None
-    launching_ns = sum(cause.total_ns for cause in causes if cause.cause in LAUNCHING)
-    is_launching = _is_between(main) or (launching_ns >= MAIN_PART * rest_ns and _launches(trace, main))
-    # Without the recording, the host is faster by its cost; other causes than the main one stay.
-    own_ns -= 0 if trace.steady is not None else min(max(recording_ns(trace)), launching_ns)
-    worth = _recovery(trace, own_ns, main, is_launching=is_launching)
-    stake = worth.share if worth else own_ns / idle.span_ns
-    bound = is_launching and not _is_between(main) and launching_ns >= MAIN_PART * idle.span_ns
-    kernels = sum(kernel.count for kernel in computing(trace))
-    activities = _activities(trace, main, rest_ns, is_launching=is_launching)
-    return Finding(
-        rule="gpu_idle",
-        severity=severity_of(stake),
-        title=_sentence(trace, idle, elsewhere, activities, bound=bound),
-        why=_why(trace, idle, causes, kernels),
-        remedies=_next_steps(trace, main, is_launching=is_launching),
-        evidence=longest_in(trace, main.longest_start_ns, main.longest_ns) if main else seen_in(trace),
-        numbers={
-            **_numbers(idle),
-            "launch_bound": bound,
-            "cold_start": False,
-            "main_cause": main.cause if main else None,
-            "kernels": kernels,
-        },
-        weight=stake,
-        recovers=worth,
-    )
+    for trace, ledger in device_traces(facts):
+        main = max(WAITS, key=ledger.ns)
+        cause = _cause(trace, main)
+        is_between = main == Part.IDLE_QUEUE and cause.total_ns <= POLICY.queued_ns * cause.count
+        is_launching = is_between or _launches(trace, cause)
+        lines = ledger.of(*LAUNCHING) if is_launching and not is_between else ledger.of(main)
+        if not lines:
+            continue
+        fact = Fact(source=trace, ledger=ledger, lines=lines)
+        rest_ns = ledger.ns(*WAITS) - waits_ns(trace, ledger)
+        rest_ns -= 0 if trace.steady is not None else max(recording_ns(trace)) / ledger.steps
+        left, saves = max(min(fact.ns, rest_ns), 0.0) / fact.ns, UNSURE.get(main, SAVED)
+        is_bound = is_launching and not is_between and fact.share >= POLICY.bound
+        name = _place(cause) if main in NAMED or _is_other_call(cause) else ""
+        doing = _doing(trace, cause, "{name}" if name else main.label)
+        if is_launching:
+            launches = "the optimizer's launches" if _in_optimizer(trace) else "kernel launches"
+            doing = "in the short gaps between queued kernels" if is_between else f"between {launches}"
+        yield (
+            fact,
+            Detail(
+                says=f"{'Launch-bound: the' if is_bound else 'The'} GPU is idle {{share}}{{rank}} {doing}.",
+                fields={"name": shorter_name(name)},
+                measured=_measured(trace, ledger),
+                why=_note(trace),
+                remedies=_next_steps(trace, cause, is_launching=is_launching),
+                saves=(left * saves[0], left * saves[1]),
+                numbers={**_numbers(trace), "launch_bound": is_bound, "main_cause": main},
+                evidence=longest_in(trace, cause.longest_start_ns, cause.longest_ns),
+            ),
+        )
 
 
-def _numbers(idle: IdleTime) -> dict[str, Any]:
+def _cause(trace: TraceReport, part: Part) -> IdleCause:
+    """Return the gaps of a cause; where the causes are unknown, none."""
+    nothing = IdleCause(cause=part, total_ns=0, count=0, longest_ns=0, example="")
+    return next((cause for cause in trace.idle if cause.cause == part), nothing)
+
+
+def _numbers(trace: TraceReport) -> dict[str, object]:
+    window = trace.window
+    idle_ns, window_ns = (window.idle_ns, window.window_ns) if window else (0, 0)
     return {
-        "idle_share": idle.total_ns / idle.span_ns,
-        "idle_ns": idle.total_ns,
-        "window_ns": idle.span_ns,
-        "causes_ns": {cause.cause: cause.total_ns for cause in idle.causes},
+        "idle_share": idle_ns / window_ns if window_ns else 0.0,
+        "idle_ns": idle_ns,
+        "window_ns": window_ns,
+        "causes_ns": {cause.cause: cause.total_ns for cause in trace.idle},
+        "kernels": sum(kernel.count for kernel in computing(trace)),
     }
 
 
-def _cold_start(trace: TraceReport, idle: IdleTime) -> Finding | None:
-    """Note what the device waits for once: a program pays its start in the first steps only."""
-    cold = next((cause for cause in idle.causes if cause.cause == Part.COLD_START), None)
-    if cold is None or cold.total_ns <= POLICY.note * idle.span_ns:
-        return None
-    share, what = percent(cold.total_ns / idle.span_ns), cold_start_of(cold)
-    return Finding(
-        rule="gpu_idle",
-        severity=Severity.INFO,
-        title=_fitting(
-            f"The GPU is idle {share} of the time{on_rank(trace)} in a cold start",
-            iter((f": {what} ({format_ns(cold.longest_ns)})", f": {what}", "")),
-        ),
-        why=f"The GPU is idle for {format_ns(cold.total_ns)} of {format_ns(idle.span_ns)} in calls made once.",
-        remedies=after_start(trace, cold),
-        evidence=longest_in(trace, cold.longest_start_ns, cold.longest_ns),
-        numbers={**_numbers(idle), "launch_bound": False, "cold_start": True, "main_cause": Part.COLD_START},
-    )
+def _launches(trace: TraceReport, cause: IdleCause) -> bool:
+    """Return whether the host launches in most of the idle time of a cause."""
+    is_launching = cause.cause in LAUNCHING and not _is_unseen(trace, cause) and not _is_other_call(cause)
+    is_apart = cause.mostly_in and not cause.launches
+    return is_launching and cause.long_ns < (POLICY.call_gap_ns if is_apart else POLICY.launch_gap_ns)
 
 
-def _recovery(trace: TraceReport, own_ns: int, main: IdleCause | None, *, is_launching: bool) -> Recovery | None:
-    causes = LAUNCHING if is_launching and main and main.cause in LAUNCHING else (main.cause,) if main else ()
-    saves = SAVED_OF_QUEUE if causes == (Part.IDLE_QUEUE,) else SAVED
-    return recovered_ns(trace.device_ledger, saves, *causes, recorded_ns=own_ns)
-
-
-def _reported_elsewhere(trace: TraceReport) -> tuple[Part, ...]:
-    # In a steady state the run's own findings have it.
-    has_other = trace.steady is not None or exposed_loading(trace) is not None
-    loading: tuple[Part, ...] = (Part.COLD_START, Part.IDLE_DATA) if has_other else (Part.COLD_START,)
-    return (*loading, Part.IDLE_ALLOCATOR) if allocator_share(trace) > NOTABLE_CALLS else loading
-
-
-def _launches(trace: TraceReport, main: IdleCause | None) -> bool:
-    """Return whether the host is launching for most of the idle time that the main cause has."""
-    if main is None or main.cause not in LAUNCHING or _is_unseen(trace, main) or _is_other_call(main):
-        return False
-    return main.long_ns < (LONG_GAP_NS if main.mostly_in and not main.launches else LONGEST_GAP_NS)
-
-
-def _activities(trace: TraceReport, main: IdleCause | None, rest_ns: int, *, is_launching: bool) -> Iterator[str]:
-    """Yield what the host does meanwhile, the most precise first."""
-    if main is None:
-        yield ""
-        return
-    if _is_between(main):
-        yield f", {BETWEEN}"
-    elif is_launching:
-        where = ", mostly in the optimizer" if _in_optimizer(trace) else ""
-        yield f", while the host prepares kernels{where}"
-        yield f"{where or ', while the host prepares kernels'}"
-        yield ""
-    name = "" if main.cause == Part.IDLE_QUEUE else shorter_name(action_name(main.mostly_in.removeprefix(ACTION)))
-    name = "" if name == WHOLE_BATCH else name
-    if main.longest_ns >= MAIN_PART * rest_ns:
-        gap = f", mostly in one gap of {format_ns(main.longest_ns)}"
-        yield from (f"{gap}: {_what(trace, main)} ({name})", f"{gap} ({name})") if name else ()
-        yield f"{gap}: {_what(trace, main)}"
-        yield gap
-    if (
-        main.cause in {Part.IDLE_SYNCHRONIZATION, Part.IDLE_OPERATORS, Part.IDLE_PYTHON}
-        and name
-        and not _compiles(main)
-    ):
-        yield f", mostly while the host {'waits' if main.cause == Part.IDLE_SYNCHRONIZATION else 'is'} in {name}"
-    yield f", mostly while {_what(trace, main)}"
-    yield ""
+def _place(cause: IdleCause) -> str:
+    """Return the operator, call or action that the host is mostly in; the action around all others names nothing."""
+    name = "" if cause.cause == Part.IDLE_QUEUE else action_name(cause.mostly_in.removeprefix(ACTION))
+    return "" if name == WHOLE_BATCH else name
 
 
 def _compiles(cause: IdleCause) -> bool:
@@ -242,129 +184,213 @@ def _compiles(cause: IdleCause) -> bool:
 def _is_unseen(trace: TraceReport, cause: IdleCause) -> bool:
     """Return whether the host ran what was not recorded: the trace has nothing of it but calls of the runtime."""
     calls = sum(call.count for call in trace.runtime_calls)
-    return cause.cause in {Part.IDLE_PYTHON, *LAUNCHING[2:]} and trace.host_events == calls > 0
+    return cause.cause in {Part.IDLE_PYTHON, *DRIVER} and trace.host_events == calls > 0
 
 
-def _is_other_call(cause: IdleCause | None) -> bool:
-    return cause is not None and cause.cause in LAUNCHING[2:] and OTHER_CALL.match(cause.mostly_in) is not None
+def _is_other_call(cause: IdleCause) -> bool:
+    return cause.cause in DRIVER and OTHER_CALL.match(cause.mostly_in) is not None
 
 
-def _what(trace: TraceReport, cause: IdleCause) -> str:
-    if _is_other_call(cause):
-        return f"the host is in {cause.mostly_in}"
+def _doing(trace: TraceReport, cause: IdleCause, place: str) -> str:
+    """Return what the host does meanwhile, as a clause."""
+    if cause.cause == Part.IDLE_UNKNOWN:
+        return "for unknown reasons"
     if _compiles(cause):
-        return "torch.compile compiles"
+        return "while torch.compile compiles"
     if cause.cause == Part.IDLE_QUEUE:
-        return f"the next kernel is {cause.cause.label}"
-    is_unseen = cause.cause == Part.IDLE_PYTHON and _is_unseen(trace, cause)
-    return UNSEEN if is_unseen else f"the host is in {cause.cause.label}"
-
-
-def _is_between(main: IdleCause | None) -> bool:
-    """Return whether a device waits in the short gaps between kernels that are queued."""
-    return main is not None and main.cause == Part.IDLE_QUEUE and main.total_ns <= QUEUED_NS * main.count
-
-
-def _sentence(
-    trace: TraceReport, whole: IdleTime, elsewhere: list[IdleCause], activities: Iterator[str], *, bound: bool
-) -> str:
-    """Return the title: of the host's activities the first one that fits."""
-    by_cause = {cause.cause: cause.total_ns / whole.span_ns for cause in elsewhere}
-    labels = {part: part.label for part in by_cause}
-    if trace.steady is not None:
-        labels[Part.IDLE_DATA] = "data, hooks and callbacks"
-    apart = [f"{labels[part]} ({percent(taken)})" for part, taken in by_cause.items() if taken >= POLICY.note]
-    begin = f"{'Launch-bound: the' if bound else 'The'} GPU is idle {{}} of the time{on_rank(trace)}"
-    share = whole.total_ns / whole.span_ns
-    idle = begin.format(percent(share - sum(by_cause.values()))) + (
-        f" apart from {' and '.join(apart)}" if apart else ""
-    )
-    if len(idle) >= POLICY.title:
-        idle = begin.format(percent(share))
-    return _fitting(idle, activities)
-
-
-def _fitting(begin: str, ends: Iterator[str]) -> str:
-    """Return a title with the first end that fits."""
-    return next(title for end in ends if len(title := f"{begin}{end}.") <= POLICY.title or not end)
+        return f"while the next kernel is {cause.cause.label}"
+    if cause.cause == Part.IDLE_PYTHON and _is_unseen(trace, cause):
+        return "while the host does unrecorded work"
+    return f"while the host {'waits' if cause.cause == Part.IDLE_SYNCHRONIZATION else 'is'} in {place}"
 
 
 def _in_optimizer(trace: TraceReport) -> bool:
-    return trace.host_ledger is not None and trace.host_ledger.share("optimizer") >= MAIN_PART
+    return trace.host_ledger is not None and trace.host_ledger.share(Part.OPTIMIZER) >= POLICY.most
 
 
-def _why(trace: TraceReport, idle: IdleTime, causes: list[IdleCause], count: int) -> str:
-    if (steady := trace.steady) is not None:
-        return _why_steady(trace, steady, causes, count)
-    span = f"{format_ns(idle.total_ns)} of {format_ns(idle.span_ns)}"
-    named = [f"{format_ns(cause.total_ns)} while {_doing(trace, cause)}" for cause in causes[:2]]
-    stacks = " Recording Python stacks slows the host." if "with_stack" in trace.recorded_with else ""
-    kernels = f"it runs {format_count(count, 'kernel')}" if count else ""
-    parts = "; ".join(part for part in (*named, kernels) if part)
-    return f"The GPU is idle for {span}{f': {parts}' if parts else ''}.{stacks}"
+def _measured(trace: TraceReport, ledger: TimeLedger) -> str:
+    """Return the idle time, its largest causes, and the number of kernels."""
+    largest = sorted((part for part in WAITS if ledger.ns(part)), key=ledger.ns, reverse=True)[:2]
+    steps, whole = stretch(trace, ledger)
+    parts = [f"{format_ns(steps * ledger.ns(part))} {_mostly(trace, _cause(trace, part))}" for part in largest]
+    count = round(sum(kernel.count for kernel in computing(trace)) * steps / ledger.steps)
+    parts += [f"it runs {format_count(count, 'kernel')}"] if count else []
+    idle_ns = total(line for line in ledger.lines if line.part.group == "device idle")
+    return f"The GPU is idle for {format_ns(steps * idle_ns)} of {whole}: {'; '.join(parts)}"
 
 
-def _why_steady(trace: TraceReport, steady: Steady, causes: list[IdleCause], count: int) -> str:
-    steps = len(trace.steps)
-    waits = [f"{format_ns(cause.total_ns / steps)} while {_doing(trace, cause)}" for cause in causes[:2]]
-    if steady.others_ns >= NOTABLE_SHARE * steady.step_ns:
-        waits.append(f"{format_ns(steady.others_ns)} for data, transfers, hooks and callbacks")
-    kernels = f" and runs {format_count(round(count / steps), 'kernel')}" if count else ""
-    return (
-        f"A step outside windows takes {format_ns(steady.step_ns)}; the GPU works for {format_ns(steady.busy_ns)}"
-        f"{kernels}. In the rest it waits: {', '.join(waits)} (divided as in {format_count(steps, 'recorded step')})."
-    )
+def _mostly(trace: TraceReport, cause: IdleCause) -> str:
+    doing, name = _doing(trace, cause, cause.cause.label), _place(cause)
+    return f"{doing} (mostly {shorter_name(name)})" if name and name not in doing else doing
 
 
-def _doing(trace: TraceReport, cause: IdleCause) -> str:
-    """Return what the host does meanwhile, and mostly in which action, call or operator."""
-    # A kernel is not what it waits for, and the action around all others names nothing.
-    name = "" if cause.cause == Part.IDLE_QUEUE else action_name(cause.mostly_in.removeprefix(ACTION))
-    what = _what(trace, cause)
-    return what + (f" (mostly {shorter_name(name)})" if name not in {"", WHOLE_BATCH} and name not in what else "")
+def _note(trace: TraceReport) -> str:
+    if trace.steady is not None:
+        return f"The step is one outside windows, its causes as in {format_count(len(trace.steps), 'recorded step')}."
+    return "Recording Python stacks slows the host." if "with_stack" in trace.recorded_with else ""
 
 
-def _next_steps(trace: TraceReport, main: IdleCause | None, *, is_launching: bool) -> tuple[Remedy, ...]:
-    named = _by_name(trace, main)
+def _next_steps(trace: TraceReport, cause: IdleCause, *, is_launching: bool) -> tuple[Remedy, ...]:
+    named = _by_name(trace, cause)
     if is_launching:
         return remedies(trace, *named, *(reversed(LAUNCH_NEXT) if _in_optimizer(trace) else LAUNCH_NEXT))
     if named:
         return named
-    if main is None or _is_unseen(trace, main):
+    if cause.cause == Part.IDLE_UNKNOWN or _is_unseen(trace, cause):
         # The causes come from launch calls, which torch records with the activity of the device.
         return (RECORD_HOST,)
-    if main.cause != Part.IDLE_PYTHON:
-        return remedies(trace, *NEXT.get(main.cause, LAUNCH_NEXT))
-    return remedies(trace, *_elsewhere(main), *NEXT[Part.IDLE_PYTHON])
+    if cause.cause == Part.IDLE_PYTHON:
+        return remedies(trace, *_elsewhere(cause), RECORD_PYTHON_STACKS)
+    return remedies(trace, *NEXT.get(cause.cause, LAUNCH_NEXT))
 
 
-def _by_name(trace: TraceReport, main: IdleCause | None) -> tuple[Remedy, ...]:
+def _by_name(trace: TraceReport, cause: IdleCause) -> tuple[Remedy, ...]:
     """Return the next step for what the host is in for most of the idle time, if it is not launching."""
-    if main is None:
-        return ()
-    if main.cause == Part.IDLE_SYNCHRONIZATION:
-        return (COPY_FROM_PINNED,) if "Memcpy" in main.mostly_in else ()
-    if main.cause == Part.IDLE_DATA:
-        return (workers_in(trace.device_ledger, in_one=main.longest_ns >= MAIN_PART * main.total_ns),)
-    if (step := next((step for name, step in BY_NAME if name.search(main.mostly_in)), None)) is not None:
+    if cause.cause == Part.IDLE_SYNCHRONIZATION:
+        return (COPY_FROM_PINNED,) if "Memcpy" in cause.mostly_in else ()
+    if (step := next((step for name, step in BY_NAME if name.search(cause.mostly_in)), None)) is not None:
         return (step,)
-    if main.cause == Part.IDLE_OPERATORS and main.mostly_in and not main.launches and main.long_ns >= LONG_GAP_NS:
-        made = MAKES.match(main.mostly_in)
-        operator = shorter_name(main.mostly_in)
+    is_operator = cause.cause == Part.IDLE_OPERATORS and cause.mostly_in and not cause.launches
+    if is_operator and cause.long_ns >= POLICY.call_gap_ns:
+        made = MAKES.match(cause.mostly_in)
         step, call = (MAKE_ON_GPU, f"torch.{made[1]}") if made else (RUN_ON_GPU, "")
-        return (step.filled(call=call, operator=operator, device='"cuda"' if has_graphs(trace) else "device"),)
-    longest = format_ns(main.longest_ns)
-    return (CALL_ONCE.filled(call=main.mostly_in, longest=longest),) if _is_other_call(main) else ()
+        device = '"cuda"' if has_graphs(trace) else "device"
+        return (step.filled(call=call, operator=shorter_name(cause.mostly_in), device=device),)
+    longest = format_ns(cause.longest_ns)
+    return (CALL_ONCE.filled(call=cause.mostly_in, longest=longest),) if _is_other_call(cause) else ()
 
 
-def _elsewhere(main: IdleCause) -> tuple[Remedy, ...]:
+def _elsewhere(cause: IdleCause) -> tuple[Remedy, ...]:
     """Return what to do with the place that has most of the idle time in Python: one with launches cannot move."""
-    name = action_name(main.mostly_in.removeprefix(ACTION))
+    name = action_name(cause.mostly_in.removeprefix(ACTION))
     if SAVES.search(name):
         return (SAVE_IN_BACKGROUND,)
-    if main.apart_ns >= NOTABLE_SHARE * main.total_ns:
-        place = action_name(main.apart.removeprefix(ACTION))
+    if cause.apart_ns >= POLICY.verdict * cause.total_ns:
+        place = action_name(cause.apart.removeprefix(ACTION))
         if "): " in place:
             return (MOVE_OUT_OF_STEP.filled(place=place),)
         return () if not place or OF_A_STEP.search(place) else (CALL_LESS_OFTEN.filled(place=place),)
     return (FIND_SLOW_LINES.filled(place=name),) if "): " in name else ()
+
+
+def cold_starts(facts: Facts) -> Iterator[Found]:
+    """Yield the idle time in a cold start: a program pays it in the first steps only."""
+    for trace in facts.steady_traces:
+        ledger = sure_ledger(trace)
+        if ledger is None or is_brief(trace) or not (lines := ledger.of(Part.COLD_START)):
+            continue
+        cause, (steps, whole) = _cause(trace, Part.COLD_START), stretch(trace, ledger)
+        yield (
+            Fact(source=trace, ledger=ledger, lines=lines),
+            Detail(
+                fields={"what": cold_start_of(cause)},
+                measured=f"The GPU is idle for {format_ns(steps * total(lines))} of {whole} in calls made once",
+                remedies=after_start(trace, cause),
+                is_note=True,
+                evidence=longest_in(trace, cause.longest_start_ns, cause.longest_ns),
+            ),
+        )
+
+
+def recordings(facts: Facts) -> Iterator[Found]:
+    """Yield the idle time in which the device may wait for the profiler's own work.
+
+    In a steady state the ledger does not contain it.
+    """
+    for trace, ledger in device_traces(facts):
+        known_ns, estimated_ns = recording_ns(trace)
+        lines = scaled(ledger.of(*LAUNCHING), max(known_ns, estimated_ns) / ledger.steps)
+        if trace.steady is not None or not lines:
+            continue
+        measured = f"{trace.host_events:,} host events, about {format_ns(POLICY.event_ns)} of host time each"
+        if known_ns >= estimated_ns:
+            calls = (f"{call.name} {times(call.count)}" for call in recording_calls(trace))
+            measured = f"{format_ns(known_ns)}: {', '.join(calls)}"
+        options = [name for name in OPTIONS if name in trace.recorded_with]
+        less = ", ".join(f"{name}=False" for name in options)
+        without = (RECORD_WITHOUT.filled(profiler=profiler_of(trace), less=less),) if less else ()
+        yield (
+            Fact(source=trace, ledger=ledger, lines=lines),
+            Detail(
+                measured=f"{measured}{', recorded with ' if options else ''}{', '.join(options)}",
+                remedies=remedies(trace, *without, COMPARE_WITH_PULSE, COMPARE_WITH_BARE),
+                is_note=True,
+                numbers={
+                    "profiler_ns": known_ns,
+                    "estimated_ns": estimated_ns,
+                    "host_events": trace.host_events,
+                    "recorded_with": list(trace.recorded_with),
+                },
+                evidence=seen_in(trace),
+            ),
+        )
+
+
+ROWS: Final = (
+    Rule(
+        id="gpu_idle",
+        about=(
+            "The device is idle: its queue is empty, and it waits for the host, or what is queued waits for another "
+            "stream or rank. Each gap belongs to the activity of the thread that launches the next work up to the "
+            "launch: a blocking call, garbage collection, Python, an operator, a launch. In a run it is the idle time "
+            "of a step outside windows, in the recorded proportion of the causes."
+        ),
+        when=(
+            "The time is that of the main cause. If it is Python, operators or launches, and half of its time is in "
+            f"gaps of less than {format_ns(POLICY.launch_gap_ns)} ({format_ns(POLICY.call_gap_ns)} where the named "
+            "operator or place launches nothing), the host prepares kernels, and the time of all three counts: "
+            "launch-bound from half of the step on. In a trace alone, the cost of recording is left out of what it "
+            f"recovers. Device events in less than {format_ns(POLICY.brief_ns)}, or mostly in a cold start, are too "
+            "little to tell."
+        ),
+        trade_off="The time to compile, once; of queued work it recovers nothing to all of this time.",
+        of=WAITS,
+        find=idle_devices,
+        says="The GPU is idle {share}{rank}.",
+        offers=(
+            *LAUNCH_NEXT,
+            *(remedy for _, remedy in BY_NAME),
+            RUN_ON_GPU,
+            MAKE_ON_GPU,
+            CALL_ONCE,
+            MOVE_OUT_OF_STEP,
+            CALL_LESS_OFTEN,
+            SAVE_IN_BACKGROUND,
+            COLLECT_BETWEEN_STEPS,
+            COPY_FROM_PINNED,
+            MERGE_ALL_TRACES,
+            RECORD_PYTHON_STACKS,
+            RECORD_HOST,
+        ),
+        saves=SAVED,
+    ),
+    Rule(
+        id="cold_start",
+        about=(
+            "The device is idle in calls that are made once: first launches, code loading, the first memory, "
+            "torch.compile at work, or a graph of kernels being recorded, in no more than half of the steps. A program "
+            "pays it in the first steps only: record later ones, or a replay of the graph."
+        ),
+        trade_off="none.",
+        of=(Part.COLD_START,),
+        find=cold_starts,
+        says="The GPU is idle {share}{rank} in a cold start: {what}.",
+        offers=(RECORD_LATER, RECORD_LATER_IN_TORCH, RECORD_REPLAY),
+        saves=None,
+    ),
+    Rule(
+        id="recording_overhead",
+        about=(
+            "The device waits for the profiler's own work: events of the category overhead (without the driver's), or "
+            f"about {format_ns(POLICY.event_ns)} for each event of the host. Outside the window it costs nothing, but "
+            "idle times look worse than they are, most of all with with_stack=True."
+        ),
+        when="It counts at most as the time in which the host runs Python, operators or launches.",
+        trade_off="stacks, shapes or memory events.",
+        of=LAUNCHING,
+        find=recordings,
+        says="The profiler leaves the GPU idle for up to {share}{rank}.",
+        offers=(RECORD_WITHOUT, COMPARE_WITH_PULSE, COMPARE_WITH_BARE),
+        saves=None,
+    ),
+)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import Copies, Synchronization, TraceReport
-from lightning_memprof.judge.finding import Finding, Severity
+from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.finding import Evidence
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     COPY_FEWER_BYTES,
@@ -33,21 +35,19 @@ from lightning_memprof.judge.remedies import (
     UNIQUE_IN_WORKERS,
     Remedy,
 )
+from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
 from lightning_memprof.judge.traces import (
-    BESIDE_THE_STEP,
     CAUSES,
-    NOTABLE_SHARE,
-    after_waits,
-    is_brief,
+    device_traces,
     longest_in,
-    on_rank,
-    recovered_ns,
     remedies,
-    severity_of,
+    scaled,
     shorter_name,
+    stretch,
     times,
+    waits_ns,
 )
-from lightning_memprof.units import format_bytes, format_ns, percent
+from lightning_memprof.units import format_bytes, format_ns
 
 READS: Final = (KEEP_ON_DEVICE, KEEP_ON_DEVICE_IN_TORCH)
 # A gap after a wait: the end of the call, and what the host then does up to the next launch.
@@ -66,46 +66,40 @@ ADVICE: Final[Mapping[str, tuple[Remedy, ...]]] = {
 }
 
 
-def synchronization(trace: TraceReport) -> Finding | None:
-    """Find gaps on the device after calls that make the host wait for it, and the calls.
-
-    Recovers at most the gaps, and the time that the host waits; nothing where the host prepares work for longer than
-    the device takes for it.
-    """
-    window, found = trace.window, after_waits(trace)
-    if window is None or found is None:
-        return None
-    calls, gap_ns, count = found.calls, found.gap_ns, found.number
-    share, own = gap_ns / window.window_ns, found.own_ns / window.window_ns
-    steps = len(trace.steps)
-    often = f"{times(round(count / steps))} per step" if count >= steps > 1 else times(count)
-    return Finding(
-        rule="synchronization",
-        severity=Severity.INFO if is_brief(trace) else severity_of(own),
-        title=(f"The host waits for the GPU {often}{on_rank(trace)}; the GPU then idles {percent(share)} of the time."),
-        why=(
-            f"After these calls the GPU's queue is empty for {format_ns(gap_ns)} of {format_ns(window.window_ns)}: "
-            f"{_named(calls)}."
-        ),
-        remedies=remedies(trace, *(step for call in calls for step in _advice(call.name)), FIND_SYNC_CALLS),
-        evidence=longest_in(trace, calls[0].longest_start_ns, calls[0].longest_gap_ns),
-        numbers={
-            "gap_share": share,
-            "gap_ns": gap_ns,
-            "waiting_ns": sum(call.total_ns for call in calls),
-            "calls": count,
-            "by_name": {call.name: {"calls": call.count, "gap_ns": call.gap_ns} for call in calls},
-        },
-        weight=own,
-        recovers=recovered_ns(trace.device_ledger, (0.0, 1.0), *AFTER_WAITS, recorded_ns=found.own_ns),
-    )
+def synchronizations(facts: Facts) -> Iterator[Found]:
+    """Yield the idle time that would not be there without the calls that make the host wait for the device."""
+    for trace, ledger in device_traces(facts):
+        lines = scaled(ledger.of(*AFTER_WAITS), waits_ns(trace, ledger))
+        calls = sorted((call for call in trace.synchronizations if call.gap_ns > 0), key=lambda call: -call.gap_ns)
+        if not lines or not calls:
+            continue
+        count, steps = sum(call.count for call in calls), len(trace.steps)
+        often = f"{times(round(count / steps))} per step" if count >= steps > 1 else times(count)
+        gap_ns, whole = sum(call.gap_ns for call in calls), stretch(trace, ledger)[1]
+        yield (
+            Fact(source=trace, ledger=ledger, lines=lines),
+            Detail(
+                fields={"often": often},
+                measured=(
+                    f"After these calls the GPU's queue is empty for {format_ns(gap_ns)} of {whole}: {_named(calls)}"
+                ),
+                remedies=remedies(trace, *(step for call in calls for step in _advice(call.name)), FIND_SYNC_CALLS),
+                numbers={
+                    "gap_ns": gap_ns,
+                    "waiting_ns": sum(call.total_ns for call in calls),
+                    "calls": count,
+                    "by_name": {call.name: {"calls": call.count, "gap_ns": call.gap_ns} for call in calls},
+                },
+                evidence=longest_in(trace, calls[0].longest_start_ns, calls[0].longest_gap_ns),
+            ),
+        )
 
 
 def _advice(name: str) -> tuple[Remedy, ...]:
     return ADVICE.get(name, (COPY_FROM_PINNED,) if "Memcpy" in name else ())
 
 
-def _named(calls: tuple[Synchronization, ...]) -> str:
+def _named(calls: Sequence[Synchronization]) -> str:
     return ", ".join(
         f"{format_ns(call.gap_ns)} after {shorter_name(call.name)} ({times(call.count)})" for call in calls[:2]
     )
@@ -116,112 +110,136 @@ COPY_NEXT: Final = {
     "DtoH": (MOVE_RESULTS_LESS_OFTEN, MOVE_RESULTS_LESS_OFTEN_IN_TORCH, COPY_INTO_PINNED),
 }
 DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
-# Copies of as many bytes in both directions are of the same tensors.
-SAME: Final = 0.1
 
 
-def blocking_transfers(trace: TraceReport) -> list[Finding]:
-    """Find copies from or to pageable memory that no computation overlaps, by direction.
-
-    Recovers half to all of their exposed time: from pinned memory they are faster, and run beside kernels.
-    """
-    found = [_transfer(trace, copies) for copies in trace.copies if copies.kind in DIRECTIONS and copies.is_pageable]
-    return [finding for finding in found if finding is not None]
-
-
-def _transfer(trace: TraceReport, copies: Copies) -> Finding | None:
-    share = _exposed_share(trace, copies)
-    if share <= POLICY.note:
-        return None
-    is_round_trip = any(_is_return(copies, other) for other in trace.copies)
-    return Finding(
-        rule="blocking_transfers",
-        severity=severity_of(share),
-        title=(
-            f"Blocking copies {DIRECTIONS[copies.kind]} take {percent(share)} of the time{on_rank(trace)}"
-            f"{': as many bytes move back and forth' if is_round_trip else ''}."
-        ),
-        why=f"{_amount(copies)}: pageable memory is copied twice, and the call blocks until the copy ends.",
+def blocking_copies(facts: Facts) -> Iterator[Found]:
+    """Yield the copies from or to pageable memory that no computation overlaps."""
+    for fact, trace, copies in _copied(facts, is_pageable=True):
+        moved, returned = (sum(each.bytes or 0 for each in copies if each.kind == kind) for kind in DIRECTIONS)
         # The same number of bytes may be a batch and an output of its size.
-        remedies=((STAY_ON_GPU,) if is_round_trip else ()) + remedies(trace, *COPY_NEXT[copies.kind]),
-        **_of_copies(trace, copies, share, share),
-    )
+        is_round_trip = abs(moved - returned) < POLICY.same_size * moved
+        choices = (step for each in copies for step in COPY_NEXT[each.kind])
+        yield (
+            fact,
+            Detail(
+                fields=_fields(copies, ": as many bytes move back and forth" if is_round_trip else ""),
+                measured="; ".join(map(_amount, copies)),
+                why="Pageable memory is copied twice, and the call blocks until the copy ends.",
+                remedies=((STAY_ON_GPU,) if is_round_trip else ()) + remedies(trace, *choices),
+                numbers=_numbers(copies),
+                evidence=_longest(trace, copies),
+            ),
+        )
 
 
-# One direction that is more of the time than all else decides how long it takes.
-MOST: Final = 0.5
+def exposed_copies(facts: Facts) -> Iterator[Found]:
+    """Yield the copies from or to pinned memory that no kernel overlaps.
 
-
-def exposed_copies(trace: TraceReport) -> list[Finding]:
-    """Find copies from or to pinned memory that no kernel overlaps, by direction.
-
-    Recovers half to all of what can run beside kernels, or of half of the bytes where that is more.
+    What can run beside kernels is saved, at most their time; or the time of half of the bytes, where that is more.
     """
-    return [
-        _exposed(trace, copies, share)
-        for copies in trace.copies
-        if copies.kind in DIRECTIONS
-        and copies.is_pageable is False
-        and (share := _exposed_share(trace, copies)) > NOTABLE_SHARE
-    ]
+    for fact, trace, copies in _copied(facts, is_pageable=False):
+        beside = min(fact.ledger.ns(Part.COMPUTE, Part.COLLECTIVE) / fact.ns, 1.0)
+        choices = (COPY_FEWER_BYTES, COPY_IN_STREAM) if beside < 1 else (COPY_IN_STREAM, COPY_FEWER_BYTES)
+        yield (
+            fact,
+            Detail(
+                fields=_fields(copies, ""),
+                measured="; ".join(map(_amount, copies)),
+                remedies=choices,
+                saves=(max(0.5, beside) / 2, max(0.5, beside)),
+                numbers=_numbers(copies),
+                evidence=_longest(trace, copies),
+            ),
+        )
 
 
-def _exposed(trace: TraceReport, copies: Copies, share: float) -> Finding:
-    window = trace.window
-    running = (window.compute_ns + window.communication_exposed_ns) / window.window_ns if window else 0.0
-    # Copies beside kernels can hide no longer than these run.
-    next_steps = (COPY_FEWER_BYTES, COPY_IN_STREAM) if share > running else (COPY_IN_STREAM, COPY_FEWER_BYTES)
-    bound = "Transfer-bound: pinned" if share >= MOST else "Pinned"
-    return Finding(
-        rule="exposed_copies",
-        severity=severity_of(share),
-        title=(
-            f"{bound} copies {DIRECTIONS[copies.kind]} take {percent(share)} of the time{on_rank(trace)} while no "
-            "kernel runs."
-        ),
-        why=f"{_amount(copies)}; kernels run for {percent(running)} of the time.",
-        remedies=next_steps,
-        **_of_copies(trace, copies, share, max(share / 2, min(share, running))),
-    )
+def _copied(facts: Facts, *, is_pageable: bool) -> Iterator[tuple[Fact, TraceReport, list[Copies]]]:
+    """Yield the copies of each trace, the longest first, with the time in which nothing else runs."""
+    memory = "(pageable)" if is_pageable else "(pinned)"
+    names = [f"{kind} {memory}" for kind in DIRECTIONS]
+    for trace, ledger in device_traces(facts):
+        copies = [each for each in trace.copies if each.kind in DIRECTIONS and each.is_pageable is is_pageable]
+        lines = tuple(line for line in ledger.of(Part.COPY) if line.name in names)
+        if copies and lines:
+            yield (
+                Fact(source=trace, ledger=ledger, lines=lines),
+                trace,
+                sorted(copies, key=lambda each: -(each.exposed_ns or each.total_ns)),
+            )
 
 
-def _exposed_share(trace: TraceReport, copies: Copies) -> float:
-    # A copy from pageable memory blocks the host until it ends: without the overlap its total time counts.
-    exposed_ns = copies.total_ns if copies.exposed_ns is None else copies.exposed_ns
-    return exposed_ns / trace.window.window_ns if trace.window and trace.window.window_ns else 0.0
+def _fields(copies: Sequence[Copies], trip: str) -> dict[str, object]:
+    several = len({each.kind for each in copies}) > 1
+    return {"direction": "to and from the GPU" if several else DIRECTIONS[copies[0].kind], "trip": trip}
+
+
+def _longest(trace: TraceReport, copies: Sequence[Copies]) -> tuple[Evidence, ...]:
+    return longest_in(trace, copies[0].longest_start_ns, copies[0].total_ns // max(copies[0].count, 1))
+
+
+def _numbers(copies: Sequence[Copies]) -> dict[str, object]:
+    return {
+        "kinds": [each.kind for each in copies],
+        "total_ns": sum(each.total_ns for each in copies),
+        "count": sum(each.count for each in copies),
+        "bytes": sum(each.bytes or 0 for each in copies),
+    }
 
 
 def _amount(copies: Copies) -> str:
     size = f"{format_bytes(copies.bytes)} in " if copies.bytes is not None else ""
     rate = f", {format_bytes(copies.bytes * 1e9 / copies.total_ns)}/s" if copies.bytes and copies.total_ns else ""
-    return f"{times(copies.count).capitalize()}, {size}{format_ns(copies.total_ns)}{rate}"
+    return f"{copies.kind} {times(copies.count)}, {size}{format_ns(copies.total_ns)}{rate}"
 
 
-def _of_copies(trace: TraceReport, copies: Copies, share: float, saved: float) -> dict[str, Any]:
-    """Return evidence, numbers and worth of copies: of all time they take ``share``, and a remedy saves ``saved``."""
-    window_ns = trace.window.window_ns if trace.window else 0
-    return {
-        "evidence": longest_in(trace, copies.longest_start_ns, copies.total_ns // max(copies.count, 1)),
-        "numbers": {
-            "kind": copies.kind,
-            "share": share,
-            "exposed_ns": copies.exposed_ns,
-            "total_ns": copies.total_ns,
-            "count": copies.count,
-            "bytes": copies.bytes,
-            "window_ns": window_ns,
-        },
-        "weight": share,
-        "recovers": recovered_ns(
-            trace.device_ledger,
-            BESIDE_THE_STEP,
-            "copy",
-            recorded_ns=saved * window_ns,
-            name=f"{copies.kind} ({'pageable' if copies.is_pageable else 'pinned'})",
+ROWS: Final = (
+    Rule(
+        id="synchronization",
+        about=(
+            "Calls make the host wait for the device (cudaStreamSynchronize, a blocking copy, .item(), nonzero, ...). "
+            "After each of them the device's queue is empty, and it is idle until the host has launched again. Waiting "
+            "alone is not a finding: a host that is far ahead may wait."
         ),
-    }
-
-
-def _is_return(copies: Copies, other: Copies) -> bool:
-    moved, returned = copies.bytes or 0, other.bytes or 0
-    return other.kind != copies.kind and bool(other.is_pageable) and abs(moved - returned) < SAME * moved
+        when=(
+            "It is the time that work queued ahead would hide: each wait puts the host behind by the time that it "
+            "waits for a busy device. It is not that of copies to pageable memory, for which the host waits in any "
+            "case."
+        ),
+        trade_off="none, or values that are read later.",
+        of=AFTER_WAITS,
+        find=synchronizations,
+        says="The host waits for the GPU {often}{rank}; the GPU then idles {share}.",
+        offers=tuple(dict.fromkeys((*itertools.chain(*ADVICE.values()), COPY_FROM_PINNED, FIND_SYNC_CALLS))),
+        saves=(0.5, 1.0),
+    ),
+    Rule(
+        id="blocking_transfers",
+        about=(
+            "Copies use pageable memory (Memcpy HtoD (Pageable -> Device), Memcpy DtoH (Device -> Pageable)) while no "
+            "kernel runs. The driver first copies pageable memory into its own buffer, and the call returns only then. "
+            "From pinned memory, a copy overlaps kernels and is about twice as fast. ROCm does not record the kind of "
+            "memory."
+        ),
+        trade_off="pinned memory cannot be paged out.",
+        of=(Part.COPY,),
+        find=blocking_copies,
+        says="blocking copies {direction} take {share}{rank}{trip}.",
+        bound="Transfer-bound",
+        offers=(*itertools.chain(*COPY_NEXT.values()), STAY_ON_GPU),
+        saves=(0.5, 1.0),
+    ),
+    Rule(
+        id="exposed_copies",
+        about=(
+            "Copies use pinned memory (Memcpy HtoD (Pinned -> Device), Memcpy DtoH (Device -> Pinned)) while no kernel "
+            "runs: they do not block the host, but the kernels behind them wait."
+        ),
+        trade_off="fewer bits of what is copied, or memory for the next batch.",
+        of=(Part.COPY,),
+        find=exposed_copies,
+        says="pinned copies {direction} take {share}{rank} while no kernel runs.",
+        bound="Transfer-bound",
+        offers=(COPY_IN_STREAM, COPY_FEWER_BYTES),
+        saves=(0.5, 1.0),
+    ),
+)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from device_traces import BASE_NS, GEMM, Recording, paired_ranks
-from ledger_lines import held, out_of_bounds
+from ledger_lines import out_of_bounds
 from lightning_memprof.account.ledger.ranks import across_ranks
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Finding, Severity, examine_files, nothing_in_files
+from lightning_memprof.judge.traces import sure_ledger
 
 STEPS = 4
 KERNELS = 25
@@ -24,11 +25,9 @@ def found(path: Path) -> dict[str, Finding]:
     """The findings; each recovers something, and no more than its lines hold, if they hold any."""
     report = trace_report(path)
     findings = {finding.rule: finding for finding in examine_files((report,), ())}
-    assert not out_of_bounds(findings.values(), report.host_ledger, report.device_ledger)
-    ledger = report.device_ledger or report.host_ledger
-    for rule in findings.keys() - {"recording_overhead"}:
-        nothing = findings[rule].numbers.get("cold_start") or ledger is None or not held(rule, ledger)
-        assert (findings[rule].recovers is None) == bool(nothing)
+    assert not out_of_bounds(findings.values(), report.host_ledger, sure_ledger(report))
+    for rule, finding in findings.items():
+        assert (finding.recovers is None) == (rule in {"recording_overhead", "cold_start"})
     return findings
 
 
@@ -105,7 +104,8 @@ def test_short_kernels_leave_the_device_idle(tmp_path: Path) -> None:
     assert finding.severity is Severity.CRITICAL
     assert finding.numbers["causes_ns"]["idle_operators"] > finding.numbers["idle_ns"] / 2
     assert finding.recovers is not None
-    assert (finding.recovers.min, finding.recovers.whole) == (finding.recovers.max / 2, KERNELS * 25_000)
+    # Before the first kernel, 4 us in four steps are unsure.
+    assert (finding.recovers.min, finding.recovers.whole) == (finding.recovers.max / 2, KERNELS * 25_000 - 1_000)
     # 20 of 25 us at each kernel, without 1 us for the recording of its launch and its operator each.
     assert 0.74 < finding.recovers.max / finding.recovers.whole < 0.78
 
@@ -129,7 +129,7 @@ def test_an_idle_device_names_the_call_that_the_host_waits_in(tmp_path: Path) ->
         made.call("cudaStreamSynchronize", 900)
 
     sentence = found(training(tmp_path / "item.pt.trace.json", read))["gpu_idle"].title
-    assert sentence.endswith("mostly while the host waits in cudaStreamSynchronize.")
+    assert sentence.endswith(" while the host waits in cudaStreamSynchronize.")
 
 
 def test_batches_that_are_loaded_after_a_value_was_read_are_not_its_cost(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_waiting_at_the_end_costs_nothing(tmp_path: Path) -> None:
 
 def test_copies_from_pageable_memory_are_found_and_pinned_ones_are_not(tmp_path: Path) -> None:
     def copy(memory: str) -> Callable[[Recording], None]:
-        return lambda made: made.copy(1_500, f"Memcpy HtoD ({memory} -> Device)", 16 << 20)
+        return lambda made: made.copy(2_500, f"Memcpy HtoD ({memory} -> Device)", 16 << 20)
 
     findings = found(training(tmp_path / "pageable.pt.trace.json", before=copy("Pageable")))
     assert "exposed_copies" not in findings
@@ -169,8 +169,8 @@ def test_copies_from_pageable_memory_are_found_and_pinned_ones_are_not(tmp_path:
 @pytest.mark.parametrize(
     ("copy_us", "saved_us", "severity", "first"),
     [
-        (1_500, 1_500, Severity.WARNING, "Overlap copies with kernels"),
-        (30_000, 15_000, Severity.CRITICAL, "Copy fewer bytes"),
+        (2_500, 2_500, Severity.WARNING, "Overlap copies with kernels"),
+        (80_000, 40_000, Severity.CRITICAL, "Copy fewer bytes"),
     ],
 )
 def test_pinned_copies_that_kernels_wait_for_are_found(
@@ -220,7 +220,7 @@ def communicating(path: Path, long_us: int, *, freeing: bool, overlapped: bool =
 def test_collectives_beside_kernels_are_hidden_and_those_between_them_are_not(tmp_path: Path) -> None:
     assert not found(communicating(tmp_path / "hidden.pt.trace.json", 300, freeing=False))
     finding = found(communicating(tmp_path / "exposed.pt.trace.json", 300, freeing=False, overlapped=False))
-    assert finding["communication_exposed"].severity is Severity.WARNING
+    assert finding["communication_exposed"].severity is Severity.INFO
     assert "on rank 1" in finding["communication_exposed"].title
 
 
@@ -241,7 +241,7 @@ def test_memory_that_comes_and_goes_in_each_step_is_thrash(tmp_path: Path, names
     def churn(made: Recording, kernel: int) -> None:
         if kernel == 3:
             for name in names:
-                made.call(name, 900)
+                made.call(name, max(made.free - made.now, 0) + 900)
 
     finding = found(training(tmp_path / "churn.pt.trace.json", churn))["allocator_thrash"]
     assert finding.severity is Severity.WARNING
@@ -265,7 +265,7 @@ def test_a_tensor_that_is_a_call_to_the_driver_shows_that_the_caching_allocator_
             made.call("hipMalloc", 40)
             made.call("hipFree", 60)
 
-    finding = found(training(tmp_path / "uncached.pt.trace.json", uncached))["allocator_thrash"]
+    finding = found(training(tmp_path / "uncached.pt.trace.json", uncached, kernel_us=100))["allocator_thrash"]
     assert finding.title.startswith("The caching allocator is off: 75 hipMalloc calls per step")
     assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in finding.next_steps[0]
 
@@ -289,13 +289,12 @@ def test_a_tensor_from_the_drivers_pool_is_cached_and_its_return_waits_for_no_ke
             made.call("cudaMallocAsync", 40)
             made.call("cudaFreeAsync", 60)
 
-    finding = found(training(tmp_path / "pooled.pt.trace.json", pooled))["allocator_thrash"]
+    finding = found(training(tmp_path / "pooled.pt.trace.json", pooled, kernel_us=100))["allocator_thrash"]
     assert finding.title.startswith("Memory is from the driver's pool: 75 cudaMallocAsync calls per step")
     assert "waits for all kernels" not in finding.why
     assert finding.next_steps == (
         "Use PyTorch's native allocator: unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF.",
     )
-    assert finding.numbers["is_cached"] is True
 
 
 def test_loading_is_found_without_steps(tmp_path: Path) -> None:
@@ -313,7 +312,7 @@ def test_loading_is_found_without_steps(tmp_path: Path) -> None:
     assert "gpu_idle" not in findings
 
 
-def test_idle_time_beside_loading_is_said_apart_from_it(tmp_path: Path) -> None:
+def test_idle_time_beside_loading_does_not_contain_it(tmp_path: Path) -> None:
     made = Recording()
     for _ in range(4):
         with made.inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
@@ -323,9 +322,10 @@ def test_idle_time_beside_loading_is_said_apart_from_it(tmp_path: Path) -> None:
             made.work(20, "aten::linear")
             made.launch(200)
         made.synchronize()
-    sentence = found(made.write(tmp_path / "bare.pt.trace.json"))["gpu_idle"].title
-    assert "apart from data wait (" in sentence
-    assert "for data" not in sentence
+    findings = found(made.write(tmp_path / "bare.pt.trace.json"))
+    idle, data = (findings[rule].numbers["share"] for rule in ("gpu_idle", "input_bound"))
+    assert idle == pytest.approx(data, rel=0.1)
+    assert idle + data < 1
 
 
 def test_idle_time_in_a_cold_start_is_not_the_programs(tmp_path: Path) -> None:
@@ -339,10 +339,11 @@ def test_idle_time_in_a_cold_start_is_not_the_programs(tmp_path: Path) -> None:
                     made.call("cuModuleLoadDataEx", 90_000)
                 elif kernel == 3:
                     made.call("cuModuleLoadDataEx", 5)
-    finding = found(made.write(tmp_path / "cold.pt.trace.json"))["gpu_idle"]
+    findings = found(made.write(tmp_path / "cold.pt.trace.json"))
+    finding = findings["cold_start"]
+    assert findings.keys() == {"cold_start"}
     assert finding.severity is Severity.INFO
-    assert finding.numbers["main_cause"] == "cold_start"
-    assert "cuModuleLoadDataEx (" in finding.title
+    assert "cuModuleLoadDataEx" in finding.title
     assert "torch.profiler.schedule" in finding.next_steps[0]
 
 
@@ -352,8 +353,7 @@ def test_one_call_that_blocks_for_most_of_the_idle_time_is_named(tmp_path: Path)
 
     finding = found(training(tmp_path / "blocked.pt.trace.json", before=block, kernel_us=4))["gpu_idle"]
     assert finding.numbers["launch_bound"] is False
-    assert "in one gap of 463 ms" in finding.title
-    assert "(hipMemcpyWithStream)" in finding.title
+    assert finding.title.endswith("while the host waits in hipMemcpyWithStream.")
     assert "non_blocking=True" in finding.next_steps[0]
 
 
@@ -372,7 +372,7 @@ def test_one_long_gap_in_each_step_is_not_launch_bound(tmp_path: Path, seen: boo
     finding = found(made.write(tmp_path / "long.pt.trace.json"))["gpu_idle"]
     assert finding.numbers["launch_bound"] is False
     doing = "is in Python outside operators" if seen else "does unrecorded work"
-    assert f"mostly while the host {doing}." in finding.title
+    assert f"while the host {doing}." in finding.title
     assert finding.next_steps[0].startswith("Record the Python stacks" if seen else "Record the host too")
 
 
@@ -392,7 +392,7 @@ def test_a_range_that_has_most_of_long_gaps_is_moved(tmp_path: Path, name: str, 
             pass
 
     finding = found(training(tmp_path / "range.pt.trace.json", before=save))["gpu_idle"]
-    assert finding.title.endswith(f"mostly while the host is in {name}.")
+    assert finding.title.endswith(f" while the host is in {name}.")
     assert finding.next_steps[0].startswith(first)
 
 
@@ -421,18 +421,18 @@ def test_idle_time_after_values_are_read_belongs_to_the_reading_up_to_the_wait(
     path = training(tmp_path / "item.pt.trace.json", read, kernel_us=kernel_us)
     report = trace_report(path)
     findings = {finding.rule: finding for finding in examine_files([report], [])}
-    assert next(iter(findings)) == first
-    worth = findings["synchronization"].recovers
-    assert worth is not None
     # Five times per step the device is idle for about 600 us, and the host waits for what is queued.
-    assert worth.max <= sum(call.total_ns for call in report.synchronizations) / STEPS
-    assert ("gpu_idle" in findings) is (kernel_us == 20)
+    assert {*findings} == {first}
+    if first == "synchronization":
+        worth = findings[first].recovers
+        assert worth is not None
+        assert worth.max <= sum(call.total_ns for call in report.synchronizations) / STEPS
 
 
 def test_a_pause_after_one_of_many_waits_is_theirs_as_far_as_the_host_would_be_ahead_without_them(
     tmp_path: Path,
 ) -> None:
-    steps, pause_us = 8, 500_000
+    steps, pause_us = 8, 400_000
     made = Recording()
     for step in range(steps):
         with made.inside(f"ProfilerStep#{step}"):
@@ -475,7 +475,7 @@ def test_waits_for_copies_to_pageable_memory_are_those_of_the_copies(tmp_path: P
             made.python(600)
 
     findings = found(training(tmp_path / "moved.pt.trace.json", move, kernel_us=20))
-    assert findings["synchronization"].severity is Severity.INFO
+    assert "synchronization" not in findings
     assert findings["blocking_transfers"].severity > Severity.INFO
 
 
@@ -515,7 +515,7 @@ def test_before_the_first_kernel_as_long_as_the_longest_one_is_unsure_and_the_re
 
 
 @pytest.mark.slow
-def test_idle_time_that_the_recording_explains_is_only_info(tmp_path: Path) -> None:
+def test_idle_time_that_the_recording_explains_is_not_the_programs(tmp_path: Path) -> None:
     def slowed(made: Recording, _kernel: int, functions: int) -> None:
         for _ in range(functions):
             with made.inside("module.py(1): call", "python_function"):
@@ -524,12 +524,11 @@ def test_idle_time_that_the_recording_explains_is_only_info(tmp_path: Path) -> N
 
     def severity(functions: int) -> Severity:
         path = tmp_path / f"{functions}.pt.trace.json"
-        report = trace_report(training(path, lambda made, kernel: slowed(made, kernel, functions)))
-        (finding,) = (each for each in examine_files([report], []) if each.rule == "gpu_idle")
-        return finding.severity
+        findings = found(training(path, lambda made, kernel: slowed(made, kernel, functions)))
+        return findings["gpu_idle"].severity if "gpu_idle" in findings else Severity.NONE
 
     assert severity(5) is Severity.WARNING
-    assert severity(240) is Severity.INFO
+    assert severity(240) < Severity.WARNING
 
 
 @pytest.mark.parametrize(
@@ -642,7 +641,7 @@ def test_short_kernels_that_are_queued_are_too_many(tmp_path: Path) -> None:
                 made.launch(5)
     finding = found(made.write(tmp_path / "many.pt.trace.json"))["gpu_idle"]
     assert finding.numbers["main_cause"] == "idle_queue"
-    assert finding.title.endswith(", mostly in the short gaps between kernels that are queued.")
+    assert finding.title.endswith(" in the short gaps between queued kernels.")
     assert "Launch fewer and longer kernels" in finding.next_steps[0]
 
 
@@ -655,7 +654,7 @@ def test_a_launch_bound_optimizer_is_named(tmp_path: Path) -> None:
                 made.launch(4)
     finding = found(made.write(tmp_path / "sgd.pt.trace.json"))["gpu_idle"]
     assert finding.numbers["launch_bound"] is True
-    assert finding.title.endswith(", mostly in the optimizer.")
+    assert finding.title.endswith(" between the optimizer's launches.")
     assert finding.next_steps[0] == "Update all parameters at once: torch.optim.SGD(..., fused=True)."
 
 
@@ -673,9 +672,8 @@ def test_compiling_and_the_recording_of_a_graph_are_a_cold_start(how: str, tmp_p
                 elif step == 1 and kernel == 3:
                     made.work(200_000, "Torch-Compiled Region: 0/0")
                     made.call("cudaGraphInstantiateWithFlags", 300)
-    finding = found(made.write(tmp_path / "compiled.pt.trace.json"))["gpu_idle"]
+    finding = found(made.write(tmp_path / "compiled.pt.trace.json"))["cold_start"]
     assert finding.severity is Severity.INFO
-    assert finding.numbers["cold_start"] is True
     cause = {"compiler": "torch.compile compiles", "capture": "the host records a CUDA graph"}
     assert cause[how] in finding.title
     steps = {"compiler": "Record later steps", "capture": "Record a replay of the graph"}
@@ -709,7 +707,6 @@ def test_graphs_that_are_recorded_in_each_step_are_no_cold_start(tmp_path: Path)
         made.call("cudaGraphInstantiate", 900)
 
     finding = found(training(tmp_path / "each.pt.trace.json", before=record))["gpu_idle"]
-    assert finding.numbers["cold_start"] is False
     assert finding.severity > Severity.INFO
 
 
@@ -719,7 +716,7 @@ def test_compiling_in_every_step_is_no_cold_start(tmp_path: Path) -> None:
             made.python(90_000)
 
     finding = found(training(tmp_path / "recompiled.pt.trace.json", before=compiles))["gpu_idle"]
-    assert (finding.severity, finding.numbers["cold_start"]) == (Severity.CRITICAL, False)
+    assert finding.severity is Severity.CRITICAL
     assert "while torch.compile compiles" in finding.title
     assert finding.next_steps[0].startswith("Compile once, not in each step: TORCH_LOGS=recompiles")
 
@@ -727,7 +724,6 @@ def test_compiling_in_every_step_is_no_cold_start(tmp_path: Path) -> None:
 KEEPS = {
     "other call": ("cudaIpcOpenMemHandle", "the host is in cudaIpcOpenMemHandle", "Call cudaIpcOpenMemHandle once"),
     "graph": ("cudaGraphInstantiate", "the host is in cudaGraphInstantiate", "Record each graph of kernels once"),
-    "pinning": ("cudaHostAlloc", "in allocator calls", "Keep pinned memory from step to step"),
     "operator": ("torchvision::nms", "in torchvision::nms", "Run torchvision::nms on the GPU"),
     "guards": ("TorchDynamo Cache Lookup", "in TorchDynamo Cache Lookup", "Check fewer guards"),
 }
@@ -744,6 +740,16 @@ def test_what_keeps_the_host_from_launching_has_a_next_step_of_its_own(tmp_path:
     finding = found(training(tmp_path / "kept.pt.trace.json", before=keep, kernel_us=100))["gpu_idle"]
     assert says in finding.title
     assert finding.next_steps[0].startswith(first)
+
+
+def test_pinned_memory_of_each_step_is_a_call_of_the_allocator(tmp_path: Path) -> None:
+    def pin(made: Recording) -> None:
+        made.call("cudaHostAlloc", 20_000)
+
+    findings = found(training(tmp_path / "pinned.pt.trace.json", before=pin, kernel_us=100))
+    assert findings.keys() == {"allocator_thrash"}
+    assert findings["allocator_thrash"].severity > Severity.INFO
+    assert findings["allocator_thrash"].next_steps[0].startswith("Keep pinned memory from step to step")
 
 
 @pytest.mark.parametrize(("operator", "expected"), [("aten::add_", True), ("aten::_foreach_add_", False)])
