@@ -40,6 +40,16 @@ class Policy:
             longer.
         many_samples: smaller batches do not take long to fetch row by row.
         full: share of the machine's cores in use from which on none are free.
+        loop: calls of an operator or a module in one forward, or in one call of a hook, from which on they are a loop:
+            fewer are its layers, or a few values.
+        parallel_ns: a shorter call of an operator does not use several cores: its parts cost more to hand out and to
+            wait for than they save.
+        long_ns: a longer call computes for much longer than its dispatch takes, and has work for all cores.
+        reads: values of tensors that a step reads one by one from which on it loops over them.
+        oversubscribed: threads per core from which on each parallel region waits for threads that do not run.
+        thread_ns: in a shorter time, a thread may work for once.
+        all_gradients: of the gradients that all passes of a step could compute: parameters that a pass does not need
+            are missing.
         collectives: in fewer of them, which rank comes last is chance.
         uneven_device: by how much a rank's peak on its device exceeds that of the others: ranks of one kind differ by
             the lengths of their batches and by rank 0's extra work.
@@ -69,6 +79,13 @@ class Policy:
     row_ns: int = 50_000
     many_samples: int = 256
     full: float = 0.80
+    loop: int = 8
+    parallel_ns: int = 100_000
+    long_ns: int = 300_000
+    reads: int = 256
+    oversubscribed: float = 2.0
+    thread_ns: int = 300_000_000
+    all_gradients: float = 0.95
     collectives: int = 4
     uneven_device: float = 0.15
     uneven_host: float = 0.25

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 
 PASSES: Final = ("forward", "backward")
 WORK: Final = (*PASSES, "optimizer")
-AWAKE: Final = (
-    *WORK, "callback", "module_hook", "forward_hook", "backward_hook", "self_log", "metric", "logging", "transfer",
-    "data_wait", "untracked",
-)  # fmt: skip
 IDLE: Final = (
     "idle_synchronization", "idle_allocator", "idle_gc_pauses", "idle_python", "idle_operators", "idle_launch",
     "idle_graph", "idle_loading", "idle_queue",
@@ -30,10 +26,8 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "peak_elsewhere": ("outside_steps", "unattributed"),
     "allocator_thrash": ("idle_allocator", "collective"),
     "blocking_transfers": ("copy",),
-    "busy_thread": AWAKE,
     "communication_exposed": ("collective",),
     "core_wait": ("core_wait",),
-    "costly_line": ("forward", "forward_hook", "self_log", "backward"),
     "exposed_copies": ("copy",),
     "fragmentation": ("fragmentation", "free_segments"),
     "gpu_idle": (*IDLE, "idle_data"),
@@ -45,16 +39,11 @@ LINES: Final[Mapping[str, tuple[str, ...]]] = {
     "peak_holder": ("requested",),
     "pending_frees": ("requested", "rounding"),
     "private_pools": ("free_segments", "fragmentation"),
-    "python_loop": PASSES,
-    "python_time": (*WORK, "gc_pauses"),
     "retained_graph": ("activation", "unattributed"),
     "slow_steps": ("stall", *WORK, "untracked"),
-    "slower_steps": (*AWAKE, "validation", "checkpoint", "stall", "gc_pauses", "compile", "rank_wait"),
-    "small_batch": (*WORK, "callback", "module_hook", "logging", "transfer", "untracked", "self_log", "data_wait"),
     "steady_growth": ("requested",),
     "straggler": ("rank_wait",),
     "synchronization": IDLE,
-    "synced_passes": (*WORK, "rank_wait", "untracked"),
     "tensor_cores_unused": ("compute",),
     "unfused_attention": ("compute",),
     "worker_memory": ("workers",),

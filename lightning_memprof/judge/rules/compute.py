@@ -14,7 +14,7 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.measures import core_load, ranks_on_host, torch_threads
+from lightning_memprof.judge.measures import core_load, is_oversubscribed, ranks_on_host, torch_threads
 from lightning_memprof.judge.optimizers import FOREACH, FUSED, OF_TORCH
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -83,16 +83,6 @@ def _double_share(rank: Rank, ledger: TimeLedger) -> tuple[str, float, str]:
     return "Double precision: {doubles} of the model's time is in float64, mostly in {module}{rank}.", timed, most
 
 
-# With twice as many threads as cores, each parallel region waits for threads that do not run.
-OVERSUBSCRIBED: Final = 2.0
-
-
-def is_oversubscribed(facts: Facts, rank: Rank) -> bool:
-    """Return whether operators use many more threads than there are cores."""
-    cores, threads = rank.facts.cpu_count or 0, torch_threads(rank) or 0
-    return bool(cores) and threads * len(ranks_on_host(facts, rank)) >= OVERSUBSCRIBED * cores
-
-
 def too_many_threads(facts: Facts) -> Iterator[Found]:
     """Return forward, backward, optimizer and the wait for a core where operators use many more threads than cores.
 
@@ -116,8 +106,6 @@ def too_many_threads(facts: Facts) -> Iterator[Found]:
     yield Fact(source=rank, ledger=ledger, lines=ledger.of(*COMPUTED)), detail
 
 
-# The parts of a shorter call cost more to hand out and to wait for than they save.
-PARALLEL_NS: Final = 100_000
 # Of what threads save if all work is divided: products of large matrices nearly all, other operators wait for memory.
 SAVED_BY_THREADS: Final = (0.3, 1.0)
 
@@ -133,7 +121,10 @@ def on_few_cores(facts: Facts) -> Iterator[Found]:
     least, most = (saved * (1 - threads / cores) for saved in SAVED_BY_THREADS)
     detail = Detail(
         fields={"given": format_count(threads, "thread"), "cores": cores, "threads": cores},
-        why=f"These operators take {format_ns(PARALLEL_NS)} per call or longer; torch.get_num_threads() is {threads}.",
+        why=(
+            f"These operators take {format_ns(POLICY.parallel_ns)} per call or longer; torch.get_num_threads() is "
+            f"{threads}."
+        ),
         saves=(least, most),
         numbers={"threads": threads, "cores": cores},
         evidence=facts.recorded(rank, "operator_trace"),
@@ -143,7 +134,7 @@ def on_few_cores(facts: Facts) -> Iterator[Found]:
 
 def _long_calls(ledger: TimeLedger) -> tuple[TimeLine, ...]:
     lines = (line for line in ledger.of(*PASSES) if line.operator)
-    return tuple(line for line in lines if line.ns >= PARALLEL_NS * max(line.count, 1))
+    return tuple(line for line in lines if line.ns >= POLICY.parallel_ns * max(line.count, 1))
 
 
 def _cores_for(facts: Facts, rank: Rank) -> int:

@@ -9,11 +9,13 @@ from typing import Final
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.modules import ACCUMULATE
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import rank_events
 from lightning_memprof.artifacts.manifest import OptimizerFacts, TrainingFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     DETACH_PARTS,
     FREEZE,
@@ -27,9 +29,6 @@ from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_ns, percent
 
-ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
-# Of the gradients that all passes of a step could compute: parameters that a pass does not need are missing.
-ALL_GRADIENTS: Final = 0.95
 PAIR: Final = 2
 # Other modules may need the gradients of a module's inputs, half of its backward.
 FROZEN: Final = (0.4, 1.0)
@@ -147,7 +146,7 @@ def _of_other_optimizers(rank: Rank, optimizers: Sequence[OptimizerFacts], ledge
         return None
     passes = calls / len(recorded)
     gradients = sum(line.called for line in ledger.of("backward") if line.operator == ACCUMULATE)
-    if gradients >= ALL_GRADIENTS * passes * sum(sizes):
+    if gradients >= POLICY.all_gradients * passes * sum(sizes):
         return _to_all(round(passes), optimizers, ledger)
     if not passes == len(optimizers) == PAIR or not _run_in_each_pass(rank, optimizers):
         return None
@@ -157,7 +156,7 @@ def _of_other_optimizers(rank: Rank, optimizers: Sequence[OptimizerFacts], ledge
 
 
 def _is_about(gradients: float, parameters: int) -> bool:
-    return ALL_GRADIENTS * parameters <= gradients <= parameters / ALL_GRADIENTS
+    return POLICY.all_gradients * parameters <= gradients <= parameters / POLICY.all_gradients
 
 
 def _run_in_each_pass(rank: Rank, optimizers: Sequence[OptimizerFacts]) -> bool:
