@@ -591,9 +591,7 @@ class Penalized(Wide):
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_a_costly_line_of_the_program_is_named(
-    tmp_path: Path, is_exact: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hot_line_of_the_program_is_named(tmp_path: Path, is_exact: bool, capsys: pytest.CaptureFixture[str]) -> None:
     finding = shown(tmp_path, Penalized(is_exact), capsys).get("hot_line")
     assert (finding is not None and finding["title"].startswith("Penalized.stretch (test_findings.py:")) == is_exact
     if is_exact and finding is not None:

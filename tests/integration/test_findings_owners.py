@@ -384,7 +384,7 @@ def test_a_thread_that_takes_turns_with_the_training_is_named(shown: Any, is_bus
         assert "Ticker.count " in finding["title"]
         assert finding["numbers"]["thread"] in finding["why"]
         assert finding["remedies"][0]["id"] == "thread_less"
-        assert finding["numbers"]["cores"] > 0.1
+        assert finding["numbers"]["cores"] > 0.05
         asleep_ns = finding["numbers"]["asleep_share"] * finding["numbers"]["duration_ns"]
         assert finding["recovers"]["max"] <= asleep_ns * 1.01
 

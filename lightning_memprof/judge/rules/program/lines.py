@@ -64,7 +64,7 @@ def hot_lines(facts: Facts) -> Iterator[Found]:
         return
     rank, ledger = worst
     found = [
-        *_functions(rank, ledger),
+        *(_functions(rank, ledger) if facts.is_fit and rank.facts.is_cpu else ()),
         *_loops(rank, ledger, facts.host_ledger(rank) or ledger),
         *_python(rank, ledger),
     ]
@@ -79,8 +79,6 @@ def hot_lines(facts: Facts) -> Iterator[Found]:
 
 def _functions(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
     """Yield the functions of the training step that wait, call what has a remedy, or that only the program calls."""
-    if not rank.facts.is_cpu:
-        return
     rows = forward_lines(rank)
     scale = ledger.ns(*TRAINING_STEP) / max(sum(row.ns or 0 for row in rows), 1)
     # Inside an operator the thread sleeps until those that compute its other parts are done.
@@ -197,6 +195,8 @@ def _repeated(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
             times = line.called / max(calls[line.module], 1.0)
             if times >= POLICY.loop:
                 own = [other for other in together if other.module == line.module]
+                if _reads(own) >= max(line.called, POLICY.reads):
+                    continue  # each turn reads a value: a loop over values
                 spent, work = _in_short_calls(own, line.called / 2)
                 yield _Loop(
                     module=line.module or ROOT,
@@ -308,9 +308,13 @@ def _python(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
     yield _Hot(bool(python.module), spot.text if spot else owner, python.ns, detail)
 
 
+def _reads(lines: Iterable[TimeLine]) -> float:
+    return sum(line.called for line in lines if line.operator in READS)
+
+
 def _outside(ledger: TimeLedger, module: str, lines: Sequence[TimeLine]) -> _Outside:
     of_values = [line for line in lines if line.operator in OF_VALUES]
-    reads = sum(line.called for line in of_values if line.operator in READS)
+    reads = _reads(lines)
     if reads < POLICY.reads:
         # Collectives of the strategy around the forward of the model run outside operators, too.
         waits = 0.0 if module else ledger.communicates("collective")
