@@ -129,83 +129,78 @@ def _family(ledger: TimeLedger, ns: float) -> tuple[Remedy, ...]:
 class _Loop(msgspec.Struct, frozen=True, kw_only=True):
     """A module whose forward calls the same operator, or submodule, many times.
 
-    ``ns`` is the time of its short calls and of Python around them, ``work_ns`` of those among them that compute.
+    ``lines`` have the calls of the loop, at least ``least`` of each operator; those of ``made`` compute parameters.
     """
 
     module: str
     repeated: str
-    repeated_ns: float
     times: float
-    ns: float
-    work_ns: float
+    least: float
+    lines: list[TimeLine]
+    made: list[TimeLine]
 
 
 def _loops(rank: Rank, ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Hot]:
-    """Yield the modules with loops, those of the slowest operator first.
-
-    One batched call does the same arithmetic without the Python, dispatch and autograd work of each call, which
-    dominates short calls.
-    """
-    loops = sorted(_repeated(ledger, recorded), key=lambda loop: -loop.repeated_ns)
-    for loop in loops:
-        if loop.ns and not in_compiled(loop.module, rank):
-            yield _loop(rank, ledger, recorded, loop)
-
-
-def _loop(rank: Rank, ledger: TimeLedger, recorded: TimeLedger, loop: _Loop) -> _Hot:
-    calls = _calls(recorded.of(Part.FORWARD))
-    anew = {path for path, count in calls.items() if PARAMETRIZATIONS in path and count >= calls[loop.repeated]}
-    inside = [line for line in ledger.of(*PASSES) if f"{line.module}.".startswith(f"{loop.repeated}.")]
-    made = total(line for line in inside if line.module in anew)
-    spot = main_spot(forward_lines(rank)) if loop.module == ROOT and rank.facts.is_cpu else None
-    owner = spot.text if spot and spot.is_helper else loop.module
-    computing = f", {format_ns(made)} of it to compute parameters" if made else ""
-    least, of_work = IN_BATCHES
-    detail = Detail(
-        says="Python loop: {owner} runs {repeated} {times} times in each forward: {share}{rank}.",
-        fields={"repeated": loop.repeated, "times": f"{loop.times:,.0f}"},
-        measured=(
-            f"Forward and backward of the loop take {format_ns(loop.ns)} of {ledger.length_text}{computing}"
-            f"{spot.share_text('the forward') if spot else ''}"
-        ),
-        why="Each small call is dispatched from Python and uses few cores.",
-        remedies=(
-            *((CACHE_PARAMETERS.filled(owner=loop.repeated),) if made >= POLICY.most * loop.ns else ()),
-            *(spot_remedies(spot) if spot else ()),
-            VECTORIZE.filled(owner=spot.function if spot and spot.is_helper else f"the forward of {loop.module}"),
-            COMPILE_LOOP,
-        ),
-        saves=(least, 1 - (1 - of_work) * loop.work_ns / loop.ns),
-        numbers={"module": loop.module, "repeated": loop.repeated, "times": loop.times},
-    )
-    return _Hot(loop.module != ROOT, owner, loop.ns, detail)
-
-
-def _repeated(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
-    """Yield the modules whose forward calls one operator, or one submodule, as often as a loop does.
+    """Yield the modules with loops: one batched call does the same arithmetic with the dispatch of one.
 
     Args:
+        rank: the rank.
         ledger: the time of operators.
         recorded: the ledger of the trace, which has the calls also of modules without self time.
     """
+    spot = main_spot(forward_lines(rank)) if rank.facts.is_cpu else None
+    for loop in (*_submodules(ledger, recorded), *_operators(ledger, recorded)):
+        short, work = _in_short_calls(loop.lines, loop.least)
+        ns, made = total(loop.made) + short, total(loop.made)
+        if not ns or in_compiled(loop.module, rank):
+            continue
+        # Around modules a line of the program may be the loop.
+        line = spot if loop.module == ROOT else None
+        is_named = line is not None and line.is_helper
+        least, of_work = IN_BATCHES
+        computing = f", {format_ns(made)} of it to compute parameters" if made else ""
+        detail = Detail(
+            says="Python loop: {owner} runs {repeated} {times} times in each forward: {share}{rank}.",
+            fields={"repeated": loop.repeated, "times": f"{loop.times:,.0f}"},
+            measured=(
+                f"Forward and backward of the loop take {format_ns(ns)} of {ledger.length_text}{computing}"
+                f"{line.share_text('the forward') if line else ''}"
+            ),
+            why="Each small call is dispatched from Python and uses few cores.",
+            remedies=(
+                *((CACHE_PARAMETERS.filled(owner=loop.repeated),) if made >= POLICY.most * ns else ()),
+                *(spot_remedies(line) if line else ()),
+                VECTORIZE.filled(owner=line.function if line and is_named else f"the forward of {loop.module}"),
+                COMPILE_LOOP,
+            ),
+            saves=(least, 1 - (1 - of_work) * work / ns),
+            numbers={"module": loop.module, "repeated": loop.repeated, "times": loop.times},
+        )
+        yield _Hot(loop.module != ROOT, line.text if line and is_named else loop.module, ns, detail)
+
+
+def _operators(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
+    """Yield the modules whose forward calls one operator in a loop, those of the slowest operator first."""
     together = grouped(ledger.of(*PASSES))
     calls = _calls(grouped(recorded.of(Part.FORWARD)))
-    for line in together:
+    for line in sorted(together, key=lambda line: -line.ns):
         if line.part == Part.FORWARD and line.module is not None and line.operator and line.operator not in VIEWS:
+            own = [other for other in together if other.module == line.module]
             times = line.called / max(calls[line.module], 1.0)
-            if times >= POLICY.loop:
-                own = [other for other in together if other.module == line.module]
-                if _reads(own) >= max(line.called, POLICY.reads):
-                    continue  # each turn reads a value: a loop over values
-                spent, work = _in_short_calls(own, line.called / 2)
+            # A loop that reads a value in each turn is one over values.
+            if times >= POLICY.loop and _reads(own) < max(line.called, POLICY.reads):
                 yield _Loop(
                     module=line.module or ROOT,
                     repeated=line.operator,
-                    repeated_ns=line.ns,
                     times=times,
-                    ns=spent,
-                    work_ns=work,
+                    least=line.called / 2,
+                    lines=own,
+                    made=[],
                 )
+
+
+def _submodules(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
+    """Yield the modules whose forward calls one submodule in a loop."""
     calls = _calls(recorded.of(Part.FORWARD))
     for module, count in calls.items():
         parent = module.rpartition(".")[0]
@@ -213,18 +208,18 @@ def _repeated(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
             parent = parent.rpartition(".")[0]
         times = count / max(calls[parent], 1.0)
         if module and times >= POLICY.loop:
+            within = [line for line in ledger.of(*PASSES) if f"{line.module}.".startswith(f"{module}.")]
             # A parametrization that is evaluated once is not in the loop.
-            within = [
-                line
-                for line in ledger.of(*PASSES)
-                if f"{line.module}.".startswith(f"{module}.") and calls[line.module or ""] >= count
-            ]
+            within = [line for line in within if calls[line.module or ""] >= count]
             # What computes parameters has a remedy of its own, however long a call takes.
             made = [line for line in within if PARAMETRIZATIONS in (line.module or "")]
-            spent, work = _in_short_calls([line for line in within if line not in made], count / 2)
-            inside = total(made) + spent
             yield _Loop(
-                module=parent or ROOT, repeated=module, repeated_ns=inside, times=times, ns=inside, work_ns=work
+                module=parent or ROOT,
+                repeated=module,
+                times=times,
+                least=count / 2,
+                lines=[line for line in within if line not in made],
+                made=made,
             )
 
 
@@ -250,83 +245,61 @@ def _calls(lines: Iterable[TimeLine]) -> Counter[str]:
     return found
 
 
-class _Outside(msgspec.Struct, frozen=True, kw_only=True):
-    """Time outside operators in the forward of a module, or in the training step (an empty path).
-
-    ``reads`` is the number of values that it reads one by one; then ``ns`` has the operators that read them, and the GC
-    pauses of the objects that these make. ``formats``: torch reads them to write tensors as text. ``is_most``:
-    operators have less of the forward.
-    """
-
-    module: str
-    ns: float
-    reads: float
-    formats: bool = False
-    is_most: bool = False
-
-
-def _python(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
-    """Yield the module, or the training step, with the most time outside operators."""
-    modules: dict[str, list[TimeLine]] = defaultdict(list)
-    for line in grouped(ledger.of(Part.FORWARD)):
-        modules[line.module or ""].append(line)
-    outside = (_outside(ledger, module, lines) for module, lines in modules.items())
-    python = max(outside, key=lambda found: found.ns, default=None)
-    if python is None or not python.ns:
-        return
-    rows = [row for row in forward_lines(rank) if (MODULE_CALL in row.functions) == bool(python.module)]
-    spot = main_spot(rows) if python.is_most else None
-    called = sum(line.called for line in ledger.of(Part.FORWARD))
-    # In a forward of few operators, a recording explains the remaining time only by a line of the program.
-    if called < (1 if spot is not None and spot.place is not None else POLICY.loop):
-        return
-    says = "Python code in {owner} takes {share}{rank}."
-    if python.reads:
-        says = "Scalar loop: {owner} reads {reads} values one by one: {share}{rank}."
-    if python.formats:
-        says = "Tensors as text: {owner} formats {reads} tensor values: {share}{rank}."
-    does = "such reads, each an operator and an object" if python.reads else "Python outside operators"
-    helper = spot_remedies(spot) if spot else ()
-    helper = (WORK_LESS.filled(owner=spot.function),) if spot and not (helper or python.reads) else helper
-    detail = Detail(
-        says=says,
-        fields={"reads": f"{python.reads:,.0f}"},
-        measured=(
-            f"{format_ns(python.ns)} of {ledger.length_text} are {does}{spot.share_text('this time') if spot else ''}"
-        ),
-        remedies=(
-            *((NO_TEXT,) if python.formats else ()),
-            *((WHOLE_TENSORS,) if python.reads else ()),
-            *helper,
-            *((LOG_AT_ONCE, WHOLE_TENSORS) if not python.reads else ()),
-            *((RECORD_FUNCTIONS,) if spot is None else ()),
-        ),
-        saves=SAVED_READS if python.reads else SAVED,
-        numbers={"module": python.module or None, "reads": python.reads},
-    )
-    owner = f"the forward of {python.module}" if python.module else "training_step"
-    yield _Hot(bool(python.module), spot.text if spot else owner, python.ns, detail)
-
-
 def _reads(lines: Iterable[TimeLine]) -> float:
+    """Return the values of tensors that are read one by one."""
     return sum(line.called for line in lines if line.operator in READS)
 
 
-def _outside(ledger: TimeLedger, module: str, lines: Sequence[TimeLine]) -> _Outside:
-    of_values = [line for line in lines if line.operator in OF_VALUES]
-    reads = _reads(lines)
-    if reads < POLICY.reads:
-        # Collectives of the strategy around the forward of the model run outside operators, too.
-        waits = 0.0 if module else ledger.communicates("collective")
-        ns = max(total(line for line in of_values if not line.operator) - waits, 0.0)
-        return _Outside(module=module, ns=ns, reads=0.0, is_most=ns >= POLICY.most * total(lines))
+def _python(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
+    """Yield the modules with their time outside operators, and the training step around them."""
+    modules: dict[str, list[TimeLine]] = defaultdict(list)
+    for line in grouped(ledger.of(Part.FORWARD)):
+        modules[line.module or ""].append(line)
+    called, rows = sum(line.called for lines in modules.values() for line in lines), forward_lines(rank)
+    for module, lines in modules.items():
+        reads = _reads(lines) if _reads(lines) >= POLICY.reads else 0.0
+        ns = _read_ns(ledger, lines, reads) if reads else _outside_ns(ledger, module, lines)
+        # Where Python has most of the time, the longest line is Python's.
+        inside = [row for row in rows if (MODULE_CALL in row.functions) == bool(module)]
+        spot = main_spot(inside) if ns >= POLICY.most * total(lines) else None
+        # In a forward of few operators, a recording explains the remaining time only by a line of the program.
+        if called < (1 if spot is not None and spot.place is not None else POLICY.loop):
+            continue
+        says, does = "Python code in {owner} takes {share}{rank}.", "Python outside operators"
+        fit = (spot_remedies(spot) or (WORK_LESS.filled(owner=spot.function),)) if spot else ()
+        remedies = (*fit, LOG_AT_ONCE, WHOLE_TENSORS)
+        if reads:
+            says = "Scalar loop: {owner} reads {reads} values one by one: {share}{rank}."
+            does, remedies = "such reads, each an operator and an object", (WHOLE_TENSORS,)
+        if reads and {line.operator for line in lines if line.called} >= FORMATS:
+            says = "Tensors as text: {owner} formats {reads} tensor values: {share}{rank}."
+            remedies = (NO_TEXT, WHOLE_TENSORS)
+        detail = Detail(
+            says=says,
+            fields={"reads": f"{reads:,.0f}"},
+            measured=(
+                f"{format_ns(ns)} of {ledger.length_text} are {does}{spot.share_text('this time') if spot else ''}"
+            ),
+            remedies=(*remedies, *((RECORD_FUNCTIONS,) if spot is None else ())),
+            saves=SAVED_READS if reads else SAVED,
+            numbers={"module": module or None, "reads": reads},
+        )
+        where = f"the forward of {module}" if module else "training_step"
+        yield _Hot(bool(module), spot.text if spot else where, ns, detail)
+
+
+def _read_ns(ledger: TimeLedger, lines: Iterable[TimeLine], reads: float) -> float:
+    """Return the time of operators that read values, of Python around them, and of the GC pauses of their objects."""
     pauses = ledger.of(Part.GC_PAUSES)
     collections = sum(line.count for line in pauses)
     collected = min(reads / (COLLECTED_AFTER * collections), 1.0) if collections else 0.0
-    ns = total(of_values) + total(pauses) * collected
-    called = {line.operator for line in lines if line.called}
-    is_most = ns >= POLICY.most * total(lines)
-    return _Outside(module=module, ns=ns, reads=reads, formats=called >= FORMATS, is_most=is_most)
+    return total(line for line in lines if line.operator in OF_VALUES) + total(pauses) * collected
+
+
+def _outside_ns(ledger: TimeLedger, module: str, lines: Iterable[TimeLine]) -> float:
+    # Collectives of the strategy around the forward of the model run outside operators, too.
+    waits = 0.0 if module else ledger.communicates("collective")
+    return max(total(line for line in lines if line.operator == "") - waits, 0.0)
 
 
 ROWS: Final = (
