@@ -44,11 +44,12 @@ class Family(NamedTuple):
         return bool(self.operators) and re.match(self.operators, operator or "") is not None
 
 
+DECOMPOSES: Final = Family(
+    DECOMPOSE_LESS,
+    r"aten::\w*(?:linalg(?!_vector_norm)|svd|eigh?\b|cholesky|inverse|geqrf|orgqr|qr\b|lu_|triangular_solve|matrix_exp)",
+)
 FAMILIES: Final = (
-    Family(
-        DECOMPOSE_LESS,
-        r"aten::\w*(?:linalg|svd|eigh?\b|cholesky|inverse|geqrf|orgqr|qr\b|lu_|triangular_solve|matrix_exp)",
-    ),
+    DECOMPOSES,
     Family(SORT_LESS, r"aten::_?(?:sort|argsort|msort|topk|kthvalue|median|nanmedian|mode|unique\w*|quantile)\b"),
     Family(
         DRAW_FEWER,

@@ -40,6 +40,17 @@ class Policy:
             longer.
         many_samples: smaller batches do not take long to fetch row by row.
         full: share of the machine's cores in use from which on none are free.
+        few_tensors: tensors of an optimizer below which a loop over them costs nothing, unless they are large.
+        large_bytes: of them: each operator reads all of a large tensor again.
+        few_samples: in a batch; more are a choice of the optimization, not an oversight, and so are more positions in a
+            batch of sequences.
+        call_ns: Python, autograd and the dispatcher take this for each operator that a program calls, on CPUs of 2020
+            and later.
+        sent_bytes: less is sent within the wait for the last rank, which no option removes.
+        passes: backward passes per optimizer step from which on they accumulate; fewer are two optimizers that share a
+            pass, or an epoch whose last batches are too few for a step.
+        ample: of the peak: what the memory can hold is four times as much, so that activations fit that checkpointing
+            does not save.
         loop: calls of an operator or a module in one forward, or in one call of a hook, from which on they are a loop:
             fewer are its layers, or a few values.
         parallel_ns: a shorter call of an operator does not use several cores: its parts cost more to hand out and to
@@ -79,6 +90,13 @@ class Policy:
     row_ns: int = 50_000
     many_samples: int = 256
     full: float = 0.80
+    few_tensors: int = 20
+    large_bytes: int = 16 * MIB
+    few_samples: int = 8
+    call_ns: int = 10_000
+    sent_bytes: int = MIB
+    passes: float = 1.75
+    ample: float = 0.25
     loop: int = 8
     parallel_ns: int = 100_000
     long_ns: int = 300_000

@@ -17,13 +17,7 @@ from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
-# More samples are a choice of the optimization, not an oversight; so are more positions, in a batch of sequences. Where
-# gradients of several batches accumulate, one batch of all makes the same step.
-FEW_SAMPLES: Final = 8
 TIMES_LARGER: Final = 8
-# Python, autograd and the dispatcher take this for each operator that a program calls, on CPUs of 2020 and later.
-# Shorter operators compute little in any case, and read parameters, whatever the number of samples.
-CALL_NS: Final = 10_000
 # A batch of twice the size pays the fixed part half as often, one of eight times the size an eighth as often.
 LARGER_BATCH: Final = (1 / 2, 1 - 1 / TIMES_LARGER)
 
@@ -43,7 +37,7 @@ def small_batches(facts: Facts) -> Iterator[Found]:
     accumulated = (rank.training.accumulate_grad_batches if rank.training else None) or 1
     joined = _joined(memory, accumulated)
     samples = _samples(rank, with_positions=accumulated == 1)
-    if samples is None or samples > FEW_SAMPLES or joined == 1 < accumulated:
+    if samples is None or samples > POLICY.few_samples or joined == 1 < accumulated:
         return
     lines = [line for line in ledger.of(*PASSES) if line.operator is not None]
     called, calling = sum(min(line.count, POLICY.loop) for line in lines if line.operator), sum(map(_calling, lines))
@@ -93,7 +87,7 @@ def _calling(line: TimeLine) -> float:
     """Return the time of a line that does not depend on the number of samples, without that of a loop."""
     calls = max(line.count, 1)
     each = line.ns / calls
-    return min(calls, POLICY.loop) * (each if each < POLICY.parallel_ns else CALL_NS)
+    return min(calls, POLICY.loop) * (each if each < POLICY.parallel_ns else POLICY.call_ns)
 
 
 def _samples(rank: Rank, *, with_positions: bool) -> int | None:

@@ -15,15 +15,13 @@ from lightning_memprof.judge.remedies import OWN_BUFFERS, PLAIN_ATTRIBUTE, REDUC
 from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.read.trace.model import TraceReport
-from lightning_memprof.units import MIB, format_bytes
+from lightning_memprof.units import format_bytes
 
 BROADCAST: Final = "broadcast"
 IN_FORWARD: Final = "c10d::broadcast_"
 WRAPPER: Final = "DDP"
 # What training changes has to be sent: the statistics of BatchNorm.
 STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
-# Less is sent within the wait for the last rank, which no option removes.
-LEAST_SENT: Final = MIB
 
 
 def buffer_broadcast(facts: Facts) -> Iterator[Found]:
@@ -37,7 +35,7 @@ def buffer_broadcast(facts: Facts) -> Iterator[Found]:
     constant = [buffer for buffer in buffers if not buffer.name.endswith(STATISTICS)]
     sent = sum(buffer.bytes for buffer in constant)
     sends = [line for line in ledger.communication if line.part == "collective" and line.name == BROADCAST]
-    if not calls or not sends or sent < LEAST_SENT or not is_wrapped(rank):
+    if not calls or not sends or sent < POLICY.sent_bytes or not is_wrapped(rank):
         return
     part = sent / sum(buffer.bytes for buffer in buffers)
     detail = Detail(
@@ -60,8 +58,6 @@ def is_wrapped(rank: Rank) -> bool:
 
 ALL_REDUCE: Final = "all_reduce"
 ADD: Final = "aten::add_"
-# Fewer are two optimizers that share a pass, or an epoch whose last batches are too few for a step.
-MIN_PASSES: Final = 1.75
 # The last all-reduce may wait for the ranks, and fewer of them overlap a pass.
 OF_THE_OTHERS: Final = (0.5, 1.0)
 
@@ -74,7 +70,7 @@ def synced_passes(facts: Facts) -> Iterator[Found]:
     trace = next((trace for trace in facts.traces if trace.rank == rank.rank and trace.host_ledger), None)
     passes = _passes(rank, trace) if trace is not None and is_wrapped(rank) else 0.0
     reduces = [line for line in ledger.communication if (line.part, line.name) == ("collective", ALL_REDUCE)]
-    if passes < MIN_PASSES or not reduces:
+    if passes < POLICY.passes or not reduces:
         return
     detail = Detail(
         fields={"passes": f"{passes:.0f}"},

@@ -91,10 +91,6 @@ def repeated_backward(facts: Facts) -> Iterator[Found]:
     yield Fact(source=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=spent),)), detail
 
 
-# Of the peak: what the memory can hold is four times as much, so that activations fit that checkpointing does not save.
-AMPLE: Final = 0.25
-
-
 def recomputation(facts: Facts) -> Iterator[Found]:
     """Return the forwards of modules that activation checkpointing runs again in backward."""
     if (worst := facts.heaviest(lambda ledger: ledger.recomputed_ns)) is None:
@@ -106,7 +102,7 @@ def recomputation(facts: Facts) -> Iterator[Found]:
     peak = f"{format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of the memory"
     detail = Detail(
         why=f"The peak of {peak}.",
-        is_note=memory.filled > AMPLE,
+        is_note=memory.filled > POLICY.ample,
         numbers={"peak_bytes": memory.peak_bytes},
         evidence=facts.pulse_and_trace(rank)[1:],
     )
