@@ -13,7 +13,7 @@ import msgspec
 from lightning_memprof.account.ledger.model import TimeLedger, total
 from lightning_memprof.account.ledger.run import typical_in_windows
 from lightning_memprof.account.steps.events import OWN_WORK
-from lightning_memprof.account.steps.lines import Spot
+from lightning_memprof.account.steps.lines import Spot, action_spot, collate_spot
 from lightning_memprof.account.steps.statistics import PulseStatistics, typical_steps
 from lightning_memprof.account.steps.system import systems
 from lightning_memprof.account.steps.workers import Call, Loading, calls, loading, workers
@@ -30,7 +30,6 @@ from lightning_memprof.judge.remedies import (
     RAISE_CPU_LIMIT,
     Remedy,
 )
-from lightning_memprof.judge.rules.program.lines import of_action, of_collate
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_count, percent
 
@@ -227,18 +226,6 @@ def steps_until_full(facts: Facts, rank: Rank, bytes_per_step: float, *, on_host
     return round(left) if left < ends - len(rank.pulse) else None
 
 
-# Fewer calls of one operator in a forward are its layers.
-LOOP: Final = 8
-# Operators that read a value of a tensor, and those that iterate over one.
-READS: Final = frozenset({"aten::item", "aten::is_nonzero"})
-OF_VALUES: Final = READS | {"", "aten::_local_scalar_dense", "aten::unbind", "aten::select"}
-# They compute nothing.
-VIEWS: Final = OF_VALUES | {
-    f"aten::{name}"
-    for name in ("slice", "view", "reshape", "transpose", "permute", "expand", "chunk", "split", "unsqueeze", "t")
-}
-
-
 def one_by_one(rank: Rank, ledger: TimeLedger) -> tuple[str, tuple[Remedy, ...]]:
     """Return that the training process fetches many samples, one by one in little time for each, and the remedy."""
     loaders = loaders_of(rank)
@@ -336,15 +323,21 @@ def wanted_workers(facts: Facts, rank: Rank, ledger: TimeLedger) -> int | None:
 def line_of_samples(rank: Rank, part: tuple[str, str] | None) -> Spot | None:
     """Return where the program makes samples, or batches of them, in the training process."""
     if part is not None and part[1] == "collate":
-        return of_collate(rank)
+        return collate_spot(rank)
     if part is not None and part[1] == "sampler":
-        return of_action(rank, "__iter__")
-    return of_action(rank, sample_method(loaders_of(rank))) if part is not None and part[1] == "fetch" else None
+        return action_spot(rank, "__iter__")
+    return action_spot(rank, sample_method(loaders_of(rank))) if part is not None and part[1] == "fetch" else None
 
 
 def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
     """Return the ranks on the machine of a rank, with it."""
     return [other for other in facts.run.ranks if other.facts.host == rank.facts.host]
+
+
+def is_oversubscribed(facts: Facts, rank: Rank) -> bool:
+    """Return whether operators use many more threads than there are cores."""
+    cores, threads = rank.facts.cpu_count or 0, torch_threads(rank) or 0
+    return bool(cores) and threads * len(ranks_on_host(facts, rank)) >= POLICY.oversubscribed * cores
 
 
 class CoreLoad(msgspec.Struct, frozen=True, kw_only=True):

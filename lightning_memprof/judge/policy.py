@@ -40,6 +40,27 @@ class Policy:
             longer.
         many_samples: smaller batches do not take long to fetch row by row.
         full: share of the machine's cores in use from which on none are free.
+        few_tensors: tensors of an optimizer below which a loop over them costs nothing, unless they are large.
+        large_bytes: of them: each operator reads all of a large tensor again.
+        few_samples: in a batch; more are a choice of the optimization, not an oversight, and so are more positions in a
+            batch of sequences.
+        call_ns: Python, autograd and the dispatcher take this for each operator that a program calls, on CPUs of 2020
+            and later.
+        sent_bytes: less is sent within the wait for the last rank, which no option removes.
+        passes: backward passes per optimizer step from which on they accumulate; fewer are two optimizers that share a
+            pass, or an epoch whose last batches are too few for a step.
+        ample: of the peak: what the memory can hold is four times as much, so that activations fit that checkpointing
+            does not save.
+        loop: calls of an operator or a module in one forward, or in one call of a hook, from which on they are a loop:
+            fewer are its layers, or a few values.
+        parallel_ns: a shorter call of an operator does not use several cores: its parts cost more to hand out and to
+            wait for than they save.
+        long_ns: a longer call computes for much longer than its dispatch takes, and has work for all cores.
+        reads: values of tensors that a step reads one by one from which on it loops over them.
+        oversubscribed: threads per core from which on each parallel region waits for threads that do not run.
+        thread_ns: in a shorter time, a thread may work for once.
+        all_gradients: of the gradients that all passes of a step could compute: parameters that a pass does not need
+            are missing.
         collectives: in fewer of them, which rank comes last is chance.
         uneven_host: share of a rank's peak RSS that the other ranks do not need: rank 0 also writes logs and
             checkpoints, and touched memory stays.
@@ -87,6 +108,20 @@ class Policy:
     row_ns: int = 50_000
     many_samples: int = 256
     full: float = 0.80
+    few_tensors: int = 20
+    large_bytes: int = 16 * MIB
+    few_samples: int = 8
+    call_ns: int = 10_000
+    sent_bytes: int = MIB
+    passes: float = 1.75
+    ample: float = 0.25
+    loop: int = 8
+    parallel_ns: int = 100_000
+    long_ns: int = 300_000
+    reads: int = 256
+    oversubscribed: float = 2.0
+    thread_ns: int = 300_000_000
+    all_gradients: float = 0.95
     collectives: int = 4
     uneven_host: float = 0.20
     bytes: int = 256 * MIB

@@ -25,13 +25,12 @@ from lightning_memprof.judge.rules import (
     host,
     kernels,
     memory,
-    modules,
     profiler,
     snapshot,
 )
 from lightning_memprof.judge.rules.bound import nothing_found
 from lightning_memprof.judge.rules.gpu import allocator, collectives, holders, idle, waits
-from lightning_memprof.judge.rules.program import lines, loops, passes, python, slowing
+from lightning_memprof.judge.rules.program import batches, ddp, lines, passes, slowing, threads
 from lightning_memprof.read.run.model import Run
 
 # About memory and the end of a run: valid after any number of steps.
@@ -45,15 +44,8 @@ RULES: Final[tuple[Judge, ...]] = (
 # About step time.
 STEP_RULES: Final[tuple[Judge, ...]] = (
     communication.straggler,
-    loops.synced_passes,
-    loops.python_loop,
-    lines.costly_line,
-    python.python_time,
-    python.busy_thread,
-    loops.small_batch,
     host.core_wait,
     host.slow_steps,
-    slowing.slower_steps,
     profiler.profiler_overhead,
 )
 # The same as rows, by the page that describes them; those about memory are valid after any number of steps.
@@ -64,9 +56,9 @@ BYTE_ROWS: Final[Mapping[str, tuple[ByteRule, ...]]] = {
 }
 ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {
     "data": data.ROWS,
-    "host": host.ROWS,
-    "compute": (*compute.ROWS, *passes.ROWS),
-    "ranks": modules.ROWS,
+    "host": (*host.ROWS, *lines.ROWS, *threads.ROWS, *slowing.ROWS),
+    "compute": (*compute.ROWS, *batches.ROWS, *passes.ROWS),
+    "ranks": ddp.ROWS,
     "device": (*idle.ROWS, *waits.ROWS, *allocator.ROWS, *collectives.ROWS, *kernels.ROWS),
 }
 RULE_FAILED: Final = "rule_failed"

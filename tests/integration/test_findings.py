@@ -53,7 +53,7 @@ def above_info(found: dict[str, Finding]) -> dict[str, Finding]:
 
 def faults(found: dict[str, Finding]) -> set[str]:
     """Rules of the findings above info, but for the sleep that is a step's work."""
-    return {rule for rule, finding in above_info(found).items() if (rule, finding.owner) != ("costly_line", WORK)}
+    return {rule for rule, finding in above_info(found).items() if (rule, finding.owner) != ("hot_line", WORK)}
 
 
 def remedies(finding: Finding) -> list[str | None]:
@@ -572,7 +572,7 @@ class Described(Wide):
 @pytest.mark.parametrize("is_text", [True, False])
 def test_tensors_as_text_are_named_as_such(tmp_path: Path, is_text: bool, capsys: pytest.CaptureFixture[str]) -> None:
     with torch._tensor_str.printoptions(threshold=10_000):
-        finding = shown(tmp_path, Described(is_text), capsys).get("python_time")
+        finding = shown(tmp_path, Described(is_text), capsys).get("hot_line")
     found = {step["id"] for step in finding["remedies"]} if finding is not None else set()
     assert ("no_text" in found) == is_text
     if is_text and finding is not None:
@@ -598,10 +598,8 @@ class Penalized(Wide):
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_a_costly_line_of_the_program_is_named(
-    tmp_path: Path, is_exact: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    finding = shown(tmp_path, Penalized(is_exact), capsys).get("costly_line")
+def test_a_hot_line_of_the_program_is_named(tmp_path: Path, is_exact: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    finding = shown(tmp_path, Penalized(is_exact), capsys).get("hot_line")
     assert (finding is not None and finding["title"].startswith("Penalized.stretch (test_findings.py:")) == is_exact
     if is_exact and finding is not None:
         assert "return torch.linalg.matrix_norm(matrix, ord=2)" in finding["why"]

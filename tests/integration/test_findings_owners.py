@@ -382,7 +382,7 @@ def test_a_thread_that_takes_turns_with_the_training_is_named(shown: Any, is_bus
         assert "Ticker.count " in finding["title"]
         assert finding["numbers"]["thread"] in finding["why"]
         assert finding["remedies"][0]["id"] == "thread_less"
-        assert finding["numbers"]["cores"] > 0.1
+        assert finding["numbers"]["cores"] > 0.05
         asleep_ns = finding["numbers"]["asleep_share"] * finding["numbers"]["duration_ns"]
         assert finding["recovers"]["max"] <= asleep_ns * 1.01
 
@@ -411,7 +411,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_parameters_that_are_made_in_a_loop_are_named(shown: Any, is_cached: bool) -> None:
     found = shown("run", Model(Recurrent(is_cached=is_cached)), batches(20, 64, 96))
-    steps = [each["text"] for each in found.get("python_loop", {"remedies": [{"text": ""}]})["remedies"]]
+    steps = [each["text"] for each in found.get("hot_line", {"remedies": [{"text": ""}]})["remedies"]]
     assert ("parametrize.cached()" in steps[0]) == (not is_cached)
 
 
@@ -577,22 +577,21 @@ class Nap(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "rules", "owner"),
+    ("place", "rule", "owner"),
     [
-        # Which of the two is worth more is chance: the sleep, or this and the rest of Python.
-        ("training_step", {"python_time", "costly_line"}, "Asleep.nap"),
-        ("forward", {"python_time", "costly_line"}, "Nap.forward"),
-        ("backward", {"nothing_found"}, "Asleep.nap"),
-        ("optimizer_zero_grad", {"hook_bound"}, "Asleep.optimizer_zero_grad"),
-        ("optimizer_step", {"hook_bound"}, "Asleep.optimizer_step"),
+        ("training_step", "hot_line", "Asleep.nap"),
+        ("forward", "hot_line", "Nap.forward"),
+        ("backward", "nothing_found", "Asleep.nap"),
+        ("optimizer_zero_grad", "hook_bound", "Asleep.optimizer_zero_grad"),
+        ("optimizer_step", "hook_bound", "Asleep.optimizer_step"),
     ],
 )
-def test_a_sleep_of_most_of_a_step_is_named_where_it_is(shown: Any, place: str, rules: set[str], owner: str) -> None:
+def test_a_sleep_of_most_of_a_step_is_named_where_it_is(shown: Any, place: str, rule: str, owner: str) -> None:
     found = shown(place, Asleep(place), batches(30, 8, 32))
     finding = next(iter(found.values()))
-    assert finding["rule"] in rules
+    assert finding["rule"] == rule
     told = finding["title"] + finding["why"]
     assert owner in told
-    assert place in told or finding["rule"] == "costly_line"
+    assert place in told or finding["rule"] == "hot_line"
     assert "time.sleep(0.02)" in told
     assert finding["remedies"][0]["id"] == "wait_outside"

@@ -23,18 +23,11 @@ AWAKE: Final = (
 LINES: Final[Mapping[str, tuple[str, ...]]] = {
     **{row.id: row.of for rows in ROWS.values() for row in rows},
     **{row.id: row.of for rows in BYTE_ROWS.values() for row in rows},
-    "busy_thread": AWAKE,
     "core_wait": ("core_wait",),
-    "costly_line": ("forward", "forward_hook", "self_log", "backward"),
     "optimizer_bound": ("optimizer", "compute"),
     "other_profiler": (*WORK, "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall"),
-    "python_loop": PASSES,
-    "python_time": (*WORK, "gc_pauses"),
     "slow_steps": ("stall", *WORK, "untracked"),
-    "slower_steps": (*AWAKE, "validation", "checkpoint", "stall", "gc_pauses", "compile", "rank_wait"),
-    "small_batch": (*WORK, "callback", "module_hook", "logging", "transfer", "untracked", "self_log", "data_wait"),
     "straggler": ("rank_wait",),
-    "synced_passes": (*WORK, "rank_wait", "untracked"),
 }
 
 

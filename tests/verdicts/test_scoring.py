@@ -47,7 +47,7 @@ PADDING = Expected(
 
 KNOWN = Known.parsed({
     "training": "slow_dataset",
-    "cause": "input_bound:Tiles|collate_fn python_loop",
+    "cause": "input_bound:Tiles|collate_fn hot_line",
     "near": "*:decode",
     "fix": "cheaper_samples",
     "near_fix": "more_workers",
@@ -80,7 +80,7 @@ def test_a_page_gets_full_points_for_the_cause_and_half_for_its_surroundings(sen
         (found("Waits for data.", why="collate_fn takes 40 ms."), 2),
         (found("Waits for data."), 1),
         (found("Waits for MyTiles."), 1),
-        (found("A loop.", rule="python_loop"), 2),
+        (found("A loop.", rule="hot_line"), 2),
         (found("The callback decode takes 20%.", rule="callback_bound"), 1),
         (found("Waits for Tiles.", rule="callback_bound"), 0),
     ],

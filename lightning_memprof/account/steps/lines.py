@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec.structs import replace
 
+from lightning_memprof.account.steps.events import FORWARD
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
+from lightning_memprof.units import percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,6 +24,12 @@ EXPLAINS: Final = 0.25
 MOSTLY: Final = 0.5
 # Fewer looks show no usual place.
 MIN_LOOKS: Final = 6
+BACKWARD: Final = ("backward", "manual_backward")
+# Functions that the Trainer and data loaders call by their names.
+NAMED: Final = re.compile(
+    r"(?:^|\.)(?:on_\w+|\w+_step|configure_\w+|optimizer_\w+|lr_\w+|transfer_\w+|\w*loader\w*|"
+    r"backward|forward|setup|__(?:getitem|getitems|iter|next|len)__|step|log\w*)$"
+)
 
 
 class Spot(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,11 +64,49 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True):
         """The source of the line, to end a sentence."""
         return f": `{self.source}`" if self.source else ""
 
+    def share_text(self, whole: str, around: str = "") -> str:
+        """Return the share of the function in a time, to end a sentence.
+
+        Args:
+            whole: the time, for people: ``the forward``.
+            around: a function that the sentence names already.
+        """
+        if self.function != around:
+            return f"; {self.text} has {percent(self.share)} of {whole}{self.at}"
+        return f"; mostly {self.place}{self.at}" if self.place else ""
+
 
 def lines(rank: Rank, hook: str) -> list[LineRow]:
     """Return the lines inside a method that the Trainer calls, ``training_step`` or a hook of a callback."""
     rows = (row for window in rank.windows for row in window.read(LineRow).rows)
     return [row for row in rows if row.functions and row.functions[0].rpartition(".")[2] == hook]
+
+
+def forward_lines(rank: Rank) -> list[LineRow]:
+    """Return the lines of the training step, or of its like, without those that run the backward pass."""
+    return [row for row in lines(rank, FORWARD.get(rank.facts.stage, "")) if not is_backward(row)]
+
+
+def is_backward(row: LineRow) -> bool:
+    """Return whether a line of training_step runs the backward pass, with automatic optimization off."""
+    return (row.called or "").rpartition(".")[2] in BACKWARD
+
+
+def action_spot(rank: Rank, action: str) -> Spot | None:
+    """Return where an action has most of its time, ``Histograms.on_train_batch_end``, in recorded windows."""
+    found = lines(rank, action.rpartition(".")[2])
+    return main_spot([row for row in found if row.functions[0] == action] or found)
+
+
+def collate_spot(rank: Rank) -> Spot | None:
+    """Return where the program makes batches of samples: a function that no hook and no method of a data set is."""
+    found = [row for window in rank.windows for row in window.read(LineRow).rows if row.functions]
+    return main_spot([row for row in found if not NAMED.search(row.functions[0])])
+
+
+def main_spot(rows: Sequence[LineRow]) -> Spot | None:
+    """Return the innermost function with much of the time of some lines."""
+    return next(iter(spots(rows)), None)
 
 
 def spots(rows: Sequence[LineRow], least: float = EXPLAINS) -> list[Spot]:

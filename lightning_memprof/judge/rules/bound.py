@@ -12,15 +12,26 @@ import numpy as np
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.modules import (
+    ACCUMULATE,
+    ROOT,
+    Heaviest,
+    forwards_per_step,
+    heaviest_module,
+    in_compiled,
+    operator_family,
+)
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.account.ledger.work import all_pairs
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.ranks.hangs import first_exception
 from lightning_memprof.account.snapshot.report import SnapshotReport
-from lightning_memprof.account.steps.lines import Spot
+from lightning_memprof.account.steps.lines import Spot, action_spot, forward_lines, main_spot
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity, titled
+from lightning_memprof.judge.operators import faster, faster_by
+from lightning_memprof.judge.operators import fitting as fitting_line
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     ALL_AT_ONCE,
@@ -45,19 +56,6 @@ from lightning_memprof.judge.remedies import (
 )
 from lightning_memprof.judge.rules.gpu.busy import busy, look, of_device
 from lightning_memprof.judge.rules.gpu.holders import nothing_in_snapshot
-from lightning_memprof.judge.rules.modules import (
-    ROOT,
-    Heaviest,
-    faster,
-    faster_by,
-    forwards_per_step,
-    heaviest_module,
-    in_compiled,
-    operator_family,
-)
-from lightning_memprof.judge.rules.program.lines import fitting as fitting_line
-from lightning_memprof.judge.rules.program.lines import has, of_action, of_forward
-from lightning_memprof.judge.rules.program.passes import ACCUMULATE
 from lightning_memprof.judge.traces import (
     LATER,
     fitting,
@@ -232,7 +230,7 @@ def _bound_why(seen: _Seen, early: str) -> str:
     leads = f"; {heaviest.leader} has {percent(heaviest.leader_ns / heaviest.ns)} of it" if heaviest.leader else ""
     work = f"{percent(heaviest.family_ns / heaviest.ns)} of {heaviest.module} is {heaviest.family}"
     on = achieved.on if achieved else ""
-    work = f"{work}{on}{has(at, place) if at else leads}."
+    work = f"{work}{on}{at.share_text(place) if at else leads}."
     return f"{early}{work}" if early else f"{work} {achieved.text if achieved else passes}"
 
 
@@ -251,8 +249,8 @@ def _next_for(seen: _Seen) -> tuple[Remedy, ...]:
 
 def _longest_line(rank: Rank, ledger: TimeLedger) -> tuple[Spot | None, str]:
     """Return the program's longest line, and its pass: backward if it is longer and has lines, else forward."""
-    at = of_action(rank, ".backward") if ledger.ns("backward") > ledger.ns("forward") else None
-    return (at, "the backward") if at is not None else (of_forward(rank), "the forward")
+    at = action_spot(rank, ".backward") if ledger.ns("backward") > ledger.ns("forward") else None
+    return (at, "the backward") if at is not None else (main_spot(forward_lines(rank)), "the forward")
 
 
 def _own_passes(ledger: TimeLedger) -> tuple[TimeLine, ...]:

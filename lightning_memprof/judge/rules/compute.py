@@ -14,7 +14,8 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.measures import core_load, ranks_on_host, torch_threads
+from lightning_memprof.judge.measures import core_load, is_oversubscribed, ranks_on_host, torch_threads
+from lightning_memprof.judge.operators import DECOMPOSES
 from lightning_memprof.judge.optimizers import FOREACH, FUSED, OF_TORCH
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -38,7 +39,7 @@ from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.judge.traces import remedies as remedies_for
 from lightning_memprof.judge.traces import seen_in
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import MIB, format_bytes, format_count, format_ns, percent
+from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
 WORK: Final[tuple[Part, ...]] = (*PASSES, Part.OPTIMIZER)
 COMPUTED: Final[tuple[Part, ...]] = (*WORK, Part.CORE_WAIT)
@@ -83,16 +84,6 @@ def _double_share(rank: Rank, ledger: TimeLedger) -> tuple[str, float, str]:
     return "Double precision: {doubles} of the model's time is in float64, mostly in {module}{rank}.", timed, most
 
 
-# With twice as many threads as cores, each parallel region waits for threads that do not run.
-OVERSUBSCRIBED: Final = 2.0
-
-
-def is_oversubscribed(facts: Facts, rank: Rank) -> bool:
-    """Return whether operators use many more threads than there are cores."""
-    cores, threads = rank.facts.cpu_count or 0, torch_threads(rank) or 0
-    return bool(cores) and threads * len(ranks_on_host(facts, rank)) >= OVERSUBSCRIBED * cores
-
-
 def too_many_threads(facts: Facts) -> Iterator[Found]:
     """Return forward, backward, optimizer and the wait for a core where operators use many more threads than cores.
 
@@ -116,8 +107,6 @@ def too_many_threads(facts: Facts) -> Iterator[Found]:
     yield Fact(source=rank, ledger=ledger, lines=ledger.of(*COMPUTED)), detail
 
 
-# The parts of a shorter call cost more to hand out and to wait for than they save.
-PARALLEL_NS: Final = 100_000
 # Of what threads save if all work is divided: products of large matrices nearly all, other operators wait for memory.
 SAVED_BY_THREADS: Final = (0.3, 1.0)
 
@@ -133,7 +122,10 @@ def on_few_cores(facts: Facts) -> Iterator[Found]:
     least, most = (saved * (1 - threads / cores) for saved in SAVED_BY_THREADS)
     detail = Detail(
         fields={"given": format_count(threads, "thread"), "cores": cores, "threads": cores},
-        why=f"These operators take {format_ns(PARALLEL_NS)} per call or longer; torch.get_num_threads() is {threads}.",
+        why=(
+            f"These operators take {format_ns(POLICY.parallel_ns)} per call or longer; torch.get_num_threads() is "
+            f"{threads}."
+        ),
         saves=(least, most),
         numbers={"threads": threads, "cores": cores},
         evidence=facts.recorded(rank, "operator_trace"),
@@ -143,7 +135,7 @@ def on_few_cores(facts: Facts) -> Iterator[Found]:
 
 def _long_calls(ledger: TimeLedger) -> tuple[TimeLine, ...]:
     lines = (line for line in ledger.of(*PASSES) if line.operator)
-    return tuple(line for line in lines if line.ns >= PARALLEL_NS * max(line.count, 1))
+    return tuple(line for line in lines if line.ns >= POLICY.parallel_ns * max(line.count, 1))
 
 
 def _cores_for(facts: Facts, rank: Rank) -> int:
@@ -177,11 +169,6 @@ def anomaly_detection(facts: Facts) -> Iterator[Found]:
     yield Fact(source=rank, ledger=ledger, lines=ledger.of(*PASSES)), detail
 
 
-# For fewer tensors a loop costs nothing, but where each operator reads all of a large one again.
-FEW_TENSORS: Final = 20
-# An optimizer of the program that calls as many operators for each tensor updates one by one.
-PER_TENSOR: Final = 2
-LARGE: Final = 16 * MIB
 SEVERAL_PASSES: Final = frozenset({"Adagrad", "Adam", "AdamW"})
 # With foreach=None torch uses the foreach implementation on these devices, and the loop on all others.
 FOREACH_BY_DEFAULT: Final = ("cuda", "xpu", "mtia")
@@ -190,7 +177,6 @@ OF_LISTS: Final = re.compile(
     r"aten::(?:_foreach_)?(?:add|sub|mul|div|addcmul|addcdiv|lerp|pow|sqrt|rsqrt|reciprocal|neg|abs|sign|exp|log|copy|"
     r"zero|clamp(?:_min|_max)?|maximum|minimum|norm|linalg_vector_norm)_?\Z"
 )
-DECOMPOSES: Final = re.compile(r"aten::_?(?:linalg_|svd|cholesky|inverse)(?!vector_norm)")
 # One kernel for all parameters saves a third to two thirds of the loop's time.
 FASTER: Final = (1 / 3, 2 / 3)
 # A kernel of all parameters reads and writes each state once, and of many small parameters it saves the launches.
@@ -278,16 +264,16 @@ def _saved_by_lists(optimizer: OptimizerFacts, rank: Rank, recorded: TimeLedger 
     if _has_needless_groups(optimizer):
         return 1.0
     largest = rank.training.largest_parameters if rank.training else []
-    few = (optimizer.parameters or FEW_TENSORS) < FEW_TENSORS
+    few = (optimizer.parameters or POLICY.few_tensors) < POLICY.few_tensors
     if optimizer.name in OF_TORCH:
-        is_read_often = optimizer.name in SEVERAL_PASSES and sum(each.bytes for each in largest) >= LARGE
+        is_read_often = optimizer.name in SEVERAL_PASSES and sum(each.bytes for each in largest) >= POLICY.large_bytes
         is_default = optimizer.foreach is None and _device(optimizer).startswith(FOREACH_BY_DEFAULT)
         is_faster = optimizer.fused or optimizer.foreach or is_default or optimizer.name not in FOREACH
         return 0.0 if is_faster or (few and not is_read_often) else 1.0
     lines = _named(recorded.of("optimizer"), optimizer) if recorded else ()
     replaced = [line for line in lines if OF_LISTS.match(line.operator or "")]
     called = sum(line.called for line in replaced)
-    if few or called < PER_TENSOR * (optimizer.parameters or FEW_TENSORS):
+    if few or called < (optimizer.parameters or POLICY.few_tensors):
         return 0.0
     # Python between the calls goes with them.
     python = total(line for line in lines if not line.operator) * called / sum(line.called for line in lines)
@@ -309,13 +295,13 @@ def _device(optimizer: OptimizerFacts) -> str:
 
 def _has_needless_groups(optimizer: OptimizerFacts) -> bool:
     """Return whether many groups have the same settings: each group has calls of its own."""
-    return (optimizer.groups or 0) - (optimizer.settings or 0) >= FEW_TENSORS
+    return (optimizer.groups or 0) - (optimizer.settings or 0) >= POLICY.few_tensors
 
 
 def _rarer(optimizer: OptimizerFacts, recorded: TimeLedger | None) -> tuple[Remedy, ...]:
     """Return how an optimizer without a faster form does less."""
     lines = _named(recorded.of("optimizer"), optimizer) if recorded else ()
-    decomposed = total(line for line in lines if DECOMPOSES.match(line.operator or ""))
+    decomposed = total(line for line in lines if DECOMPOSES.matches(line.operator))
     return (*((DECOMPOSE_IN_STEP,) if decomposed > total(lines) / 2 else ()), ACCUMULATE)
 
 
@@ -330,10 +316,6 @@ def _faster_optimizer(optimizer: OptimizerFacts, rank: Rank) -> tuple[Remedy, ..
     if rank.training and any(parameter.sparse for parameter in rank.training.largest_parameters):
         return (*joined, SPLIT_OPTIMIZER)
     return (*joined, FUSED_OPTIMIZER, FOREACH_OPTIMIZER)
-
-
-# An optimizer spends its time on a parameter with half of the bytes.
-MIN_EMBEDDING: Final = 0.5
 
 
 def dense_embedding(facts: Facts) -> Iterator[Found]:
@@ -370,7 +352,7 @@ def _embedding(rank: Rank) -> tuple[ParameterFacts, float] | None:
     largest = training.largest_parameters[0]
     share = largest.bytes / max(sum(training.parameter_dtypes.values()), 1)
     is_dense = largest.module in {"Embedding", "EmbeddingBag"} and not largest.sparse
-    return (largest, share) if is_dense and share >= MIN_EMBEDDING else None
+    return (largest, share) if is_dense and share >= POLICY.most else None
 
 
 def _is_apart(optimizer: OptimizerFacts, embedding: ParameterFacts) -> bool:

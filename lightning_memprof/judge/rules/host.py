@@ -6,13 +6,15 @@ from collections import Counter
 from typing import Final
 
 from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.ledger.modules import operator_family
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.pauses import pauses
 from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.artifacts.series import GC_PAUSE
+from lightning_memprof.judge.actions import work_of_action, work_of_checkpoint, work_of_transfer
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
-from lightning_memprof.judge.measures import core_use, few_steps, one_by_one
+from lightning_memprof.judge.measures import core_use, few_steps, is_oversubscribed, one_by_one
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     BREAK_CYCLES,
@@ -45,9 +47,6 @@ from lightning_memprof.judge.remedies import (
     VALIDATE_PER_EPOCH,
 )
 from lightning_memprof.judge.rule import Detail, Fact, Rule, least_ns
-from lightning_memprof.judge.rules.compute import is_oversubscribed
-from lightning_memprof.judge.rules.modules import operator_family
-from lightning_memprof.judge.rules.program.python import work_of_action, work_of_checkpoint, work_of_transfer
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 

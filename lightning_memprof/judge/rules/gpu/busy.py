@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Final
 
 from lightning_memprof.account.ledger.model import TimeLedger
+from lightning_memprof.account.ledger.modules import POINTWISE, operator_family
 from lightning_memprof.account.ledger.peaks import Achieved, achieved_by, device_peaks
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import IdleCause, TraceReport
@@ -30,7 +31,6 @@ from lightning_memprof.judge.remedies import (
     VIEW_TRACE,
     Remedy,
 )
-from lightning_memprof.judge.rules.modules import POINTWISE, operator_family
 from lightning_memprof.judge.traces import (
     LATER,
     after_start,

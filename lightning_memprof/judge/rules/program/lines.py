@@ -1,244 +1,346 @@
-"""Lines of the program that take much of a step, and the remedies that fit what they call."""
+"""Hot lines: functions, loops and Python of the program that take much of a step."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from typing import Final
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from lightning_memprof.account.ledger.model import TimeLedger, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, grouped, total
+from lightning_memprof.account.ledger.modules import OF_VALUES, READS, ROOT, VIEWS, in_compiled
 from lightning_memprof.account.parts import Part
-from lightning_memprof.account.steps.events import FORWARD
-from lightning_memprof.account.steps.lines import MIN_LOOKS, MOSTLY, Spot, lines, source_of, spots
+from lightning_memprof.account.steps.lines import MIN_LOOKS, Spot, forward_lines, main_spot, source_of
 from lightning_memprof.artifacts.series import MODULE_CALL, LineRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery, titled
+from lightning_memprof.judge.operators import FAMILIES, spot_remedies
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
-    ACCUMULATE_ONCE,
-    COPY_LESS,
-    DECOMPOSE_LESS,
-    DRAW_FEWER,
-    FUSED_ATTENTION,
-    FUSED_MODULE,
-    KEEP_ITERATOR,
-    LOAD_BOTH,
-    MOVE_LESS,
-    SORT_LESS,
+    CACHE_PARAMETERS,
+    COMPILE_LOOP,
+    LOG_AT_ONCE,
+    NO_TEXT,
+    RECORD_FUNCTIONS,
+    VECTORIZE,
     WAIT_OUTSIDE,
+    WHOLE_TENSORS,
     WORK_LESS,
-    WRITE_LESS,
     Remedy,
 )
+from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_ns, percent
 
-# By the innermost operators of a ledger.
-OPERATORS: Final = (
-    (DECOMPOSE_LESS, r"\w*(?:linalg|svd|eigh?\b|cholesky|inverse|geqrf|orgqr|qr\b|lu_|triangular_solve|matrix_exp)"),
-    (SORT_LESS, r"_?(?:sort|argsort|msort|topk|kthvalue|median|nanmedian|mode|unique\w*|quantile)\b"),
-    (DRAW_FEWER, r"(?:normal|uniform|bernoulli|random|exponential|log_normal|geometric|multinomial|randperm)_?\Z"),
-    (ACCUMULATE_ONCE, r"_?(?:cumsum|cumprod|cummax|cummin|logcumsumexp)\w*\Z"),
-    (MOVE_LESS, r"(?:copy_|cat|_cat|stack|clone|_to_copy|index_select|repeat|repeat_interleave|roll|flip)\Z"),
-)
-ATTENTION: Final = "attention without"
-# By the functions of libraries that a line calls.
-CALLED: Final = (
-    (KEEP_ITERATOR, ("DataLoader.__iter__", "_BaseDataLoaderIter.__init__", "RandomSampler.__iter__")),
-    (LOAD_BOTH, ("_BaseDataLoaderIter.__next__",)),
-    (COPY_LESS, ("deepcopy", "state_dict")),
-    (WRITE_LESS, ("dump", "dumps", "save", "savez", "savetxt", "savefig", "to_csv", "to_json", "to_parquet")),
-)
-BACKWARD: Final = ("backward", "manual_backward")
-# Modules of torch that compute with one operator, and that programs write themselves under the same name.
-FUSED: Final = (
-    *("LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GELU", "SiLU", "Mish"),
-)
-# Functions that the Trainer and data loaders call by their names.
-NAMED: Final = re.compile(
-    r"(?:^|\.)(?:on_\w+|\w+_step|configure_\w+|optimizer_\w+|lr_\w+|transfer_\w+|\w*loader\w*|"
-    r"backward|forward|setup|__(?:getitem|getitems|iter|next|len)__|step|log\w*)$"
-)
 # What is done less often or in another way leaves some of its time; of other work nobody knows.
 SAVED: Final = (0.5, 0.95)
 SAVED_UNKNOWN: Final = (0.0, 0.5)
+# Reading whole tensors leaves next to nothing.
+SAVED_READS: Final = (0.8, 1.0)
+# Batching the calls of a loop saves their dispatch, and lets an operator use all cores: of calls that compute this
+# part, of shorter ones, which are mostly dispatch, up to all.
+IN_BATCHES: Final = (0.2, 0.7)
 TRAINING_STEP: Final = (Part.FORWARD, Part.FORWARD_HOOK, Part.SELF_LOG)
+PARAMETRIZATIONS: Final = ".parametrizations."
+# Python collects young objects after this many new ones; a value that is read makes one or two.
+COLLECTED_AFTER: Final = 700
+# What torch calls to write a tensor as text, beside the reads of its values.
+FORMATS: Final = frozenset({"aten::masked_select", "aten::resolve_conj"})
 
 
-class _Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """A function of the training step: its longest line, its time per step, and its remedy.
+class _Hot(NamedTuple):
+    """Time with a remedy, in modules or around them."""
 
-    ``saves`` are the shares of the time that the remedy recovers, ``least`` is the share of the step below which
-    nothing is reported, ``asleep`` that of the time in which the thread sleeps.
-    """
-
-    line: LineRow
+    in_module: bool
+    owner: str
     ns: float
-    remedy: Remedy
-    saves: tuple[float, float]
-    least: float
-    asleep: float
-
-    @property
-    def function(self) -> str:
-        """The function."""
-        return self.line.functions[-1]
+    detail: Detail
 
 
-def costly_line(facts: Facts) -> Finding | None:
-    """Find a function of the training step that waits, whose work has a cheaper form, or that only the program knows.
-
-    Recovers 50% to 95% of the time of its lines that call this; of work of which nothing is known, up to half.
-    """
-    worst = facts.heaviest(lambda ledger: ledger.ns(*TRAINING_STEP))
-    if worst is None or not worst[0].facts.is_cpu:
-        return None
+def hot_lines(facts: Facts) -> Iterator[Found]:
+    """Yield the owner around modules, and the one inside them, whose remedy saves most."""
+    if (worst := facts.heaviest(lambda ledger: ledger.ns(*PASSES))) is None:
+        return
     rank, ledger = worst
-    costs = [cost for cost in _costs(rank, ledger) if cost.ns >= cost.least * ledger.step_ns]
-    if not costs:
-        return None
-    cost = max(costs, key=lambda cost: sum(cost.saves) * cost.ns)
-    least, most = cost.saves
-    worth = Recovery(unit="ns", min=cost.ns * least, max=cost.ns * most, whole=ledger.step_ns)
-    calls = f"; it calls {cost.line.called}" if cost.line.called else ""
-    sleeps = f", of which the training thread sleeps {percent(cost.asleep)}" if cost.asleep else ""
-    return Finding(
-        rule="costly_line",
-        owner=cost.function,
-        title=titled(
-            "{owner} ({place}) {takes} {share}{rank}.",
-            owner=cost.function,
-            place=cost.line.place,
-            takes="waits" if cost.remedy.id == WAIT_OUTSIDE.id else "takes",
-            share=ledger.share_text(cost.ns),
-            rank=facts.on_rank(rank),
-        ),
-        why=f"{format_ns(cost.ns)} of {ledger.length_text}{sleeps}. The longest line: `{source_of(cost.line)}`{calls}.",
-        remedies=tuple(dict.fromkeys(each.filled(owner=cost.function) for each in (cost.remedy, WORK_LESS))),
-        evidence=facts.pulse_and_trace(rank),
-        numbers={
-            "rank": rank.rank,
-            "function": cost.function,
-            "place": cost.line.place,
-            "line_ns": round(cost.ns),
-            "asleep_share": cost.asleep,
-            "duration_ns": round(ledger.step_ns),
-        },
-        **worth.parts,
-    )
+    found = [
+        *(_functions(rank, ledger) if facts.is_fit and rank.facts.is_cpu else ()),
+        *_loops(rank, ledger, facts.host_ledger(rank) or ledger),
+        *_python(rank, ledger),
+    ]
+    for in_module in (False, True):
+        alike = (each for each in found if each.in_module == in_module)
+        hot = max(alike, key=lambda each: each.ns * sum(each.detail.saves or ()), default=None)
+        if hot is not None:
+            line = TimeLine(part=Part.FORWARD, name=hot.owner, ns=hot.ns)
+            detail = replace(hot.detail, evidence=facts.pulse_and_trace(rank)[1:])
+            yield Fact(source=rank, ledger=ledger, lines=(line,)), detail
 
 
-def _costs(rank: Rank, ledger: TimeLedger) -> Iterable[_Cost]:
-    """Yield the functions of the training step that have a remedy; backward in it is a pass of its own."""
-    rows = [row for row in lines(rank, FORWARD["fit"]) if not is_backward(row)]
+def _functions(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
+    """Yield the functions of the training step that wait, call what has a remedy, or that only the program calls."""
+    rows = forward_lines(rank)
     scale = ledger.ns(*TRAINING_STEP) / max(sum(row.ns or 0 for row in rows), 1)
     # Inside an operator the thread sleeps until those that compute its other parts are done.
     outside_operators = total(line for line in ledger.of(*TRAINING_STEP) if not line.operator)
-    found: dict[tuple[str, str], list[tuple[LineRow, Remedy]]] = {}
+    alike: dict[tuple[str, bool, Remedy], list[LineRow]] = defaultdict(list)
     for row in rows:
         if row.functions[-1] != MODULE_CALL and (remedy := _remedy(row)) is not None:
-            found.setdefault((row.functions[-1], remedy.id), []).append((row, remedy))
-    for alike in found.values():
-        times = [row.ns or 0 for row, _ in alike]
-        line, remedy = max(alike, key=lambda pair: pair[0].ns or 0)
-        ns = scale * sum(times)
-        ns = min(ns, outside_operators) if remedy.id == WAIT_OUTSIDE.id else ns
-        if sum(row.looks or 0 for row, _ in alike) < MIN_LOOKS:
+            alike[row.functions[-1], MODULE_CALL in row.functions, remedy].append(row)
+    for (function, in_module, remedy), those in alike.items():
+        if sum(row.looks or 0 for row in those) < MIN_LOOKS:
             continue
-        family = _family(ledger, ns) if remedy.id == WORK_LESS.id else remedy
-        yield _Cost(
-            line=line,
-            ns=ns,
-            remedy=family or remedy,
-            saves=SAVED if family else SAVED_UNKNOWN,
-            least=POLICY.verdict if family else POLICY.severe,
-            asleep=sum(row.asleep_ns or 0 for row, _ in alike) / max(sum(times), 1),
+        sampled, asleep = (
+            sum(times) for times in zip(*((row.ns or 0, row.asleep_ns or 0) for row in those), strict=True)
         )
+        waits, longest = remedy.id == WAIT_OUTSIDE.id, max(those, key=lambda row: row.ns or 0)
+        ns = min(scale * sampled, outside_operators) if waits else scale * sampled
+        family = _family(ledger, ns) if remedy.id == WORK_LESS.id else (remedy,)
+        calls = f"; it calls {longest.called}" if longest.called else ""
+        sleeps = f", of which the training thread sleeps {percent(asleep / sampled)}" if asleep else ""
+        detail = Detail(
+            says="{owner} waits {share}{rank}." if waits else "",
+            measured=f"{format_ns(ns)} of {ledger.length_text}{sleeps}",
+            why=f"The longest line: `{source_of(longest)}`{calls}.",
+            remedies=tuple(dict.fromkeys(each.filled(owner=function) for each in (*family, WORK_LESS))),
+            saves=SAVED if family else SAVED_UNKNOWN,
+            numbers={"function": function, "place": longest.place, "asleep_share": asleep / max(sampled, 1)},
+        )
+        yield _Hot(in_module, f"{function} ({longest.place})", ns, detail)
 
 
 def _remedy(row: LineRow) -> Remedy | None:
     """Return the remedy of a line: of a wait, of what it calls, or that of a function that only the program calls."""
-    if (row.asleep_ns or 0) >= MOSTLY * (row.ns or 1):
-        return WAIT_OUTSIDE
+    function = row.functions[-1]
+    waits = (row.asleep_ns or 0) >= POLICY.most * (row.ns or 1)
+    spot = Spot(function=function, share=1.0, depth=0, called=row.called, inside=row.inside, waits=waits)
     is_helper = len(row.functions) > 1 and MODULE_CALL not in row.functions
-    return _called(row.called, row.inside) or (WORK_LESS if is_helper else None)
+    return next(iter((*spot_remedies(spot), *((WORK_LESS,) if is_helper else ()))), None)
 
 
-def _family(ledger: TimeLedger, ns: float) -> Remedy | None:
+def _family(ledger: TimeLedger, ns: float) -> tuple[Remedy, ...]:
     """Return the remedy of the family of operators that explains most of a time in the forward, if one does."""
-    spent = [
-        (sum(line.ns for line in ledger.of(Part.FORWARD) if _is_of(line.operator, matches)), remedy)
-        for remedy, matches in OPERATORS
-    ]
-    most, remedy = max(spent, key=lambda pair: pair[0])
-    return remedy if most >= MOSTLY * ns else None
+    spent = Counter[Remedy]()
+    for family in FAMILIES:
+        spent[family.remedy] = round(total(line for line in ledger.of(Part.FORWARD) if family.matches(line.operator)))
+    return tuple(remedy for remedy, most in spent.most_common(1) if most >= POLICY.most * ns)
 
 
-def _is_of(operator: str | None, matches: str) -> bool:
-    return operator is not None and re.match(f"aten::{matches}", operator) is not None
+class _Loop(msgspec.Struct, frozen=True, kw_only=True):
+    """A module whose forward calls the same operator, or submodule, many times.
+
+    ``lines`` have the calls of the loop, at least ``least`` of each operator; those of ``made`` compute parameters.
+    """
+
+    module: str
+    repeated: str
+    times: float
+    least: float
+    lines: list[TimeLine]
+    made: list[TimeLine]
 
 
-def _called(called: str | None, inside: str | None) -> Remedy | None:
-    """Return the remedy of the function of a library that a line calls, or of the innermost one."""
-    names = {name for each in (called, inside) if each for name in (each, each.rpartition(".")[2])}
-    return next((remedy for remedy, functions in CALLED if names & {*functions}), None)
-
-
-def is_backward(row: LineRow) -> bool:
-    """Return whether a line of training_step runs the backward pass, with automatic optimization off."""
-    return (row.called or "").rpartition(".")[2] in BACKWARD
-
-
-def fitting(operator: str, spot: Spot | None) -> tuple[Remedy, ...]:
-    """Return the remedies that fit an operator, and the line of the program with most of the time."""
-    family = [remedy for remedy, matches in OPERATORS if _is_of(operator, matches)][:1]
-    family += [FUSED_ATTENTION] if operator.startswith(ATTENTION) else []
-    found = tuple(dict.fromkeys((*((*_by_hand(spot), *of_spot(spot)) if spot else ()), *family)))
-    return found or ((WORK_LESS.filled(owner=spot.function),) if spot and spot.is_helper else ())
-
-
-def _by_hand(spot: Spot) -> tuple[Remedy, ...]:
-    """Return the remedy for a module of the program that has the name of one of torch's."""
-    name, _, method = spot.function.rpartition(".")
-    usual = name.rpartition(".")[2].lower().replace("_", "")
-    names = [fused for fused in FUSED if fused.lower() == usual and method == "forward"]
-    return tuple(FUSED_MODULE.filled(fused=fused, owner=name) for fused in names)
-
-
-def of_spot(spot: Spot) -> tuple[Remedy, ...]:
-    """Return the remedy that fits a wait, or what a line calls; empty where none does."""
-    remedy = WAIT_OUTSIDE if spot.waits else _called(spot.called, spot.inside)
-    return () if remedy is None else (remedy.filled(owner=spot.function),)
-
-
-def of_action(rank: Rank, action: str) -> Spot | None:
-    """Return where an action has most of its time, ``Histograms.on_train_batch_end``, in recorded windows."""
-    found = lines(rank, action.rpartition(".")[2])
-    return next(iter(spots([row for row in found if row.functions[0] == action] or found)), None)
-
-
-def of_collate(rank: Rank) -> Spot | None:
-    """Return where the program makes batches of samples: a function that no hook and no method of a data set is."""
-    found = [row for window in rank.windows for row in window.read(LineRow).rows if row.functions]
-    return next(iter(spots([row for row in found if not NAMED.search(row.functions[0])])), None)
-
-
-def of_forward(rank: Rank) -> Spot | None:
-    """Return where the forward has most of its time, without the lines that only call modules."""
-    found = [row for row in lines(rank, FORWARD.get(rank.facts.stage, "")) if not is_backward(row)]
-    return next(iter(spots(found)), None)
-
-
-def has(spot: Spot, whole: str, around: str = "") -> str:
-    """Return the share of a function in a time, to end a sentence.
+def _loops(rank: Rank, ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Hot]:
+    """Yield the modules with loops: one batched call does the same arithmetic with the dispatch of one.
 
     Args:
-        spot: the function.
-        whole: the time, for people: ``the forward``.
-        around: a function that the sentence names already.
+        rank: the rank.
+        ledger: the time of operators.
+        recorded: the ledger of the trace, which has the calls also of modules without self time.
     """
-    if spot.function != around:
-        return f"; {spot.text} has {percent(spot.share)} of {whole}{spot.at}"
-    return f"; mostly {spot.place}{spot.at}" if spot.place else ""
+    spot = main_spot(forward_lines(rank)) if rank.facts.is_cpu else None
+    for loop in (*_submodules(ledger, recorded), *_operators(ledger, recorded)):
+        short, work = _in_short_calls(loop.lines, loop.least)
+        ns, made = total(loop.made) + short, total(loop.made)
+        if not ns or in_compiled(loop.module, rank):
+            continue
+        # Around modules a line of the program may be the loop.
+        line = spot if loop.module == ROOT else None
+        is_named = line is not None and line.is_helper
+        least, of_work = IN_BATCHES
+        computing = f", {format_ns(made)} of it to compute parameters" if made else ""
+        detail = Detail(
+            says="Python loop: {owner} runs {repeated} {times} times in each forward: {share}{rank}.",
+            fields={"repeated": loop.repeated, "times": f"{loop.times:,.0f}"},
+            measured=(
+                f"Forward and backward of the loop take {format_ns(ns)} of {ledger.length_text}{computing}"
+                f"{line.share_text('the forward') if line else ''}"
+            ),
+            why="Each small call is dispatched from Python and uses few cores.",
+            remedies=(
+                *((CACHE_PARAMETERS.filled(owner=loop.repeated),) if made >= POLICY.most * ns else ()),
+                *(spot_remedies(line) if line else ()),
+                VECTORIZE.filled(owner=line.function if line and is_named else f"the forward of {loop.module}"),
+                COMPILE_LOOP,
+            ),
+            saves=(least, 1 - (1 - of_work) * work / ns),
+            numbers={"module": loop.module, "repeated": loop.repeated, "times": loop.times},
+        )
+        yield _Hot(loop.module != ROOT, line.text if line and is_named else loop.module, ns, detail)
+
+
+def _operators(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
+    """Yield the modules whose forward calls one operator in a loop, those of the slowest operator first."""
+    together = grouped(ledger.of(*PASSES))
+    calls = _calls(grouped(recorded.of(Part.FORWARD)))
+    for line in sorted(together, key=lambda line: -line.ns):
+        if line.part == Part.FORWARD and line.module is not None and line.operator and line.operator not in VIEWS:
+            own = [other for other in together if other.module == line.module]
+            times = line.called / max(calls[line.module], 1.0)
+            # A loop that reads a value in each turn is one over values.
+            if times >= POLICY.loop and _reads(own) < max(line.called, POLICY.reads):
+                yield _Loop(
+                    module=line.module or ROOT,
+                    repeated=line.operator,
+                    times=times,
+                    least=line.called / 2,
+                    lines=own,
+                    made=[],
+                )
+
+
+def _submodules(ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Loop]:
+    """Yield the modules whose forward calls one submodule in a loop."""
+    calls = _calls(recorded.of(Part.FORWARD))
+    for module, count in calls.items():
+        parent = module.rpartition(".")[0]
+        while parent and not calls[parent]:
+            parent = parent.rpartition(".")[0]
+        times = count / max(calls[parent], 1.0)
+        if module and times >= POLICY.loop:
+            within = [line for line in ledger.of(*PASSES) if f"{line.module}.".startswith(f"{module}.")]
+            # A parametrization that is evaluated once is not in the loop.
+            within = [line for line in within if calls[line.module or ""] >= count]
+            # What computes parameters has a remedy of its own, however long a call takes.
+            made = [line for line in within if PARAMETRIZATIONS in (line.module or "")]
+            yield _Loop(
+                module=parent or ROOT,
+                repeated=module,
+                times=times,
+                least=count / 2,
+                lines=[line for line in within if line not in made],
+                made=made,
+            )
+
+
+def _in_short_calls(lines: Sequence[TimeLine], least: float) -> tuple[float, float]:
+    """Return the time of operators that run at least so often in short calls, and of those among them that compute.
+
+    The first includes their share of Python's time.
+    """
+    operators = [line for line in lines if line.operator]
+    looped = [line for line in operators if line.count >= least and line.ns < POLICY.long_ns * line.count]
+    calls = sum(line.count for line in operators)
+    python = total(lines) - total(operators)
+    work = total(line for line in looped if line.ns >= POLICY.parallel_ns * line.count)
+    return total(looped) + (python * sum(line.count for line in looped) / calls if calls else 0.0), work
+
+
+def _calls(lines: Iterable[TimeLine]) -> Counter[str]:
+    """Return the calls of each module's forward."""
+    found = Counter[str]()
+    for line in lines:
+        if line.part == Part.FORWARD and line.module is not None and not line.operator:
+            found[line.module] += line.count  # type: ignore[assignment]  # a mean per step is a float
+    return found
+
+
+def _reads(lines: Iterable[TimeLine]) -> float:
+    """Return the values of tensors that are read one by one."""
+    return sum(line.called for line in lines if line.operator in READS)
+
+
+def _python(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
+    """Yield the modules with their time outside operators, and the training step around them."""
+    modules: dict[str, list[TimeLine]] = defaultdict(list)
+    for line in grouped(ledger.of(Part.FORWARD)):
+        modules[line.module or ""].append(line)
+    called, rows = sum(line.called for lines in modules.values() for line in lines), forward_lines(rank)
+    for module, lines in modules.items():
+        reads = _reads(lines) if _reads(lines) >= POLICY.reads else 0.0
+        ns = _read_ns(ledger, lines, reads) if reads else _outside_ns(ledger, module, lines)
+        # Where Python has most of the time, the longest line is Python's.
+        inside = [row for row in rows if (MODULE_CALL in row.functions) == bool(module)]
+        spot = main_spot(inside) if ns >= POLICY.most * total(lines) else None
+        # In a forward of few operators, a recording explains the remaining time only by a line of the program.
+        if called < (1 if spot is not None and spot.place is not None else POLICY.loop):
+            continue
+        says, does = "Python code in {owner} takes {share}{rank}.", "Python outside operators"
+        fit = (spot_remedies(spot) or (WORK_LESS.filled(owner=spot.function),)) if spot else ()
+        remedies = (*fit, LOG_AT_ONCE, WHOLE_TENSORS)
+        if reads:
+            says = "Scalar loop: {owner} reads {reads} values one by one: {share}{rank}."
+            does, remedies = "such reads, each an operator and an object", (WHOLE_TENSORS,)
+        if reads and {line.operator for line in lines if line.called} >= FORMATS:
+            says = "Tensors as text: {owner} formats {reads} tensor values: {share}{rank}."
+            remedies = (NO_TEXT, WHOLE_TENSORS)
+        detail = Detail(
+            says=says,
+            fields={"reads": f"{reads:,.0f}"},
+            measured=(
+                f"{format_ns(ns)} of {ledger.length_text} are {does}{spot.share_text('this time') if spot else ''}"
+            ),
+            remedies=(*remedies, *((RECORD_FUNCTIONS,) if spot is None else ())),
+            saves=SAVED_READS if reads else SAVED,
+            numbers={"module": module or None, "reads": reads},
+        )
+        where = f"the forward of {module}" if module else "training_step"
+        yield _Hot(bool(module), spot.text if spot else where, ns, detail)
+
+
+def _read_ns(ledger: TimeLedger, lines: Iterable[TimeLine], reads: float) -> float:
+    """Return the time of operators that read values, of Python around them, and of the GC pauses of their objects."""
+    pauses = ledger.of(Part.GC_PAUSES)
+    collections = sum(line.count for line in pauses)
+    collected = min(reads / (COLLECTED_AFTER * collections), 1.0) if collections else 0.0
+    return total(line for line in lines if line.operator in OF_VALUES) + total(pauses) * collected
+
+
+def _outside_ns(ledger: TimeLedger, module: str, lines: Iterable[TimeLine]) -> float:
+    # Collectives of the strategy around the forward of the model run outside operators, too.
+    waits = 0.0 if module else ledger.communicates("collective")
+    return max(total(line for line in lines if line.operator == "") - waits, 0.0)
+
+
+ROWS: Final = (
+    Rule(
+        id="hot_line",
+        about=(
+            "A function, a loop or Python code of the program takes much of the step: of the time around modules, and "
+            "of that in them, the one whose remedy saves most. The finding has the function with its longest line and "
+            "what this calls, else the module."
+        ),
+        when=(
+            "On a CPU the lines that the training thread runs are sampled each millisecond in the steps of a window; 6 "
+            "samples are needed. A function counts if the thread mostly sleeps in it, if it calls what has a remedy "
+            "(deepcopy, state_dict, an iterator of a loader, writing files), or if training_step calls it outside of "
+            "modules; operators of one family may explain it (decompositions, sorting, random numbers, running sums, "
+            "copies). A loop runs an operator (a view does not count) or a submodule at least 8 times in each forward, "
+            "in calls of less than 0.3 ms. Python is the time outside operators; from 256 tensor values on that a step "
+            "reads one by one (.item(), float(x), if x:, print), it has these reads and the GC pauses of their "
+            "objects. Loops and Python need an operator trace."
+        ),
+        trade_off=(
+            "None, or older results. Of a function of which nothing else is known at most half of the time is "
+            "recovered; of a loop 20%, up to 70% of calls of 0.1 ms or longer and all of shorter ones; of values that "
+            "are read one by one 80% or more."
+        ),
+        of=(*PASSES, Part.FORWARD_HOOK, Part.SELF_LOG, Part.GC_PAUSES),
+        find=hot_lines,
+        says="{owner} takes {share}{rank}.",
+        each=True,
+        offers=(
+            WORK_LESS,
+            WAIT_OUTSIDE,
+            *dict.fromkeys(family.remedy for family in FAMILIES),
+            VECTORIZE,
+            CACHE_PARAMETERS,
+            COMPILE_LOOP,
+            WHOLE_TENSORS,
+            NO_TEXT,
+            LOG_AT_ONCE,
+            RECORD_FUNCTIONS,
+        ),
+        saves=SAVED,
+    ),
+)

@@ -9,11 +9,13 @@ from typing import Final
 from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
+from lightning_memprof.account.ledger.modules import ACCUMULATE
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.events import rank_events
 from lightning_memprof.artifacts.manifest import OptimizerFacts, TrainingFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     DETACH_PARTS,
     FREEZE,
@@ -27,9 +29,6 @@ from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_ns, percent
 
-ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
-# Of the gradients that all passes of a step could compute: parameters that a pass does not need are missing.
-ALL_GRADIENTS: Final = 0.95
 PAIR: Final = 2
 # Other modules may need the gradients of a module's inputs, half of its backward.
 FROZEN: Final = (0.4, 1.0)
@@ -92,10 +91,6 @@ def repeated_backward(facts: Facts) -> Iterator[Found]:
     yield Fact(source=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=spent),)), detail
 
 
-# Of the peak: what the memory can hold is four times as much, so that activations fit that checkpointing does not save.
-AMPLE: Final = 0.25
-
-
 def recomputation(facts: Facts) -> Iterator[Found]:
     """Return the forwards of modules that activation checkpointing runs again in backward."""
     if (worst := facts.heaviest(lambda ledger: ledger.recomputed_ns)) is None:
@@ -107,7 +102,7 @@ def recomputation(facts: Facts) -> Iterator[Found]:
     peak = f"{format_bytes(memory.peak_bytes)} is {percent(memory.filled)} of the memory"
     detail = Detail(
         why=f"The peak of {peak}.",
-        is_note=memory.filled > AMPLE,
+        is_note=memory.filled > POLICY.ample,
         numbers={"peak_bytes": memory.peak_bytes},
         evidence=facts.pulse_and_trace(rank)[1:],
     )
@@ -147,7 +142,7 @@ def _of_other_optimizers(rank: Rank, optimizers: Sequence[OptimizerFacts], ledge
         return None
     passes = calls / len(recorded)
     gradients = sum(line.called for line in ledger.of("backward") if line.operator == ACCUMULATE)
-    if gradients >= ALL_GRADIENTS * passes * sum(sizes):
+    if gradients >= POLICY.all_gradients * passes * sum(sizes):
         return _to_all(round(passes), optimizers, ledger)
     if not passes == len(optimizers) == PAIR or not _run_in_each_pass(rank, optimizers):
         return None
@@ -157,7 +152,7 @@ def _of_other_optimizers(rank: Rank, optimizers: Sequence[OptimizerFacts], ledge
 
 
 def _is_about(gradients: float, parameters: int) -> bool:
-    return ALL_GRADIENTS * parameters <= gradients <= parameters / ALL_GRADIENTS
+    return POLICY.all_gradients * parameters <= gradients <= parameters / POLICY.all_gradients
 
 
 def _run_in_each_pass(rank: Rank, optimizers: Sequence[OptimizerFacts]) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from lightning_memprof.account.ledger.growth import Slowing, steady_slowing
-from lightning_memprof.account.ledger.model import TimeLedger, total
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.statistics import core_waits
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery, titled
+from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     DETACH_STATE,
     FIND_IN_DATA,
@@ -22,13 +22,9 @@ from lightning_memprof.judge.remedies import (
     SHUFFLE,
     Remedy,
 )
+from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_ns, percent
-
-# A name with more than half of a phase stands for it.
-EXPLAINS: Final = 0.5
-# Without what each step adds, the steps are as long as the first ones; some of it may have to stay.
-SAVED: Final = (0.5, 1.0)
 
 
 class _Phase(NamedTuple):
@@ -46,50 +42,38 @@ PHASES: Final[Mapping[Part, _Phase]] = {
     Part.CALLBACK: _Phase((Part.CALLBACK, Part.LOGGING, Part.CHECKPOINT, Part.VALIDATION), FIND_KEPT),
     Part.UNTRACKED: _Phase((Part.UNTRACKED, Part.MODULE_HOOK, Part.LOGGING, Part.METRIC), FIND_KEPT),
 }
+# Where the time of a longer step may be, too.
+ELSEWHERE: Final = (Part.TRANSFER, Part.STALL, Part.GC_PAUSES, Part.COMPILE, Part.RANK_WAIT)
 HOOKS: Final = (Part.FORWARD_HOOK, Part.BACKWARD_HOOK)
 
 
-def slower_steps(facts: Facts) -> Finding | None:
-    """Find steps that take longer and longer, and the phase that adds most.
-
-    Recovers half to all of the time above that of the first steps: of a steady slope half of its rise. It recovers
-    nothing where the batches themselves get larger.
-    """
+def slower_steps(facts: Facts) -> Iterator[Found]:
+    """Return half of the rise of steps that take longer and longer, and the phase that adds most."""
     found = [worst for rank in facts.run.ranks if rank.rank in facts.ledgers and (worst := _of_rank(rank)) is not None]
     if not found:
-        return None
+        return
     rank, grown, steps, added_ns = max(found, key=lambda each: each[2].added_ns)
     ledger, phase = facts.ledgers[rank.rank], PHASES[grown]
-    excess = min(steps.added_ns / 2, ledger.step_ns - ledger.ns(Part.CORE_WAIT))
-    worth = Recovery(unit="ns", min=excess * SAVED[0], max=excess * SAVED[1], whole=ledger.step_ns)
     hooks = tuple(part for part in HOOKS if part in phase.parts)
     hook, name = _main(ledger, *hooks), _main(ledger, *phase.parts)
-    return Finding(
-        rule="slower_steps",
-        title=titled(
-            "Steps get slower, {start} to {end}{rank}, most in {phase}: {owner}."
-            if hook or name
-            else "Steps get slower, {start} to {end}{rank}, most in {phase}.",
-            start=format_ns(steps.start_ns),
-            end=format_ns(steps.start_ns + steps.added_ns),
-            rank=facts.on_rank(rank),
-            phase=grown.label,
-            owner=f"hook {hook}" if hook else name,
-        ),
+    end = RECORD_BOTH_ENDS.filled(first=steps.first, last=steps.first + steps.steps)
+    detail = Detail(
+        fields={
+            "name": f"hook {hook}" if hook else name,
+            "start": format_ns(steps.start_ns),
+            "end": format_ns(steps.start_ns + steps.added_ns),
+            "phase": grown.label,
+        },
+        measured=f"Over {steps.steps} steps each takes {format_ns(steps.per_step_ns)} longer than the one before",
         why=(
-            f"Over {steps.steps} steps each takes {format_ns(steps.per_step_ns)} longer than the one before. "
             f"Of the {format_ns(steps.added_ns)} that they add, {percent(min(added_ns / steps.added_ns, 1.0))} is in "
             f"{grown.label}."
         ),
         remedies=(
             *((REMOVE_AFTER_USE.filled(owner=hook),) if hook else ()),
-            phase.remedy.filled(owner=name or "the training loop"),
-            RECORD_BOTH_ENDS.filled(first=steps.first, last=steps.first + steps.steps),
-            SHUFFLE,
+            *(phase.remedy.filled(owner=name or "the training loop"), end, SHUFFLE),
         ),
-        evidence=(facts.pulse(rank),),
         numbers={
-            "rank": rank.rank,
             "phase": grown.phase,
             "per_step_ns": round(steps.per_step_ns),
             "start_ns": steps.start_ns,
@@ -97,8 +81,9 @@ def slower_steps(facts: Facts) -> Finding | None:
             "phase_added_ns": added_ns,
             "steps": steps.steps,
         },
-        **worth.parts,
     )
+    excess = min(steps.added_ns / 2, ledger.step_ns - ledger.ns(Part.CORE_WAIT))
+    yield Fact(source=rank, ledger=ledger, lines=(TimeLine(part=grown, name=hook or name, ns=excess),)), detail
 
 
 def _main(ledger: TimeLedger, *parts: Part) -> str:
@@ -106,7 +91,7 @@ def _main(ledger: TimeLedger, *parts: Part) -> str:
     lines = ledger.of(*parts)
     names = {line.name for line in lines if line.name}
     spent = {name: total(line for line in lines if line.name == name) for name in names}
-    return next((name for name, ns in spent.items() if ns > EXPLAINS * ledger.ns(*parts)), "")
+    return next((name for name, ns in spent.items() if ns > POLICY.most * ledger.ns(*parts)), "")
 
 
 def _of_rank(rank: Rank) -> tuple[Rank, Part, Slowing, int] | None:
@@ -118,3 +103,29 @@ def _of_rank(rank: Rank) -> tuple[Rank, Part, Slowing, int] | None:
     phases = {part: slowing.added_ns for part, slowing in found if slowing is not None}
     grown = max(phases, key=lambda each: phases[each], default=None)
     return (rank, grown, steps, phases[grown]) if grown is not None else None
+
+
+ROWS: Final = (
+    Rule(
+        id="slower_steps",
+        about=(
+            "Steps take longer and longer: something is added in each step, and all later steps go through it. A run "
+            "of ten times as many steps takes up to a hundred times as long."
+        ),
+        when=(
+            "At least 16 steps are needed, without the first tenth of the run and those in windows. The time of a step "
+            "without the wait for a core rises steadily: the medians of the four quarters increase one after the "
+            "other, and the rise is three times its scatter. The finding has the phase that adds most, and the name "
+            "with more than half of that phase. The time is that above the first steps, half of the rise. Silent for a "
+            "jump, for steps whose lengths vary, and for a cache that fills."
+        ),
+        trade_off="None; nothing is recovered where the batches themselves get larger.",
+        of=(*dict.fromkeys(part for phase in PHASES.values() for part in phase.parts), *ELSEWHERE),
+        find=slower_steps,
+        says="Steps get slower, {start} to {end}{rank}, most in {phase}: {name}.",
+        unnamed="Steps get slower, {start} to {end}{rank}, most in {phase}.",
+        offers=(*dict.fromkeys(phase.remedy for phase in PHASES.values()), REMOVE_AFTER_USE, RECORD_BOTH_ENDS, SHUFFLE),
+        # Without what each step adds, the steps are as long as the first ones; some of it may have to stay.
+        saves=(0.5, 1.0),
+    ),
+)

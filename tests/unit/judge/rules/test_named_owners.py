@@ -53,8 +53,8 @@ def line(name: str, operator: str, ns: float, **more: Any) -> TimeLine:
 @pytest.mark.parametrize(
     ("name", "parameters", "called", "is_loop"),
     [
-        pytest.param("Lion", 300, 600, True, id="two calls for each tensor"),
-        pytest.param("Lion", 300, 590, False, id="fewer"),
+        pytest.param("Lion", 300, 300, True, id="a call for each tensor"),
+        pytest.param("Lion", 300, 290, False, id="fewer"),
         pytest.param("Lion", 19, 600, False, id="few tensors"),
         pytest.param("Muon", 300, 600, False, id="one of torch"),
     ],
@@ -209,7 +209,7 @@ def test_collectives_of_logged_values_are_counted(tmp_path: Path, synced: int) -
 
 @pytest.mark.parametrize(
     ("cpu_ms", "asleep_ms", "most"),
-    [(400, 500, 0.4), (400, 200, 0.2), (400, 0, None), (80, 500, None)],
+    [(400, 500, 0.4), (400, 200, 0.2), (400, 0, None), (45, 500, None)],
     ids=["sleeps longer", "sleeps for a part of it", "a library without the lock", "a little work"],
 )
 def test_a_busy_thread_costs_at_most_its_time_and_the_sleep_of_the_training(
@@ -245,8 +245,8 @@ def test_a_loop_over_a_parameter_that_is_made_anew_has_its_own_remedy(
         TimeLine(part=Part.FORWARD, name="", module=made, operator="aten::linalg_solve", ns=9e6, called=times),
         TimeLine(part=Part.FORWARD, name="", module="cell", operator="aten::addmm", ns=6e6, called=12, count=12),
     )
-    finding = found(directory, host=host)["python_loop"]
+    finding = found(directory, host=host)["hot_line"]
     assert ("parametrize.cached()" in finding.next_steps[0]) == is_anew
     assert ("to compute parameters" in finding.why) == is_anew
     # Of 6 ms of forward, without what is made once.
-    assert finding.numbers["loop_ns"] == pytest.approx(6e6 if is_anew else 6e6 * 6 / 15.3, rel=0.1)
+    assert finding.numbers["ns"] == pytest.approx(6e6 if is_anew else 6e6 * 6 / 15.3, rel=0.1)

@@ -56,7 +56,7 @@ def test_a_larger_batch_recovers_half_of_the_fixed_work_or_more(tmp_path: Path) 
     fake = FakeRun(phases=phases(optimizer=20_000_000), samples=2, padding=(0, 0, 0))
     finding = of_traced(tmp_path, fake)["small_batch"]
     assert finding.recovers is not None
-    fixed = finding.numbers["fixed_ns"]
+    fixed = finding.numbers["ns"]
     # The optimizer, the callback, and 10 µs for each of two operators and for the Python around them.
     assert fixed == pytest.approx(20_000_000 + HEALTHY["callbacks"] + HEALTHY["other"] + 20_000, rel=0.01)
     assert (finding.recovers.min, finding.recovers.max) == (fixed / 2, fixed * 7 / 8)
@@ -76,7 +76,7 @@ def test_calls_that_compute_little_take_as_long_for_a_larger_batch(tmp_path: Pat
     found = {finding.rule: finding for finding in findings}
     assert ("small_batch" in found) == is_found
     if is_found:
-        assert found["small_batch"].numbers["fixed_ns"] == pytest.approx(10e6 + 2.8e6, rel=0.2)
+        assert found["small_batch"].numbers["ns"] == pytest.approx(10e6 + 2.8e6, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,6 @@ def test_accumulated_batches_of_few_samples_are_one_as_far_as_memory_allows(
     assert "Gradients of 16 batches accumulate;" in finding.why
     assert finding.recovers is not None
     joined = finding.numbers["joined"]
-    assert finding.recovers.max == pytest.approx(finding.numbers["fixed_ns"] * (1 - 1 / joined))
+    assert finding.recovers.max == pytest.approx(finding.numbers["ns"] * (1 - 1 / joined))
     # All of them share the optimizer's step.
-    assert finding.numbers["fixed_ns"] < 20_000_000 + HEALTHY["callbacks"] + 100_000
+    assert finding.numbers["ns"] < 20_000_000 + HEALTHY["callbacks"] + 100_000

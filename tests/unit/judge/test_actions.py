@@ -80,9 +80,9 @@ def test_loading_in_the_training_process_is_named_with_its_line(
     assert any("(read.py:3) faster" in step for step in found.next_steps) == bool(named)
 
 
-@pytest.mark.parametrize(("operators", "each", "is_named"), [(12, 1, True), (1, 1, True), (12, 150, False)])
+@pytest.mark.parametrize(("operators", "each", "is_python"), [(12, 1, True), (1, 1, True), (12, 150, False)])
 def test_python_of_the_training_step_is_named_with_its_line_where_it_has_most_of_the_time(
-    tmp_path: Path, operators: int, each: float, is_named: bool
+    tmp_path: Path, operators: int, each: float, is_python: bool
 ) -> None:
     events = [
         ("user_annotation", "ProfilerStep#2", 0, 4000),
@@ -99,9 +99,7 @@ def test_python_of_the_training_step_is_named_with_its_line_where_it_has_most_of
     directory = make_run(tmp_path / "log")
     parsing = line(["Net.training_step", "Net.parse"], "net.py:5", "words = [w.lower() for w in text]")
     add_series(directory, "lines", [parsing])
-    found = findings_of(directory, trace).get("python_time")
-    assert (found is not None) == is_named
-    if found is not None:
-        assert "Net.parse (net.py:5)" in found.why
-        assert found.owner == "Net.parse"
-        assert ids(found)[0] == "work_less"
+    found = findings_of(directory, trace)["hot_line"]
+    assert found.title.startswith("Python code in Net.parse (net.py:5) takes ") == is_python
+    assert found.owner == "Net.parse"
+    assert ids(found)[0] == "work_less"

@@ -13,7 +13,6 @@ from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.judge import Facts, Finding, Severity, examine
-from lightning_memprof.judge.rules.program.slowing import slower_steps
 from lightning_memprof.read.run.load import load_run
 
 MS = 1_000_000
@@ -145,7 +144,7 @@ def test_what_the_ledger_has_in_the_phase_is_named(
 
     facts = Facts.of(load_run(make_run(tmp_path, FakeRun(steps=60, phases=phases, trace=False, memory=None))))
     vars(facts)["ledgers"] = {0: replace(facts.ledgers[0], lines=(*facts.ledgers[0].lines, line))}
-    finding = slower_steps(facts)
+    finding = next((finding for finding in examine(facts) if finding.rule == "slower_steps"), None)
     assert finding is not None
     assert finding.title.endswith(words)
     assert finding.next_steps[0].startswith(step)

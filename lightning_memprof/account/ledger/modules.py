@@ -1,33 +1,18 @@
-"""The heaviest module, and buffers that DistributedDataParallel broadcasts."""
+"""The module with most of a step, and the usual names of the work of operators."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Final
 
 import msgspec
 
 from lightning_memprof.account.ledger.host import MAX_FORWARDS
 from lightning_memprof.account.ledger.model import TimeLine, grouped, total
-from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.series import SavedTensorsRow
-from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.remedies import (
-    BFLOAT16,
-    CHANNELS_LAST,
-    COMPARE_CHANNELS_LAST,
-    COMPILE,
-    LESS_WORK,
-    OWN_BUFFERS,
-    PLAIN_ATTRIBUTE,
-    WITH_LIBRARY,
-    Remedy,
-)
-from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import MIB, format_bytes
 
 ROOT: Final = "the model"
 # A module with less of its parent's time does not explain it.
@@ -68,6 +53,16 @@ POINTWISE: Final = re.compile(
     r"|(?:native_|fused_)?dropout|constant_pad_nd)(?:_backward|_forward)?_?\Z"
     r"|(?<!index_)(?<!gather_)elementwise_kernel|CatArrayBatchedCopy|fused_dropout|batched_transpose|nchwToNhwc|nhwcToNchw|FillFunctor"
 )
+# Operators that read a value of a tensor, and those that iterate over one.
+READS: Final = frozenset({"aten::item", "aten::is_nonzero"})
+OF_VALUES: Final = READS | {"", "aten::_local_scalar_dense", "aten::unbind", "aten::select"}
+# They compute nothing.
+VIEWS: Final = OF_VALUES | {
+    f"aten::{name}"
+    for name in ("slice", "view", "reshape", "transpose", "permute", "expand", "chunk", "split", "unsqueeze", "t")
+}
+# Adds the gradient of a parameter in a backward pass.
+ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
 
 
 class Heaviest(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,119 +183,16 @@ def _is_inside(path: str, others: Container[str]) -> bool:
 
 def in_compiled(module: str, rank: Rank) -> bool:
     """Return whether torch.compile has compiled a module, or one around it."""
-    found = _places(module)
-    return any(found[: len(place)] == place for place in _compiled(rank))
+    found = path_parts(module)
+    return any(found[: len(place)] == place for place in compiled_paths(rank))
 
 
-def _compiled(rank: Rank) -> list[list[str]]:
-    return [_places(path) for path in (rank.training.compiled if rank.training else ())]
+def compiled_paths(rank: Rank) -> list[list[str]]:
+    """Return the paths of compiled modules."""
+    return [path_parts(path) for path in (rank.training.compiled if rank.training else ())]
 
 
-def _places(module: str) -> list[str]:
+def path_parts(module: str) -> list[str]:
     """Return the parts of a path; numbers and ranges of numbers, ``0-5``, are alike."""
     parts = module.split(".") if module not in {"", ROOT} else []
     return ["" if part.replace("-", "").isdigit() else part for part in parts]
-
-
-# channels_last is a layout of images.
-SIGNALS: Final = "aten::conv1d"
-IMAGES: Final = frozenset({"aten::conv2d", "aten::conv3d"})
-# Fusing leaves its arithmetic as it is, and its kernels are those of a library.
-ARITHMETIC: Final = frozenset({"matrix multiplication", "convolution", "attention", "recurrent layers"})
-
-
-# What torch runs on a CPU where no library has the operator: a loop over the samples, with a copy of each.
-FALLBACK: Final = re.compile(r"aten::_?(?:slow_conv|thnn_conv)")
-
-
-def faster(heaviest: Heaviest, rank: Rank) -> tuple[Remedy, ...]:
-    """Return what makes the operators of a module faster on this run's device."""
-    precision = (rank.training.precision if rank.training else None) or "32-true"
-    found = _places(heaviest.module)
-    overlaps = any(all(a == b for a, b in zip(found, place, strict=False)) for place in _compiled(rank))
-    compiled = () if overlaps else (COMPILE.filled(module=heaviest.module),)
-    lower = (BFLOAT16,) if precision == "32-true" else ()
-    return faster_by(heaviest, lower, compiled, is_cpu=rank.facts.is_cpu)
-
-
-def faster_by(
-    heaviest: Heaviest, lower: tuple[Remedy, ...], compiled: tuple[Remedy, ...], *, is_cpu: bool
-) -> tuple[Remedy, ...]:
-    """Return what makes the operators of a module faster, the best first.
-
-    On a CPU, bfloat16 is slower without units for it, and channels_last for some convolutions.
-
-    Args:
-        heaviest: the module.
-        lower: how to compute in fewer bits, where that is possible.
-        compiled: how to compile it, where it is not compiled.
-        is_cpu: whether it runs on a CPU.
-    """
-    less = (LESS_WORK.filled(module=heaviest.module, family=heaviest.family),) if is_cpu else ()
-    lower = () if is_cpu else lower
-    if heaviest.family == "convolution" and not (SIGNALS in heaviest.operators and not IMAGES & heaviest.operators):
-        library = (WITH_LIBRARY,) if is_cpu and any(map(FALLBACK.match, heaviest.operators)) else ()
-        return (*library, *less, COMPARE_CHANNELS_LAST) if is_cpu else (*lower, CHANNELS_LAST)
-    if heaviest.family in ARITHMETIC and heaviest.family_ns >= EXPLAINS * heaviest.ns:
-        return (*less, *lower, *compiled)
-    return (*compiled, *lower)
-
-
-MOSTLY: Final = 0.5
-BROADCAST: Final = "broadcast"
-IN_FORWARD: Final = "c10d::broadcast_"
-WRAPPER: Final = "DDP"
-# What training changes has to be sent: the statistics of BatchNorm.
-STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
-# Less is sent within the wait for the last rank, which no option removes.
-LEAST_SENT: Final = MIB
-
-
-def buffer_broadcast(facts: Facts) -> Iterator[Found]:
-    """Return the broadcast of constant buffers before each forward, on the host, where nothing hides it."""
-    if (worst := facts.heaviest(lambda ledger: ledger.communicates("collective"))) is None:
-        return
-    rank, ledger = worst
-    recorded = facts.host_ledger(rank)
-    calls = sum(line.count for line in recorded.of("forward") if line.operator == IN_FORWARD) if recorded else 0.0
-    buffers = rank.training.largest_buffers if rank.training else []
-    constant = [buffer for buffer in buffers if not buffer.name.endswith(STATISTICS)]
-    sent = sum(buffer.bytes for buffer in constant)
-    sends = [line for line in ledger.communication if line.part == "collective" and line.name == BROADCAST]
-    if not calls or not sends or sent < LEAST_SENT or not is_wrapped(rank):
-        return
-    part = sent / sum(buffer.bytes for buffer in buffers)
-    detail = Detail(
-        fields={"buffer": constant[0].name},
-        why=(
-            f"DistributedDataParallel sends {format_bytes(sent)} of buffers that do not change, mostly "
-            f"{constant[0].name}, from rank 0 before each forward."
-        ),
-        numbers={"buffers": {buffer.name: buffer.bytes for buffer in buffers}},
-        evidence=facts.pulse_and_trace(rank)[1:],
-    )
-    lines = tuple(msgspec.structs.replace(line, ns=part * line.ns, count=0.0) for line in sends)
-    yield Fact(source=rank, ledger=ledger, lines=lines), detail
-
-
-def is_wrapped(rank: Rank) -> bool:
-    """Return whether DistributedDataParallel wraps the model."""
-    return (rank.facts.strategy or "").startswith(WRAPPER)
-
-
-ROWS: Final = (
-    Rule(
-        id="buffer_broadcast",
-        about=(
-            "DistributedDataParallel sends buffers of 1 MiB or more to all ranks before each forward, and no operator "
-            "hides it. The statistics of BatchNorm, which training changes, do not count. Needs an operator trace."
-        ),
-        trade_off="The ranks' buffers may differ.",
-        of=(*PASSES, Part.OPTIMIZER, Part.RANK_WAIT, Part.UNTRACKED),
-        find=buffer_broadcast,
-        says="The constant buffer {buffer} is broadcast to all ranks in each step: {share}{rank}.",
-        remedies=(OWN_BUFFERS, PLAIN_ATTRIBUTE),
-        # Another collective of the step may wait for the same rank instead.
-        saves=(0.5, 1.0),
-    ),
-)
