@@ -40,6 +40,13 @@ class Policy:
             longer.
         many_samples: smaller batches do not take long to fetch row by row.
         full: share of the machine's cores in use from which on none are free.
+        threads_per_core: threads per core from which on each parallel operator waits for threads that do not run.
+        stall_ns: a busy machine delays a step by less.
+        apart: by how many times slow steps exceed the 90th percentile of the others: lengths of batches make a spread
+            without a gap.
+        rhythm: steps at equal distances; three are so by chance in one run of twenty, four hardly ever.
+        torch_profiler: share of forward and backward that torch's profiler costs: host time for each operator.
+        python_profiler: share of the work that a Python profiler costs; the share of calls in it is unknown.
         collectives: in fewer of them, which rank comes last is chance.
         uneven_device: by how much a rank's peak on its device exceeds that of the others: ranks of one kind differ by
             the lengths of their batches and by rank 0's extra work.
@@ -69,6 +76,12 @@ class Policy:
     row_ns: int = 50_000
     many_samples: int = 256
     full: float = 0.80
+    threads_per_core: int = 2
+    stall_ns: int = 50_000_000
+    apart: float = 1.5
+    rhythm: int = 4
+    torch_profiler: tuple[float, float] = (0.2, 0.5)
+    python_profiler: tuple[float, float] = (0.02, 0.2)
     collectives: int = 4
     uneven_device: float = 0.15
     uneven_host: float = 0.25

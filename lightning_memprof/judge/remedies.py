@@ -741,7 +741,7 @@ FREE_CORES: Final = Remedy(
 RAISE_CPU_LIMIT: Final = Remedy(
     id="raise_cpu_limit",
     text=(
-        "Give the container or job more than its {quota:g} of {cores} cores (cpu.max, --cpus), or use fewer threads "
+        "Give the container or job more than its {quota} of {cores} cores (cpu.max, --cpus), or use fewer threads "
         "and DataLoader workers."
     ),
 )
@@ -1526,16 +1526,8 @@ FEWER_WINDOWS: Final = Remedy(
     id="fewer_windows",
     text="Train some steps outside windows: MemProfilerCallback(schedule=Schedule(wait=10, active=2)).",
 )
-SHORTER_WINDOWS: Final = Remedy(
-    id="shorter_windows",
-    text="Open fewer or shorter windows: MemProfilerCallback(schedule=Schedule(repeat=1, active=2)).",
-)
 RECORD_LESS: Final = Remedy(
     id="record_less", text="Record less per step: MemProfilerCallback(collectors=[...]){dearest}."
-)
-WITHOUT_PULSE: Final = Remedy(
-    id="without_pulse",
-    text="Leave the pulse out of MemProfilerCallback(collectors=[...]), or use larger batches.",
 )
 REMOVE_TORCH_PROFILER: Final = Remedy(
     id="remove_profiler",

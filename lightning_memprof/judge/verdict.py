@@ -39,7 +39,6 @@ RULES: Final[tuple[Judge, ...]] = (
     hangs.hang,
     hangs.worker_died,
     memory.out_of_memory,
-    profiler.other_profiler,
     growth.memory_growth,
     memory.worker_memory,
     modules.retained_graph,
@@ -56,10 +55,7 @@ STEP_RULES: Final[tuple[Judge, ...]] = (
     python.python_time,
     python.busy_thread,
     loops.small_batch,
-    host.core_wait,
-    host.slow_steps,
     slowing.slower_steps,
-    profiler.profiler_overhead,
 )
 # The same as rows, by the page that describes them; those about memory are valid after any number of steps.
 BYTE_ROWS: Final[Mapping[str, tuple[ByteRule, ...]]] = {"memory": memory.ROWS}
@@ -68,6 +64,7 @@ ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {
     "host": host.ROWS,
     "compute": (*compute.ROWS, *passes.ROWS),
     "ranks": modules.ROWS,
+    "profiler": profiler.ROWS,
 }
 TRACE_RULES: Final[tuple[Callable[[TraceReport], Finding | list[Finding] | None], ...]] = (
     allocator.allocator_thrash,

@@ -14,7 +14,7 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.measures import core_load, ranks_on_host, torch_threads
+from lightning_memprof.judge.measures import core_load, is_oversubscribed, ranks_on_host, torch_threads
 from lightning_memprof.judge.optimizers import FOREACH, FUSED, OF_TORCH
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -81,16 +81,6 @@ def _double_share(rank: Rank, ledger: TimeLedger) -> tuple[str, float, str]:
         return f"Double precision: {{doubles}} of the {source} are float64{{rank}}.", share, ""
     most = spent.most_common(1)[0][0]
     return "Double precision: {doubles} of the model's time is in float64, mostly in {module}{rank}.", timed, most
-
-
-# With twice as many threads as cores, each parallel region waits for threads that do not run.
-OVERSUBSCRIBED: Final = 2.0
-
-
-def is_oversubscribed(facts: Facts, rank: Rank) -> bool:
-    """Return whether operators use many more threads than there are cores."""
-    cores, threads = rank.facts.cpu_count or 0, torch_threads(rank) or 0
-    return bool(cores) and threads * len(ranks_on_host(facts, rank)) >= OVERSUBSCRIBED * cores
 
 
 def too_many_threads(facts: Facts) -> Iterator[Found]:
