@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from msgspec.structs import replace
 
+from lightning_memprof.judge.bound import nothing_found, nothing_on_host
 from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.facts import NO_RUN, Facts, Judge
-from lightning_memprof.judge.finding import Finding, Severity, merged, ordered, titled
+from lightning_memprof.judge.finding import NOTHING_FOUND, Finding, Severity, merged, ordered, titled
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import REPORT_ERROR
+from lightning_memprof.judge.remedies import RECORD_RUN, REPORT_ERROR
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.rules import (
     communication,
@@ -27,8 +28,7 @@ from lightning_memprof.judge.rules import (
     profiler,
     snapshot,
 )
-from lightning_memprof.judge.rules.bound import nothing_found
-from lightning_memprof.judge.rules.gpu import allocator, collectives, holders, idle, waits
+from lightning_memprof.judge.rules.gpu import allocator, busy, collectives, holders, idle, waits
 from lightning_memprof.judge.rules.program import lines, loops, passes, python, slowing
 from lightning_memprof.read.run.model import Run
 from lightning_memprof.read.snapshot.report import DeviceReport, SnapshotReport
@@ -107,6 +107,27 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:
     """Return the findings of traces and snapshots, the most severe first; empty if no rule fires."""
     return _findings(Facts(run=NO_RUN, statistics={}, traces=tuple(traces), snapshots=tuple(snapshots)))
+
+
+def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotReport]) -> Finding:
+    """Return what the device or the host of a trace is bound by, or who allocated the peak of a snapshot."""
+    if on_device := [trace for trace in traces if trace.gpu_window is not None]:
+        return busy.of_device(min(on_device, key=lambda trace: (trace.is_sample, busy.busy(trace))))
+    if used := [snapshot for snapshot in snapshots if snapshot.devices]:
+        return holders.of_memory(
+            max(used, key=lambda snapshot: max(each.peak_requested_bytes for each in snapshot.devices))
+        )
+    if traces:
+        return nothing_on_host(traces[0], is_alone=len(traces) == 1)
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE,
+        title="Nothing was recorded.",
+        why="The snapshot has no device: its process allocated no device memory."
+        if snapshots
+        else "No trace and no snapshot is readable.",
+        remedies=(RECORD_RUN,),
+    )
 
 
 def _findings(facts: Facts) -> tuple[Finding, ...]:

@@ -27,7 +27,7 @@ from lightning_memprof.account.ledger.run import run_ledger
 from lightning_memprof.account.parts import Part
 from lightning_memprof.cli.main import main
 from lightning_memprof.judge import Facts, facts
-from lightning_memprof.judge.rules.bound import nothing_found
+from lightning_memprof.judge.bound import nothing_found
 from lightning_memprof.judge.rules.modules import retained_graph
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.view import View

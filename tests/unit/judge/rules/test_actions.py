@@ -134,7 +134,7 @@ def test_a_validation_that_takes_less_than_a_tenth_of_the_time_or_a_fifth_once_i
 def test_validation_that_runs_once_and_takes_most_of_the_run_is_not_called_untracked(tmp_path: Path) -> None:
     row = action("run_validation", 30_000_000, count=1)
     findings = found(tmp_path, FakeRun(phases=phases(other=31_000_000)), row)
-    assert findings["nothing_found"].title.startswith("Validation takes 6")
+    assert findings["nothing_found"].title.startswith("Host-bound: validation takes 6")
     assert findings["validation_bound"].severity is Severity.INFO
 
 

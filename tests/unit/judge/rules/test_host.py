@@ -199,7 +199,7 @@ def test_the_verdict_is_never_green_where_much_of_the_step_is_not_the_models(
     tiny = {"data_wait": 100_000, "optimizer": 200_000, **TINY, **around}
     said = verdict_of(load_run(make_run(tmp_path, FakeRun(phases=lambda *_: tiny))))
     assert (said.rule, said.severity) == ("nothing_found", Severity.INFO)
-    assert said.title.startswith("The steps are very short: callbacks and untracked time take")
+    assert said.title.startswith("Host-bound: callbacks, hooks and untracked time take 6")
 
 
 @pytest.mark.parametrize(
