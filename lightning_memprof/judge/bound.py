@@ -25,6 +25,7 @@ from lightning_memprof.judge.remedies import (
     COMPILE_ALL,
     FORWARD_ONCE,
     LAZY_PENALTY,
+    MORE_EPOCHS,
     MORE_STEPS,
     MORE_WORK,
     MOVE_OUT_OF_STEP,
@@ -58,15 +59,11 @@ from lightning_memprof.read.run.model import Rank, Run
 from lightning_memprof.read.trace.model import TraceReport
 from lightning_memprof.units import format_count, format_ns, percent, quoted
 
-# The required steps, the first step, and the steps of two windows.
-ENOUGH_STEPS: Final = 20
 MAX_MESSAGE: Final = 120
-# A Trainer that has reached max_epochs ends a second fit at once.
-SECOND_FIT: Final = "; if the Trainer has reached max_epochs, increase max_epochs"
 # Also a late rank that the program did not cause decides what the others do.
 MEETING: Final = (Part.RANK_WAIT, Part.COLLECTIVE)
 COLLECTIVE: Final = "c10d::"
-# The names of families that are no operators.
+# Families outside operators, and outside recorded calls.
 PYTHON: Final = "Python"
 UNPROFILED: Final = "unprofiled"
 EACH_STEP: Final = "each step"
@@ -93,14 +90,15 @@ def nothing_found(facts: Facts) -> Finding:
     statistics = facts.statistics.get(rank.rank)
     failed = first_exception(run.ranks)
     early = f"The run ended early with {failed[:MAX_MESSAGE]}. " if failed else ""
-    again = "Train for" if facts.is_fit else "Run"
+    # The required steps, the first step, and the steps of two windows.
+    more = MORE_STEPS.filled(steps=2 * POLICY.steps)
     if statistics is None:
         return Finding(
             rule=NOTHING_FOUND,
             severity=Severity.NONE,
             title="No step was measured.",
             why=f"{early}The run has no pulse: it ended before its first step did, or the pulse is disabled.",
-            remedies=(MORE_STEPS.filled(text=f"{again} some steps{SECOND_FIT if facts.is_fit else ''}."),),
+            remedies=(more, *((MORE_EPOCHS,) if facts.is_fit else ())),
         )
     if statistics.used < POLICY.steps:
         return Finding(
@@ -108,7 +106,7 @@ def nothing_found(facts: Facts) -> Finding:
             severity=Severity.INFO,
             title="Too few steps to judge.",
             why=f"{early}Step times come from {statistics.basis}; a verdict needs {POLICY.steps}.",
-            remedies=(MORE_STEPS.filled(text=f"{again} at least {ENOUGH_STEPS} steps."), _look_further(run)),
+            remedies=(more, _look_further(run)),
             numbers={"duration_ns": statistics.mean_ns},
         )
     ledger = facts.ledgers[rank.rank]

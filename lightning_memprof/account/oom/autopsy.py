@@ -1,4 +1,4 @@
-"""Autopsies of out-of-memory errors: the failed allocation, its cause, the live bytes by holder, and remedies."""
+"""Autopsies of out-of-memory errors: the failed allocation, its cause, the live bytes by holder, and its situation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from lightning_memprof.account.oom.causes import (
     device_memory,
     host_cause,
     host_memory,
-    next_steps,
 )
 from lightning_memprof.account.oom.events import OomEvent
 from lightning_memprof.artifacts.manifest import OomForwards, OomRow, TrainingFacts
@@ -78,7 +77,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Autopsy(msgspec.Struct, frozen=True, kw_only=True):
-    """One out-of-memory error with its cause, holders and remedies.
+    """One out-of-memory error with its cause and holders.
 
     ``place`` has step, global_step, epoch, phase, point, function, stage, window, thread, module and module_class
     where known. A list of holders that is not available is empty, and its note has the reason.
@@ -105,7 +104,7 @@ class Autopsy(msgspec.Struct, frozen=True, kw_only=True):
     by_stack_note: str | None
     by_module: tuple[Holder, ...]
     by_module_note: str | None
-    next_steps: tuple[str, ...]
+    situation: Situation
     unavailable: Mapping[str, Any]
 
 
@@ -183,7 +182,10 @@ def autopsy(
     note = trouble or (None if by_stack else _no_stacks(facts, is_host=is_host))
     frames = [Frame(*place) for place in facts.stack]
     user = user_frame(frames)
-    found = Autopsy(
+    place = {key: getattr(facts, key) for key in PLACE}
+    place |= {"module": stacks.name_of(frames) if facts.module is None else facts.module}
+    named = tuple(holder.name for holder in by_module[:2] if holder.name not in (OUTSIDE, NO_STACK))
+    return Autopsy(
         rank=event.rank,
         number=event.number,
         device=device,
@@ -192,8 +194,7 @@ def autopsy(
         exception=facts.exception,
         time_ns=facts.time_ns,
         seen=facts.seen or "?",
-        place={key: getattr(facts, key) for key in PLACE}
-        | {"module": stacks.name_of(frames) if facts.module is None else facts.module},
+        place=place,
         line=None if user is None else str(user),
         asked_bytes=facts.asked_bytes,
         asked_source=facts.asked_source,
@@ -206,29 +207,18 @@ def autopsy(
         by_stack_note=note,
         by_module=tuple(by_module[:TOP]),
         by_module_note=note,
-        next_steps=(),
+        situation=Situation(
+            cause=cause,
+            is_host=is_host,
+            phase=facts.phase or (SETUP if facts.step is None else None),
+            function=facts.function,
+            modules=named or blocks or stacks.blocks_around(place["module"]),
+            largest=max(held, key=lambda holder: holder.bytes).name if held else None,
+            training=training or TrainingFacts(),
+            world_size=world_size,
+            is_expandable=snapshot is not None and snapshot.is_expandable,
+        ),
         unavailable=facts.unavailable,
-    )
-    expands = snapshot is not None and snapshot.is_expandable
-    blocks = blocks or stacks.blocks_around(found.place["module"])
-    situation = _situation(found, training or TrainingFacts(), world_size, blocks, is_expandable=expands)
-    return replace(found, next_steps=next_steps(situation))
-
-
-def _situation(
-    found: Autopsy, training: TrainingFacts, world_size: int | None, blocks: tuple[str, ...], *, is_expandable: bool
-) -> Situation:
-    named = tuple(holder.name for holder in found.by_module[:2] if holder.name not in (OUTSIDE, NO_STACK))
-    return Situation(
-        cause=found.cause,
-        is_host=found.is_host,
-        phase=found.place["phase"] or (SETUP if found.place["step"] is None else None),
-        function=found.place["function"],
-        modules=named or blocks,
-        largest=max(found.held, key=lambda holder: holder.bytes).name if found.held else None,
-        training=training,
-        world_size=world_size,
-        is_expandable=is_expandable,
     )
 
 

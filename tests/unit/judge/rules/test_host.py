@@ -46,7 +46,7 @@ def test_without_a_trace_the_next_step_is_to_record_one(tmp_path: Path) -> None:
 def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
     said = verdict_of(load_run(make_run(tmp_path, FakeRun(steps=0, windows=()))))
     assert said.title == "No step was measured."
-    assert said.next == "Train for some steps; if the Trainer has reached max_epochs, increase max_epochs."
+    assert [remedy.id for remedy in said.remedies] == ["more_steps", "more_epochs"]
 
 
 @pytest.mark.parametrize("steps", [1, 4, 10])
