@@ -269,7 +269,7 @@ def test_only_a_notable_other_process_is_the_cause_of_a_full_device(
     assert "OutOfMemoryError" in ran.stderr
     found = understood(tmp_path)
     assert found.cause == cause
-    assert remedies_for(found.situation)[0].text.startswith(first)
+    assert remedies_for(found)[0].text.startswith(first)
     assert abs((found.memory.process_bytes or 0) - others * MIB) < 16 * MIB
     ledger = Facts.of(load_run(tmp_path)).byte_ledgers[0]
     assert ledger.bytes("activation_and_temporary") > 0.4 * ledger.peak_bytes

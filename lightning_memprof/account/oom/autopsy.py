@@ -1,4 +1,4 @@
-"""Autopsies of out-of-memory errors: the failed allocation, its cause, the live bytes by holder, and its situation."""
+"""Autopsies of out-of-memory errors: the failed allocation, its cause, the live bytes by holder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from lightning_memprof.account.oom.causes import (
     UNHELD,
     Cause,
     Memory,
-    Situation,
     device_cause,
     device_memory,
     host_cause,
@@ -80,7 +79,8 @@ class Autopsy(msgspec.Struct, frozen=True, kw_only=True):
     """One out-of-memory error with its cause and holders.
 
     ``place`` has step, global_step, epoch, phase, point, function, stage, window, thread, module and module_class
-    where known. A list of holders that is not available is empty, and its note has the reason.
+    where known. A list of holders that is not available is empty, and its note has the reason. ``blocks`` saved the
+    most activations; ``training`` is the manifest's row.
     """
 
     rank: int
@@ -104,8 +104,27 @@ class Autopsy(msgspec.Struct, frozen=True, kw_only=True):
     by_stack_note: str | None
     by_module: tuple[Holder, ...]
     by_module_note: str | None
-    situation: Situation
     unavailable: Mapping[str, Any]
+    blocks: tuple[str, ...]
+    is_expandable: bool
+    training: TrainingFacts
+    world_size: int | None
+
+    @property
+    def phase(self) -> str | None:
+        """The phase of the step; :data:`SETUP` before the first step."""
+        return self.place["phase"] or (SETUP if self.place["step"] is None else None)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that allocated most, largest first; where no stack tells, the blocks that saved most."""
+        named = (holder.name for holder in self.by_module[:2] if holder.name not in (OUTSIDE, NO_STACK))
+        return tuple(named) or self.blocks
+
+    @property
+    def largest(self) -> str | None:
+        """The label of the largest holder, None where unknown."""
+        return max(self.held, key=lambda holder: holder.bytes).name if self.held else None
 
 
 def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
@@ -184,7 +203,6 @@ def autopsy(
     user = user_frame(frames)
     place = {key: getattr(facts, key) for key in PLACE}
     place |= {"module": stacks.name_of(frames) if facts.module is None else facts.module}
-    named = tuple(holder.name for holder in by_module[:2] if holder.name not in (OUTSIDE, NO_STACK))
     return Autopsy(
         rank=event.rank,
         number=event.number,
@@ -207,18 +225,11 @@ def autopsy(
         by_stack_note=note,
         by_module=tuple(by_module[:TOP]),
         by_module_note=note,
-        situation=Situation(
-            cause=cause,
-            is_host=is_host,
-            phase=facts.phase or (SETUP if facts.step is None else None),
-            function=facts.function,
-            modules=named or blocks or stacks.blocks_around(place["module"]),
-            largest=max(held, key=lambda holder: holder.bytes).name if held else None,
-            training=training or TrainingFacts(),
-            world_size=world_size,
-            is_expandable=snapshot is not None and snapshot.is_expandable,
-        ),
         unavailable=facts.unavailable,
+        blocks=blocks or stacks.blocks_around(place["module"]),
+        is_expandable=snapshot is not None and snapshot.is_expandable,
+        training=training or TrainingFacts(),
+        world_size=world_size,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from lightning_memprof.artifacts.manifest import OomRow, TrainingFacts
+from lightning_memprof.artifacts.manifest import OomRow
 from lightning_memprof.read.snapshot.reader import DeviceSnapshot
 from lightning_memprof.units import GIB, KIB, MIB, format_bytes, format_list
 
@@ -265,29 +265,3 @@ def host_cause(facts: OomRow, memory: Memory) -> tuple[Cause, str]:
 
 def _bytes(value: int | None) -> str:
     return "an unknown number of bytes" if value is None else format_bytes(value)
-
-
-class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that select the remedies.
-
-    Attributes:
-        cause: as :data:`Cause`.
-        is_host: whether host memory ran out, rather than device memory.
-        phase: phase of the step; :data:`SETUP` before the first step.
-        function: the module's step method, such as ``validation_step``.
-        modules: paths of the modules that allocated most, largest first.
-        largest: label of the largest holder; None where unknown.
-        is_expandable: whether the allocator already uses expandable segments.
-        training: the manifest's ``training`` row.
-        world_size: number of ranks; None where unknown.
-    """
-
-    cause: Cause
-    is_host: bool
-    phase: str | None
-    function: str | None
-    modules: tuple[str, ...]
-    largest: str | None
-    is_expandable: bool
-    training: TrainingFacts
-    world_size: int | None

@@ -69,7 +69,7 @@ def out_of_memory(facts: Facts) -> Finding | None:
             cause=CAUSES[autopsy.cause],
         ),
         why=autopsy.why,
-        remedies=remedies_for(autopsy.situation),
+        remedies=remedies_for(autopsy),
         numbers={
             "asked_bytes": autopsy.asked_bytes,
             "cause": autopsy.cause,

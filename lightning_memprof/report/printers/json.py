@@ -212,7 +212,10 @@ def _run(view: View) -> dict[str, Any]:
         "throughput": view.throughput,
         "system": view.system,
         "oom": [
-            {**_without(event, "situation"), "remedies": [each.fields for each in remedies_for(event.situation)]}
+            {
+                **_without(event, "blocks", "is_expandable", "training", "world_size"),
+                "remedies": [each.fields for each in remedies_for(event)],
+            }
             for event in view.ooms
         ],
         "holders": _of_ranks(view, lambda rank: map(columns_of, who_holds(rank.read(HolderRow).rows))),

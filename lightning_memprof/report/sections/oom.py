@@ -109,7 +109,7 @@ def autopsy_section(directory: Path, rank: int) -> Section | None:
 
 
 def _event(number: int, event: Autopsy) -> Iterator[Item]:
-    steps = remedies_for(event.situation)
+    steps = remedies_for(event)
     yield Lines(
         "",
         [

@@ -96,7 +96,7 @@ def host(**changes: Any) -> dict[str, Any]:
 
 def steps(found: Autopsy) -> list[str]:
     """What the judge advises, with the id in front."""
-    return [f"{remedy.id}: {remedy.text}" for remedy in remedies_for(found.situation)]
+    return [f"{remedy.id}: {remedy.text}" for remedy in remedies_for(found)]
 
 
 def understood(
