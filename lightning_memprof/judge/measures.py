@@ -21,26 +21,9 @@ from lightning_memprof.judge.remedies import FETCH_AT_ONCE, Remedy
 from lightning_memprof.judge.rules.program.lines import of_action, of_collate
 from lightning_memprof.read.run.model import Rank
 
-# A step stands out if a phase takes this many times its median.
-STANDS_OUT: Final = 4
-# A larger share of the steps is not few: the phase is slow in general.
-FEW: Final = 1 / 3
-# A phase is slow in few steps only if they hold this share of its time.
-MOST: Final = 0.5
-# This share of the distances must be equal: a validation at the end of an epoch breaks the count.
-REGULAR: Final = 0.6
-# This share of the places of a period must be slow: chance does not hit so many.
-EACH: Final = 0.8
 # The first slow steps show a period; comparing all pairs takes long.
 COMPARED: Final = 12
-# Half of the excess is in steps above some excess; steps below this share of that excess have another cause.
-OF_THE_USUAL: Final = 0.5
-# A run of a few seconds loses this much in total to the first epoch, checkpoint or validation.
-HICCUPS_NS: Final = 500_000_000
-# Other work on the machine delays single steps by this much, one or two of them by more.
-HICCUP_NS: Final = 100_000_000
-LONG_HICCUP_NS: Final = 1_000_000_000
-MIN_PERIODIC: Final = 3
+MOST: Final = POLICY.most
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -61,11 +44,11 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_hiccup(self) -> bool:
         """Whether a busy machine explains these steps."""
-        if self.mean_ns * len(self.steps) < HICCUPS_NS:
+        if self.mean_ns * len(self.steps) < POLICY.hiccups_ns:
             return True
         if self.period is not None or ((self.ends_epochs or self.starts_epochs) and len(self.steps) > 1):
             return False
-        return self.mean_ns < (LONG_HICCUP_NS if len(self.steps) < MIN_PERIODIC else HICCUP_NS)
+        return self.mean_ns < (POLICY.long_hiccup_ns if len(self.steps) < POLICY.calls else POLICY.hiccup_ns)
 
     @property
     def repeats(self) -> bool:
@@ -97,9 +80,9 @@ def rhythm(rank: Rank, phase: str) -> Rhythm | None:
     if typical is None:
         return None
     spent = [(step, breakdown[phase] or 0) for step, _, breakdown in typical.steps]
-    found = few_steps(rank, spent, stands_out=STANDS_OUT)
+    found = few_steps(rank, spent, stands_out=POLICY.stands_out)
     held = found.mean_ns * len(found.steps) if found is not None else 0
-    return found if held >= MOST * sum(ns for _, ns in spent) else None
+    return found if held >= POLICY.most * sum(ns for _, ns in spent) else None
 
 
 def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float) -> Rhythm | None:
@@ -116,9 +99,9 @@ def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float
         return None
     median = stats.median(ns for _, ns in spent)
     standing_out = [(step, ns) for step, ns in spent if ns > stands_out * median]
-    least = OF_THE_USUAL * _weighted_median([ns - median for _, ns in standing_out])
+    least = POLICY.most * _weighted_median([ns - median for _, ns in standing_out])
     large = [(step, ns) for step, ns in standing_out if ns - median >= least]
-    if not large or len(large) > FEW * len(spent):
+    if not large or len(large) > POLICY.few * len(spent):
         return None
     steps = tuple(step for step, _ in large)
     last = {row["epoch"]: row["step"] for row in rank.pulse}
@@ -148,7 +131,7 @@ def _period(steps: Sequence[int]) -> int | None:
     if sum(gaps.values()) < 2:  # two steps have one distance: it cannot repeat
         return None
     gap, count = gaps.most_common(1)[0]
-    return gap if gap > 1 and count >= REGULAR * sum(gaps.values()) else None
+    return gap if gap > 1 and count >= POLICY.regular * sum(gaps.values()) else None
 
 
 def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
@@ -159,7 +142,11 @@ def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
         period = after - before
         places = [step for step in range(first + (before - first) % period, last + 1, period) if step in known]
         hits = sum(step in slow for step in places)
-        if period > 1 and len(places) > MIN_PERIODIC and hits >= max(EACH * len(places), REGULAR * len(slow)):
+        if (
+            period > 1
+            and len(places) >= POLICY.rhythm
+            and hits >= max(POLICY.each * len(places), POLICY.regular * len(slow))
+        ):
             found[period] = max(found[period], hits)
     # Of 7 and 14 the shorter one has more of the slow steps.
     return found.most_common(1)[0][0] if found else None

@@ -44,6 +44,14 @@ class Policy:
         stall_ns: a busy machine delays a step by less.
         apart: by how many times slow steps exceed the 90th percentile of the others: lengths of batches make a spread
             without a gap.
+        few: share of the steps from which on they are not few: the phase is slow in general.
+        stands_out: by how many times a step exceeds the median of a phase to stand out.
+        regular: share of the distances between slow steps that are equal: a validation breaks the count.
+        each: share of the places of a period that are slow; chance does not hit so many.
+        one_step: share of the loading in one step that is a start of workers or of an epoch, not the usual step.
+        hiccups_ns: what a run of a few seconds loses to the first epoch, checkpoint or validation.
+        hiccup_ns: by how much other work on the machine delays single steps.
+        long_hiccup_ns: the same for one or two of them.
         rhythm: steps at equal distances; three are so by chance in one run of twenty, four hardly ever.
         torch_profiler: share of forward and backward that torch's profiler costs: host time for each operator.
         python_profiler: share of the work that a Python profiler costs; the share of calls in it is unknown.
@@ -79,6 +87,14 @@ class Policy:
     threads_per_core: int = 2
     stall_ns: int = 50_000_000
     apart: float = 1.5
+    few: float = 1 / 3
+    stands_out: int = 4
+    regular: float = 0.6
+    each: float = 0.8
+    one_step: float = 0.75
+    hiccups_ns: int = 500_000_000
+    hiccup_ns: int = 100_000_000
+    long_hiccup_ns: int = 1_000_000_000
     rhythm: int = 4
     torch_profiler: tuple[float, float] = (0.2, 0.5)
     python_profiler: tuple[float, float] = (0.02, 0.2)

@@ -191,8 +191,6 @@ def stalls(facts: Facts) -> Iterator[Found]:
     )
 
 
-# In this share of the steps the program calls gc.collect(): Python starts a full collection in one step of many.
-EXPLICIT_SHARE: Final = 0.8
 OLDEST: Final = 2
 
 
@@ -205,7 +203,8 @@ def pauses_detail(facts: Facts, fact: Fact) -> Detail:
     words = [f"{format_count(full, 'full collection')} in recorded steps took {format_ns(full_ns)}"] if full else []
     words += [f"mostly in fetches, {how}"] if how else []
     words += [f"cycles held {format_bytes(found.tensor_bytes)} of tensors"] if found and found.tensor_bytes else []
-    explicit = (FIND_COLLECT,) if recorded and full >= EXPLICIT_SHARE * recorded else ()
+    # Python itself starts a full collection in one step of many.
+    explicit = (FIND_COLLECT,) if recorded and full >= POLICY.most * recorded else ()
     cycles = (BREAK_CYCLES,) if found and found.tensor_bytes else ()
     text = "; ".join(words)
     return Detail(
