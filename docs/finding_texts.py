@@ -20,10 +20,11 @@ from types import CodeType, FunctionType
 from typing import Final
 
 from lightning_memprof.judge import verdict
+from lightning_memprof.judge.bound import nothing_found
 from lightning_memprof.judge.byte_rule import ByteRule
 from lightning_memprof.judge.remedies import OPEN_TRACE, Remedy
 from lightning_memprof.judge.rule import Rule
-from lightning_memprof.judge.rules.bound import nothing_found, nothing_in_files
+from lightning_memprof.judge.verdict import nothing_in_files
 from lightning_memprof.units import format_bytes, percent
 
 Row = Rule | ByteRule

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import NOTHING_FOUND, Evidence, Finding, Severity
-from lightning_memprof.judge.rules.bound import nothing_in_files
-from lightning_memprof.judge.verdict import examine, examine_files, verdict_of
+from lightning_memprof.judge.verdict import examine, examine_files, nothing_in_files, verdict_of
 
 __all__ = [
     "NOTHING_FOUND",

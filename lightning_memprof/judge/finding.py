@@ -119,7 +119,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def steps(self) -> tuple[dict[str, str], ...]:
         """The id and the text of each remedy, for programs."""
-        return tuple({"id": remedy.id, "text": remedy.text} for remedy in self.remedies)
+        return tuple(remedy.fields for remedy in self.remedies)
 
     @property
     def next(self) -> str:

@@ -1,60 +1,32 @@
-"""Measures of steps that several rules share: steps that stand out, and profiler overhead."""
+"""Measures of a rank that several rules share: steps that stand out, loading, and the use of cores."""
 
 from __future__ import annotations
 
 import itertools
 import statistics as stats
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from lightning_memprof.account.ledger.model import TimeLedger, total
-from lightning_memprof.account.ledger.run import typical_in_windows
-from lightning_memprof.account.steps.events import OWN_WORK
 from lightning_memprof.account.steps.lines import Spot, action_spot, collate_spot
-from lightning_memprof.account.steps.statistics import PulseStatistics, typical_steps
+from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.account.steps.system import systems
 from lightning_memprof.account.steps.workers import Call, Loading, calls, loading, workers
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
-from lightning_memprof.artifacts.series import HookRow
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
-    CHEAPER_FETCH,
     FETCH_AT_ONCE,
-    FEWER_THREADS,
-    FEWER_WORKERS,
-    FREE_CORES,
-    RAISE_CPU_LIMIT,
     Remedy,
 )
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import format_count, percent
 
-# Cores; less does not delay the training thread much.
-BUSY_WORKERS: Final = 0.5
-# A step stands out if a phase takes this many times its median.
-STANDS_OUT: Final = 4
-# A larger share of the steps is not few: the phase is slow in general.
-FEW: Final = 1 / 3
-# A phase is slow in few steps only if they hold this share of its time.
-MOST: Final = 0.5
-# This share of the distances must be equal: a validation at the end of an epoch breaks the count.
-REGULAR: Final = 0.6
-# This share of the places of a period must be slow: chance does not hit so many.
-EACH: Final = 0.8
 # The first slow steps show a period; comparing all pairs takes long.
 COMPARED: Final = 12
-# Half of the excess is in steps above some excess; steps below this share of that excess have another cause.
-OF_THE_USUAL: Final = 0.5
-# A run of a few seconds loses this much in total to the first epoch, checkpoint or validation.
-HICCUPS_NS: Final = 500_000_000
-# Other work on the machine delays single steps by this much, one or two of them by more.
-HICCUP_NS: Final = 100_000_000
-LONG_HICCUP_NS: Final = 1_000_000_000
-MIN_PERIODIC: Final = 3
+MOST: Final = POLICY.most
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -75,11 +47,11 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_hiccup(self) -> bool:
         """Whether a busy machine explains these steps."""
-        if self.mean_ns * len(self.steps) < HICCUPS_NS:
+        if self.mean_ns * len(self.steps) < POLICY.hiccups_ns:
             return True
         if self.period is not None or ((self.ends_epochs or self.starts_epochs) and len(self.steps) > 1):
             return False
-        return self.mean_ns < (LONG_HICCUP_NS if len(self.steps) < MIN_PERIODIC else HICCUP_NS)
+        return self.mean_ns < (POLICY.long_hiccup_ns if len(self.steps) < POLICY.calls else POLICY.hiccup_ns)
 
     @property
     def repeats(self) -> bool:
@@ -111,9 +83,9 @@ def rhythm(rank: Rank, phase: str) -> Rhythm | None:
     if typical is None:
         return None
     spent = [(step, breakdown[phase] or 0) for step, _, breakdown in typical.steps]
-    found = few_steps(rank, spent, stands_out=STANDS_OUT)
+    found = few_steps(rank, spent, stands_out=POLICY.stands_out)
     held = found.mean_ns * len(found.steps) if found is not None else 0
-    return found if held >= MOST * sum(ns for _, ns in spent) else None
+    return found if held >= POLICY.most * sum(ns for _, ns in spent) else None
 
 
 def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float) -> Rhythm | None:
@@ -130,9 +102,9 @@ def few_steps(rank: Rank, spent: Sequence[tuple[int, int]], *, stands_out: float
         return None
     median = stats.median(ns for _, ns in spent)
     standing_out = [(step, ns) for step, ns in spent if ns > stands_out * median]
-    least = OF_THE_USUAL * _weighted_median([ns - median for _, ns in standing_out])
+    least = POLICY.most * _weighted_median([ns - median for _, ns in standing_out])
     large = [(step, ns) for step, ns in standing_out if ns - median >= least]
-    if not large or len(large) > FEW * len(spent):
+    if not large or len(large) > POLICY.few * len(spent):
         return None
     steps = tuple(step for step, _ in large)
     last = {row["epoch"]: row["step"] for row in rank.pulse}
@@ -162,7 +134,7 @@ def _period(steps: Sequence[int]) -> int | None:
     if sum(gaps.values()) < 2:  # two steps have one distance: it cannot repeat
         return None
     gap, count = gaps.most_common(1)[0]
-    return gap if gap > 1 and count >= REGULAR * sum(gaps.values()) else None
+    return gap if gap > 1 and count >= POLICY.regular * sum(gaps.values()) else None
 
 
 def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
@@ -173,7 +145,11 @@ def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
         period = after - before
         places = [step for step in range(first + (before - first) % period, last + 1, period) if step in known]
         hits = sum(step in slow for step in places)
-        if period > 1 and len(places) > MIN_PERIODIC and hits >= max(EACH * len(places), REGULAR * len(slow)):
+        if (
+            period > 1
+            and len(places) >= POLICY.rhythm
+            and hits >= max(POLICY.each * len(places), POLICY.regular * len(slow))
+        ):
             found[period] = max(found[period], hits)
     # Of 7 and 14 the shorter one has more of the slow steps.
     return found.most_common(1)[0][0] if found else None
@@ -186,32 +162,6 @@ def _ordinal(number: int) -> str:
 def sample_method(loaders: Sequence[DataLoaderFacts]) -> str:
     """Return the method of the data set that makes a sample."""
     return "__iter__" if loaders and loaders[0].is_iterable else "__getitem__"
-
-
-def own_marks(rank: Rank) -> dict[int, int]:
-    """Return the nanoseconds of all collectors at the marks of each step in a window, warmup included."""
-    spent: dict[int, int] = defaultdict(int)
-    for window in rank.windows:
-        for row in window.read(HookRow).rows:
-            if row.step is not None and row.duration_ns is not None and (row.action or "").startswith(OWN_WORK):
-                spent[row.step] += max(row.duration_ns, 0)
-    return dict(spent)
-
-
-def own_ns(rank: Rank, statistics: PulseStatistics) -> int:
-    """Return the profiler overhead in the mean step, in nanoseconds; it is part of the untracked time.
-
-    Without hook timings it is the cost of all windows, divided by their steps: an upper bound.
-    """
-    steps = typical_in_windows(rank)
-    if not steps or not statistics.used:
-        return 0
-    marks = own_marks(rank)
-    if not marks:
-        in_windows = sum(row["window"] is not None for row in rank.pulse)
-        windows_ns = (rank.overhead.windows_ns if rank.overhead else None) or 0
-        marks = dict.fromkeys(steps, windows_ns // max(in_windows, 1))
-    return sum(marks.get(step, 0) for step in steps) // statistics.used
 
 
 def steps_until_full(facts: Facts, rank: Rank, bytes_per_step: float, *, on_host: bool) -> int | None:
@@ -337,7 +287,7 @@ def ranks_on_host(facts: Facts, rank: Rank) -> list[Rank]:
 def is_oversubscribed(facts: Facts, rank: Rank) -> bool:
     """Return whether operators use many more threads than there are cores."""
     cores, threads = rank.facts.cpu_count or 0, torch_threads(rank) or 0
-    return bool(cores) and threads * len(ranks_on_host(facts, rank)) >= POLICY.oversubscribed * cores
+    return bool(cores) and threads * len(ranks_on_host(facts, rank)) >= POLICY.threads_per_core * cores
 
 
 class CoreLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -389,61 +339,3 @@ def free_cores(facts: Facts, rank: Rank) -> float | None:
     if cores is None:
         return None
     return max((min(load.free, cores) if load is not None else cores) / len(ranks_on_host(facts, rank)), 1.0)
-
-
-class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Who takes the cores: the start of a title, what to do, and a sentence; ``load`` is None where unknown.
-
-    ``by_others``: the training itself cannot change the wait.
-    """
-
-    remedies: tuple[Remedy, ...]
-    owner: str = ""
-    by_others: bool = False
-    text: str = ""
-    load: CoreLoad | None = None
-
-
-def core_use(facts: Facts, rank: Rank) -> CoreUse:
-    """Return who uses the cores of a rank's machine, and what to do: fewer threads first, where they have no cores."""
-    load = core_load(facts, rank)
-    if load is None:
-        return CoreUse(remedies=(FREE_CORES,))
-    text = (
-        f" In recorded steps the training used {load.own:.1f} of {load.all_cores} cores, other processes "
-        f"{load.others:.1f}."
-    )
-    cores, quota = rank.facts.cpu_count or 1, rank.facts.environment.get("cpu_quota")
-    if load.own + load.others < POLICY.full * load.all_cores:
-        if quota is not None and quota < load.all_cores and load.own >= quota / 2:
-            owner = f"The CPU limit is {quota:g} of {load.all_cores} cores"
-            limit = RAISE_CPU_LIMIT.filled(quota=quota, cores=load.all_cores)
-            return CoreUse(remedies=(limit, FREE_CORES), owner=owner, text=text, load=load)
-        if cores == load.all_cores:
-            # They had the cores in other steps than the recorded ones.
-            return CoreUse(remedies=(FREE_CORES,), by_others=True, text=text, load=load)
-    ranks = len(ranks_on_host(facts, rank))
-    each = max(cores // ranks, 1)
-    count = max((loader.num_workers or 0 for loader in loaders_of(rank)), default=0)
-    compute = load.workers >= load.process
-    # Many workers that compute share the cores among themselves, whatever else runs.
-    if load.others >= load.workers * ranks and not (count >= POLICY.many_per_core * each and compute):
-        left = int(free_cores(facts, rank) or 1)
-        fewer = (FEWER_THREADS.filled(threads=left),) if (torch_threads(rank) or 0) > left else ()
-        owner = "Other processes take the cores"
-        return CoreUse(remedies=(*fewer, FREE_CORES), owner=owner, by_others=True, text=text, load=load)
-    owner, fewer_of = _own_use(rank, load, each, count)
-    return CoreUse(remedies=(fewer_of, FREE_CORES), owner=owner, text=text, load=load)
-
-
-def _own_use(rank: Rank, load: CoreLoad, each: int, count: int) -> tuple[str, Remedy]:
-    """Return which processes of the training take the cores, and the remedy."""
-    slow = slow_function(rank)
-    if slow is not None and load.workers >= BUSY_WORKERS:
-        return f"Workers in {slow.function} take the cores", CHEAPER_FETCH.filled(
-            owner=slow.function, share=percent(slow.share)
-        )
-    if count >= each > 1 and load.workers >= load.process:
-        fewer = FEWER_WORKERS.filled(wanted=each - 1, cores=format_count(rank.facts.cpu_count or 1, "core"))
-        return f"{count} DataLoader workers take the cores", fewer
-    return "The training's own processes share the cores", FEWER_THREADS.filled(threads=max(each - count, 1))

@@ -13,9 +13,9 @@ class Policy:
     """From which figures on a finding is made, a verdict is given, and a word is used.
 
     Attributes:
-        note: share of the step, or of the peak, below which nothing is reported: less than 1.05 times as fast.
-        verdict: share from which on a finding may be the verdict: 1.1 times as fast.
-        severe: share from which on it is severe: 1.4 times as fast.
+        note: share of the step, or of the peak, below which nothing is reported: less than a speed-up of 1.05.
+        verdict: share from which on a finding may be the verdict: a speed-up of 1.1.
+        severe: share from which on it is severe: a speed-up of 1.4.
         bound: share of the step from which on it is bound by a part.
         steps: a verdict on step time needs this many: the first ones start workers and select kernels, and one
             validation or checkpoint is most of a short run.
@@ -57,10 +57,24 @@ class Policy:
             wait for than they save.
         long_ns: a longer call computes for much longer than its dispatch takes, and has work for all cores.
         reads: values of tensors that a step reads one by one from which on it loops over them.
-        oversubscribed: threads per core from which on each parallel region waits for threads that do not run.
         thread_ns: in a shorter time, a thread may work for once.
         all_gradients: of the gradients that all passes of a step could compute: parameters that a pass does not need
             are missing.
+        threads_per_core: threads per core from which on each parallel operator waits for threads that do not run.
+        stall_ns: a busy machine delays a step by less.
+        apart: by how many times slow steps exceed the 90th percentile of the others: lengths of batches make a spread
+            without a gap.
+        few: share of the steps from which on they are not few: the phase is slow in general.
+        stands_out: by how many times a step exceeds the median of a phase to stand out.
+        regular: share of the distances between slow steps that are equal: a validation breaks the count.
+        each: share of the places of a period that are slow; chance does not hit so many.
+        one_step: share of the loading in one step that is a start of workers or of an epoch, not the usual step.
+        hiccups_ns: what a run of a few seconds loses to the first epoch, checkpoint or validation.
+        hiccup_ns: by how much other work on the machine delays single steps.
+        long_hiccup_ns: the same for one or two of them.
+        rhythm: steps at equal distances; three are so by chance in one run of twenty, four hardly ever.
+        torch_profiler: share of forward and backward that torch's profiler costs: host time for each operator.
+        python_profiler: share of the work that a Python profiler costs; the share of calls in it is unknown.
         collectives: in fewer of them, which rank comes last is chance.
         uneven_host: share of a rank's peak RSS that the other ranks do not need: rank 0 also writes logs and
             checkpoints, and touched memory stays.
@@ -119,9 +133,22 @@ class Policy:
     parallel_ns: int = 100_000
     long_ns: int = 300_000
     reads: int = 256
-    oversubscribed: float = 2.0
     thread_ns: int = 300_000_000
     all_gradients: float = 0.95
+    threads_per_core: int = 2
+    stall_ns: int = 50_000_000
+    apart: float = 1.5
+    few: float = 1 / 3
+    stands_out: int = 4
+    regular: float = 0.6
+    each: float = 0.8
+    one_step: float = 0.75
+    hiccups_ns: int = 500_000_000
+    hiccup_ns: int = 100_000_000
+    long_hiccup_ns: int = 1_000_000_000
+    rhythm: int = 4
+    torch_profiler: tuple[float, float] = (0.2, 0.5)
+    python_profiler: tuple[float, float] = (0.02, 0.2)
     collectives: int = 4
     uneven_host: float = 0.20
     bytes: int = 256 * MIB

@@ -40,6 +40,11 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     needs: frozenset[Need] = frozenset()
     change: str = ""
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """The id and the text, for programs."""
+        return {"id": self.id, "text": self.text}
+
     def filled(self, **values: Any) -> Remedy:
         """Return the remedy with values in its text and its change."""
         return replace(self, text=self.text.format(**values), change=self.change.format(**values))
@@ -664,7 +669,10 @@ RECORD_RUN: Final = Remedy(id="record_run", text='Record a training run: Trainer
 RECORD_OPERATORS: Final = Remedy(
     id="record_operators", text='Record the operators of some steps too: Trainer(..., profiler="memprof")'
 )
-MORE_STEPS: Final = Remedy(id="more_steps", text="{text}")
+MORE_STEPS: Final = Remedy(id="more_steps", text="Run at least {steps} steps.")
+MORE_EPOCHS: Final = Remedy(
+    id="more_epochs", text="If the Trainer has reached max_epochs, increase max_epochs: a second fit ends at once."
+)
 VIEW_TRACE: Final = Remedy(id="view_trace", text="See every operator on a timeline: {command}")
 
 # Ranks
@@ -741,7 +749,7 @@ FREE_CORES: Final = Remedy(
 RAISE_CPU_LIMIT: Final = Remedy(
     id="raise_cpu_limit",
     text=(
-        "Give the container or job more than its {quota:g} of {cores} cores (cpu.max, --cpus), or use fewer threads "
+        "Give the container or job more than its {quota} of {cores} cores (cpu.max, --cpus), or use fewer threads "
         "and DataLoader workers."
     ),
 )
@@ -832,7 +840,6 @@ AGGREGATE_VALIDATION: Final = Remedy(
     id="aggregate_validation",
     text="Aggregate in validation_step, in a metric or a sum, instead of keeping each batch's outputs.",
 )
-FOLLOW_AUTOPSY: Final = Remedy(id="out_of_memory", text="{step}")
 BOUND_HOLDER: Final = Remedy(id="bound_holder", text="Clear or bound {place}{assigned}{detached}.")
 BOUND_SAMPLES: Final = Remedy(
     id="bound_samples",
@@ -869,6 +876,129 @@ STORE_DETACHED: Final = Remedy(
     text="Store loss.item() or loss.detach(), not the loss, and clear lists of outputs in on_train_epoch_end.",
 )
 FIND_APPENDS: Final = Remedy(id="find_appends", text="Find callbacks and metrics that append to a list in each batch.")
+
+# A failed allocation
+
+RELEASE_EARLIER: Final = Remedy(
+    id="release_earlier",
+    text=(
+        "Release unused blocks earlier: "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,garbage_collection_threshold:0.8."
+    ),
+)
+EMPTY_BETWEEN_STAGES: Final = Remedy(
+    id="empty_between_stages",
+    text="Return the cache between stages with other shapes: torch.cuda.empty_cache() in on_validation_end.",
+)
+STOP_OTHERS: Final = Remedy(
+    id="stop_others",
+    text="Run nvidia-smi to see which processes use the device, and stop leftovers of earlier runs.",
+)
+OWN_DEVICES: Final = Remedy(
+    id="own_devices",
+    text="Give each rank a device of its own: Trainer(devices=...) with as many devices as ranks.",
+)
+FREE_DEVICE: Final = Remedy(
+    id="free_device",
+    text=(
+        "Use a free device: Trainer(devices=lightning.pytorch.accelerators.find_usable_cuda_devices(1)), or "
+        "CUDA_VISIBLE_DEVICES."
+    ),
+)
+LIMIT_SHARES: Final = Remedy(
+    id="limit_shares",
+    text="If processes must share the device, limit each with torch.cuda.set_per_process_memory_fraction(0.5).",
+)
+RAISE_FRACTION: Final = Remedy(
+    id="raise_fraction",
+    text="Raise the fraction in torch.cuda.set_per_process_memory_fraction, or remove the call.",
+)
+RAISE_MEMORY_LIMIT: Final = Remedy(
+    id="raise_memory_limit",
+    text=(
+        "Raise the limit: ulimit -v unlimited in the shell that starts the program, or more memory for its "
+        "container or job (docker run --memory, sbatch --mem)."
+    ),
+)
+SHARD_MODEL: Final = Remedy(
+    id="shard_model",
+    text=(
+        "Shard the model over devices: Trainer(strategy='fsdp'), or ModelParallelStrategy() with fully_shard in "
+        "configure_model."
+    ),
+)
+CREATE_SHARDED: Final = Remedy(
+    id="create_sharded",
+    text=(
+        "Create large modules in configure_model with fully_shard, so that each process holds its shard only, or "
+        "on torch.device('meta') until their weights are loaded."
+    ),
+)
+HALF_MODEL: Final = Remedy(
+    id="half_model",
+    text='Halve the model itself: Trainer(precision="bf16-true").',
+)
+LOAD_MAPPED: Final = Remedy(
+    id="load_mapped",
+    text=(
+        "Load weights with torch.load(..., map_location='cpu', mmap=True): on the device they would exist twice "
+        "until load_state_dict returns."
+    ),
+)
+TABLES_ON_HOST: Final = Remedy(
+    id="tables_on_host",
+    text="Keep large tables, buffers and evaluation-only models on the host.",
+)
+SPLIT_OPERATION: Final = Remedy(
+    id="split_operation",
+    text=(
+        "Split the operation on the line above into chunks; for attention, use "
+        "torch.nn.functional.scaled_dot_product_attention, which never builds the full attention matrix."
+    ),
+)
+EVALUATE_WITHOUT_GRADIENTS: Final = Remedy(
+    id="evaluate_without_gradients",
+    text=(
+        "This step needs no gradients: keep Trainer(inference_mode=True), store no outputs on the device between "
+        "batches, and use a smaller batch_size in its DataLoader."
+    ),
+)
+FIND_TENSOR_HOLDERS: Final = Remedy(
+    id="find_tensor_holders",
+    text=(
+        "Find the objects that hold the tensors listed above: many of the same size that outlive their step are "
+        "usually in a list or an attribute (store loss.item() or .detach().cpu() instead)."
+    ),
+)
+FIND_CONTAINERS: Final = Remedy(
+    id="find_containers",
+    text=(
+        "Look for growing containers: lists of step outputs (store loss.item() or .detach().cpu()), caches in a "
+        "Dataset; lightning-memprof show has the RSS of every step."
+    ),
+)
+FEWER_LOADING_PROCESSES: Final = Remedy(
+    id="fewer_loading_processes",
+    text=(
+        "Use fewer data loading processes: DataLoader({fewer}), and memory-map large arrays with "
+        "numpy.load(mmap_mode='r')."
+    ),
+)
+HALF_BATCH: Final = Remedy(
+    id="half_batch",
+    text="Use {half} and Trainer(accumulate_grad_batches={times}): same gradients from smaller batches.",
+)
+SMALLER_EVALUATION_BATCH: Final = Remedy(
+    id="smaller_evaluation_batch",
+    text="Use {half}: outside of training this does not change the results.",
+)
+FUSED_STATES: Final = Remedy(
+    id="fused_states",
+    text=(
+        "Reduce the memory of the optimizer step: {optimizer}(..., fused=True) avoids the parameter-sized "
+        "temporaries of foreach=True; an 8-bit optimizer (bitsandbytes) needs a quarter of the state."
+    ),
+)
 
 # Traces and devices
 
@@ -1512,16 +1642,8 @@ FEWER_WINDOWS: Final = Remedy(
     id="fewer_windows",
     text="Train some steps outside windows: MemProfilerCallback(schedule=Schedule(wait=10, active=2)).",
 )
-SHORTER_WINDOWS: Final = Remedy(
-    id="shorter_windows",
-    text="Open fewer or shorter windows: MemProfilerCallback(schedule=Schedule(repeat=1, active=2)).",
-)
 RECORD_LESS: Final = Remedy(
     id="record_less", text="Record less per step: MemProfilerCallback(collectors=[...]){dearest}."
-)
-WITHOUT_PULSE: Final = Remedy(
-    id="without_pulse",
-    text="Leave the pulse out of MemProfilerCallback(collectors=[...]), or use larger batches.",
 )
 REMOVE_TORCH_PROFILER: Final = Remedy(
     id="remove_profiler",

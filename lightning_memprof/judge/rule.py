@@ -247,7 +247,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
                 "duration_ns": round(fact.ledger.step_ns),
                 **detail.numbers,
             },
-            weight=0.0 if detail.is_note else worth.share,
+            weight=worth.share,
             recovers=worth if self.saves else None,
         )
 

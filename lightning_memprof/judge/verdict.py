@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from msgspec.structs import replace
 
 from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.account.trace.model import TraceReport
+from lightning_memprof.judge.bound import nothing_found, nothing_on_host
 from lightning_memprof.judge.byte_rule import ByteRule
+from lightning_memprof.judge.device_bound import busy, device_bound
 from lightning_memprof.judge.facts import NO_RUN, Facts, Judge
-from lightning_memprof.judge.finding import Finding, Severity, ordered, titled
+from lightning_memprof.judge.finding import NOTHING_FOUND, Finding, Severity, ordered, titled
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import REPORT_ERROR
+from lightning_memprof.judge.remedies import RECORD_RUN, REPORT_ERROR
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.rules import (
     communication,
@@ -28,8 +30,8 @@ from lightning_memprof.judge.rules import (
     profiler,
     snapshot,
 )
-from lightning_memprof.judge.rules.bound import nothing_found
 from lightning_memprof.judge.rules.gpu import allocator, collectives, holders, idle, waits
+from lightning_memprof.judge.rules.gpu.holders import nothing_in_snapshot
 from lightning_memprof.judge.rules.program import batches, ddp, lines, passes, slowing, threads
 from lightning_memprof.read.run.model import Run
 
@@ -38,16 +40,10 @@ RULES: Final[tuple[Judge, ...]] = (
     hangs.hang,
     hangs.worker_died,
     memory.out_of_memory,
-    profiler.other_profiler,
     snapshot.allocator_retries,
 )
 # About step time.
-STEP_RULES: Final[tuple[Judge, ...]] = (
-    communication.straggler,
-    host.core_wait,
-    host.slow_steps,
-    profiler.profiler_overhead,
-)
+STEP_RULES: Final[tuple[Judge, ...]] = (communication.straggler,)
 # The same as rows, by the page that describes them; those about memory are valid after any number of steps.
 BYTE_ROWS: Final[Mapping[str, tuple[ByteRule, ...]]] = {
     "memory": (snapshot.OUT_OF_MEMORY, *memory.ROWS, *growth.ROWS),
@@ -59,6 +55,7 @@ ROWS: Final[Mapping[str, tuple[Rule, ...]]] = {
     "host": (*host.ROWS, *lines.ROWS, *threads.ROWS, *slowing.ROWS),
     "compute": (*compute.ROWS, *batches.ROWS, *passes.ROWS),
     "ranks": ddp.ROWS,
+    "profiler": profiler.ROWS,
     "device": (*idle.ROWS, *waits.ROWS, *allocator.ROWS, *collectives.ROWS, *kernels.ROWS),
 }
 RULE_FAILED: Final = "rule_failed"
@@ -78,6 +75,27 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
 def examine_files(traces: Iterable[TraceReport], snapshots: Iterable[SnapshotReport]) -> tuple[Finding, ...]:
     """Return the findings of traces and snapshots, the most severe first; empty if no rule fires."""
     return _findings(Facts(run=NO_RUN, statistics={}, traces=tuple(traces), snapshots=tuple(snapshots)))
+
+
+def nothing_in_files(traces: Sequence[TraceReport], snapshots: Sequence[SnapshotReport]) -> Finding:
+    """Return what the device or the host of a trace is bound by, or who allocated the peak of a snapshot."""
+    if on_device := [trace for trace in traces if trace.gpu_window is not None]:
+        return device_bound(min(on_device, key=lambda trace: (trace.is_sample, busy(trace))))
+    if used := [snapshot for snapshot in snapshots if snapshot.devices]:
+        return nothing_in_snapshot(
+            max(used, key=lambda snapshot: max(device.peak_requested_bytes for device in snapshot.devices))
+        )
+    if traces:
+        return nothing_on_host(traces[0], is_alone=len(traces) == 1)
+    return Finding(
+        rule=NOTHING_FOUND,
+        severity=Severity.NONE,
+        title="Nothing was recorded.",
+        why="The snapshot has no device: its process allocated no device memory."
+        if snapshots
+        else "No trace and no snapshot is readable.",
+        remedies=(RECORD_RUN,),
+    )
 
 
 def _findings(facts: Facts) -> tuple[Finding, ...]:

@@ -13,9 +13,8 @@ from lightning_memprof.account.snapshot.report import SnapshotReport, snapshot_r
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.naming import SnapshotName
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.judge import Finding, examine_files
+from lightning_memprof.judge import Finding, examine_files, nothing_in_files
 from lightning_memprof.judge.finding import Severity, severity_of
-from lightning_memprof.judge.rules.bound import nothing_in_files
 from lightning_memprof.read.run.locate import shown_path
 from lightning_memprof.read.run.problems import Problem
 from lightning_memprof.read.run.targets import Targets

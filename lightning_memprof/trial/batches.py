@@ -14,8 +14,8 @@ from lightning_memprof.capture.sources.memory import cgroup_memory
 from lightning_memprof.compare.batches import Batches, TriedBatch, largest_fitting
 from lightning_memprof.compare.trial import Measured
 from lightning_memprof.errors import ConfigError, MemprofError
+from lightning_memprof.trial.changes import parse_change
 from lightning_memprof.trial.process import run_task
-from lightning_memprof.trial.remedies import parse_remedy
 from lightning_memprof.trial.runner import Wanted
 from lightning_memprof.trial.task import Task
 
@@ -42,7 +42,7 @@ def find_largest(program: Sequence[str], wanted: Wanted, limit_bytes: int | None
     """
     steps = wanted.steps or _STEPS
     for name in wanted.remedies:
-        if parse_remedy(name).batches > 1:
+        if parse_change(name).batches > 1:
             raise ConfigError(f"--batch-size max: chooses the batch size, as --remedy {name} does: leave one out")
     with TemporaryDirectory(prefix="lightning-memprof-try-", ignore_cleanup_errors=True) as directory:
 

@@ -22,8 +22,8 @@ from lightning_memprof.capture.loader_workers import worker_memory, worker_pids
 from lightning_memprof.capture.observe import Link, replaced, without_torch_function
 from lightning_memprof.capture.sources.memory import peak_rss_bytes
 from lightning_memprof.compare.trial import Measured
-from lightning_memprof.trial.remedies import batch_samples, parse_remedy, set_batch_samples
-from lightning_memprof.trial.remedy import RefusedError, Remedy
+from lightning_memprof.trial.change import Change, RefusedError
+from lightning_memprof.trial.changes import batch_samples, parse_change, set_batch_samples
 from lightning_memprof.trial.seeds import make_repeatable
 from lightning_memprof.trial.task import Task, end
 
@@ -92,7 +92,7 @@ class Meter(_Guest):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._remedies = [parse_remedy(name) for name in task.remedies]
+        self._remedies = [parse_change(name) for name in task.remedies]
         self._first = task.warmup
         self._batches = math.prod(remedy.batches for remedy in self._remedies)
         self._seen = 0
@@ -162,7 +162,7 @@ class Meter(_Guest):
         """Apply the remedies of optimizers."""
         super().on_train_start(trainer, pl_module)
         self.apply("on_start", trainer, pl_module)
-        needs_loader = any(type(remedy).on_loader is not Remedy.on_loader for remedy in self._remedies)
+        needs_loader = any(type(remedy).on_loader is not Change.on_loader for remedy in self._remedies)
         if needs_loader and not self._loaders:
             end(self._task, Measured(problem="the training data do not come from a torch.utils.data.DataLoader"))
 

@@ -20,9 +20,9 @@ from lightning_memprof.compare.significance import FEWEST_PAIRS
 from lightning_memprof.compare.trial import Measured, Outcome, Trial, equality, outcome
 from lightning_memprof.errors import ConfigError, MemprofError
 from lightning_memprof.judge import Finding
+from lightning_memprof.trial.change import Change
+from lightning_memprof.trial.changes import advised, parse_change
 from lightning_memprof.trial.process import CAN_STOP, LateError, run_in_turns, run_task, started
-from lightning_memprof.trial.remedies import advised, parse_remedy
-from lightning_memprof.trial.remedy import Remedy
 from lightning_memprof.trial.task import Task
 from lightning_memprof.units import format_count
 
@@ -76,14 +76,14 @@ class Wanted:
         if self.time_limit_s <= 0:
             raise ConfigError(f"--time-limit {self.time_limit_s:g}: must be more than 0 seconds")
         for name in self.remedies:
-            parse_remedy(name)
+            parse_change(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """Remedies that are tried at once; a finding promised the least and most share of the step, None if unknown."""
 
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[Change, ...]
     rule: str = ""
     promised: tuple[float, float] | None = None
 
@@ -124,7 +124,7 @@ def try_program(program: Sequence[str], wanted: Wanted, findings: Sequence[Findi
     with TemporaryDirectory(prefix="lightning-memprof-try-", ignore_cleanup_errors=True) as directory:
         runs = _Runs(program, wanted, Path(directory))
         if wanted.remedies:
-            candidates = [Candidate(remedies=(parse_remedy(name),)) for name in dict.fromkeys(wanted.remedies)]
+            candidates = [Candidate(remedies=(parse_change(name),)) for name in dict.fromkeys(wanted.remedies)]
         else:
             candidates = advice(runs.recorded() if findings is None else findings)
             if not candidates:
@@ -366,9 +366,9 @@ def _outcome(
     return outcome(tried, measured.get("", []), measured.get(candidate.label, []), equal)
 
 
-def winners(remedies: Sequence[Remedy], outcomes: Sequence[Outcome]) -> tuple[Remedy, ...]:
+def winners(remedies: Sequence[Change], outcomes: Sequence[Outcome]) -> tuple[Change, ...]:
     """Return the remedies that made steps shorter; of those that replace each other, the best."""
-    won: dict[str, Remedy] = {}
+    won: dict[str, Change] = {}
     pairs = [(found.gain, remedy) for remedy, found in zip(remedies, outcomes, strict=True) if found.is_faster]
     for _, remedy in sorted(pairs, key=lambda pair: pair[0]):
         won.setdefault(remedy.family or remedy.name, remedy)

@@ -27,6 +27,7 @@ from lightning_memprof.capture.collectors.oom import OOMAutopsy, OomWatch
 from lightning_memprof.capture.session import Session
 from lightning_memprof.collectors import Pulse
 from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.out_of_memory import remedies_for
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.schedule import Action
 from lightning_memprof.units import MIB
@@ -252,7 +253,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("others", "cause", "first"),
     [
-        (300, "full", "Checkpoint blocks.* (Block)"),
+        (300, "full", "Checkpoint each of blocks.* (Block)"),
         (1500, "other process", "Run nvidia-smi"),
     ],
 )
@@ -268,7 +269,7 @@ def test_only_a_notable_other_process_is_the_cause_of_a_full_device(
     assert "OutOfMemoryError" in ran.stderr
     found = understood(tmp_path)
     assert found.cause == cause
-    assert found.next_steps[0].startswith(first)
+    assert remedies_for(found)[0].text.startswith(first)
     assert abs((found.memory.process_bytes or 0) - others * MIB) < 16 * MIB
     ledger = Facts.of(load_run(tmp_path)).byte_ledgers[0]
     assert ledger.bytes("activation_and_temporary") > 0.4 * ledger.peak_bytes

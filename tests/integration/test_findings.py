@@ -445,8 +445,8 @@ def test_figures_that_rest_on_recorded_steps_are_told(tmp_path: Path, healthy: d
     dear = [Pulse(), HookTimings(), Dear()]
     found = findings_of(tmp_path, Training(steps=16, schedule=Schedule(wait=0, warmup=0, active=16), collectors=dear))
     finding = found["profiler_overhead"]
-    assert finding.severity is Severity.WARNING
-    assert finding.numbers["own_share"] > 0.2
+    assert finding.severity > Severity.INFO
+    assert finding.numbers["share"] > 0.2
     assert finding.title.startswith("Recording takes")
     assert "dear took the most" in finding.next_steps[1]
     # Our own marks lie between the phases, and nobody is told to log less for them.

@@ -25,7 +25,7 @@ from faults import with_free_cores
 from lightning_memprof import ExtendedPyTorchProfiler, MemProfilerCallback, OutputOptions, Schedule
 from lightning_memprof.cli.main import main
 from lightning_memprof.judge import Facts, facts
-from lightning_memprof.judge.rules.bound import nothing_found
+from lightning_memprof.judge.bound import nothing_found
 from lightning_memprof.judge.rules.growth import outliving_graph
 from lightning_memprof.report.opened import opened
 from lightning_memprof.report.view import View

@@ -137,8 +137,8 @@ def test_the_holders_are_named_by_line_and_module_and_add_up(cuda: FakeCuda, tmp
     assert line["name"].startswith(f"{__file__}(")
     assert line["name"].endswith(": forward")
     assert line["bytes"] == 10 * 5 * GIB
-    assert len(found["next_steps"]) == 3
-    assert "net.1 and net.3" in found["next_steps"][0]
+    assert len(found["remedies"]) == 3
+    assert "net.1 and net.3" in found["remedies"][0]["text"]
     assert document["verdict"]["rule"] == "out_of_memory"
 
 
@@ -270,7 +270,7 @@ def test_a_ring_that_is_replayed_by_the_device_is_understood(
     assert found["by_stack"] == [
         {"name": "/home/me/train.py(12): forward", "detail": None, "bytes": 60 * GIB, "blocks": 60}
     ]
-    assert "expandable_segments:True" in found["next_steps"][0]
+    assert "expandable_segments:True" in found["remedies"][0]["text"]
     assert "fragmented: 15.0 GiB are reserved but unused" in " ".join(capsys.readouterr().err.split())
 
 
@@ -293,7 +293,7 @@ def test_a_real_ring_that_is_replayed_by_the_device_is_understood(cuda: FakeCuda
     assert any(name.endswith("cs336_basics/optimizer.py(76): step") for name in names)
     # Backward's threads have C++ frames in this ring: they name the node.
     assert "AccumulateGrad" in names
-    assert len(found["next_steps"]) == 3
+    assert len(found["remedies"]) == 3
 
 
 PROGRAM = """
@@ -357,7 +357,7 @@ def test_a_host_that_runs_out_of_memory_ends_with_the_same_exception_and_exit_co
     assert "float32 [100, 262144]" in said
     (found,) = to_json(run_view(load_run(run)))["oom"]
     assert found["cause"] == cause
-    assert len(found["next_steps"]) == 3
+    assert len(found["remedies"]) == 3
     tensors = {tensor["name"]: tensor["bytes"] for tensor in found["tensors"]}
     assert tensors["float32 [100, 262144]"] == 100 * MIB
     assert manifest(run)[-1]["kind"] == "end"

@@ -23,10 +23,7 @@ AWAKE: Final = (
 LINES: Final[Mapping[str, tuple[str, ...]]] = {
     **{row.id: row.of for rows in ROWS.values() for row in rows},
     **{row.id: row.of for rows in BYTE_ROWS.values() for row in rows},
-    "core_wait": ("core_wait",),
     "optimizer_bound": ("optimizer", "compute"),
-    "other_profiler": (*WORK, "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall"),
-    "slow_steps": ("stall", *WORK, "untracked"),
     "straggler": ("rank_wait",),
 }
 

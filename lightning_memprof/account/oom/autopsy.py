@@ -1,4 +1,4 @@
-"""Autopsies of out-of-memory errors: the failed allocation, its cause, the live bytes by holder, and remedies."""
+"""Autopsies of out-of-memory errors: the failed allocation, its cause, the live bytes by holder."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ from lightning_memprof.account.oom.causes import (
     UNHELD,
     Cause,
     Memory,
-    Situation,
     device_cause,
     device_memory,
     host_cause,
     host_memory,
-    next_steps,
 )
 from lightning_memprof.account.snapshot.replay import Replay, replay
 from lightning_memprof.artifacts.manifest import OomForwards, OomRow, TrainingFacts
@@ -78,10 +76,11 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Autopsy(msgspec.Struct, frozen=True, kw_only=True):
-    """One out-of-memory error with its cause, holders and remedies.
+    """One out-of-memory error with its cause and holders.
 
     ``place`` has step, global_step, epoch, phase, point, function, stage, window, thread, module and module_class
-    where known. A list of holders that is not available is empty, and its note has the reason.
+    where known. A list of holders that is not available is empty, and its note has the reason. ``blocks`` saved the
+    most activations; ``training`` is the manifest's row.
     """
 
     rank: int
@@ -105,8 +104,27 @@ class Autopsy(msgspec.Struct, frozen=True, kw_only=True):
     by_stack_note: str | None
     by_module: tuple[Holder, ...]
     by_module_note: str | None
-    next_steps: tuple[str, ...]
     unavailable: Mapping[str, Any]
+    blocks: tuple[str, ...]
+    is_expandable: bool
+    training: TrainingFacts
+    world_size: int | None
+
+    @property
+    def phase(self) -> str | None:
+        """The phase of the step; :data:`SETUP` before the first step."""
+        return self.place["phase"] or (SETUP if self.place["step"] is None else None)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that allocated most, largest first; where no stack tells, the blocks that saved most."""
+        named = (holder.name for holder in self.by_module[:2] if holder.name not in (OUTSIDE, NO_STACK))
+        return tuple(named) or self.blocks
+
+    @property
+    def largest(self) -> str | None:
+        """The label of the largest holder, None where unknown."""
+        return max(self.held, key=lambda holder: holder.bytes).name if self.held else None
 
 
 def autopsies(run: Run, *, max_bytes: int | None = None) -> tuple[Autopsy, ...]:
@@ -183,7 +201,9 @@ def autopsy(
     note = trouble or (None if by_stack else _no_stacks(facts, is_host=is_host))
     frames = [Frame(*place) for place in facts.stack]
     user = user_frame(frames)
-    found = Autopsy(
+    place = {key: getattr(facts, key) for key in PLACE}
+    place |= {"module": stacks.name_of(frames) if facts.module is None else facts.module}
+    return Autopsy(
         rank=event.rank,
         number=event.number,
         device=device,
@@ -192,8 +212,7 @@ def autopsy(
         exception=facts.exception,
         time_ns=facts.time_ns,
         seen=facts.seen or "?",
-        place={key: getattr(facts, key) for key in PLACE}
-        | {"module": stacks.name_of(frames) if facts.module is None else facts.module},
+        place=place,
         line=None if user is None else str(user),
         asked_bytes=facts.asked_bytes,
         asked_source=facts.asked_source,
@@ -206,29 +225,11 @@ def autopsy(
         by_stack_note=note,
         by_module=tuple(by_module[:TOP]),
         by_module_note=note,
-        next_steps=(),
         unavailable=facts.unavailable,
-    )
-    expands = snapshot is not None and snapshot.is_expandable
-    blocks = blocks or stacks.blocks_around(found.place["module"])
-    situation = _situation(found, training or TrainingFacts(), world_size, blocks, is_expandable=expands)
-    return replace(found, next_steps=next_steps(situation))
-
-
-def _situation(
-    found: Autopsy, training: TrainingFacts, world_size: int | None, blocks: tuple[str, ...], *, is_expandable: bool
-) -> Situation:
-    named = tuple(holder.name for holder in found.by_module[:2] if holder.name not in (OUTSIDE, NO_STACK))
-    return Situation(
-        cause=found.cause,
-        is_host=found.is_host,
-        phase=found.place["phase"] or (SETUP if found.place["step"] is None else None),
-        function=found.place["function"],
-        modules=named or blocks,
-        largest=max(found.held, key=lambda holder: holder.bytes).name if found.held else None,
-        training=training,
+        blocks=blocks or stacks.blocks_around(place["module"]),
+        is_expandable=snapshot is not None and snapshot.is_expandable,
+        training=training or TrainingFacts(),
         world_size=world_size,
-        is_expandable=is_expandable,
     )
 
 

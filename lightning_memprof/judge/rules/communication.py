@@ -194,8 +194,6 @@ def _why(found: Straggler, at_stake: float) -> str:
     )
 
 
-# Of fewer steps, the longest wait is most of the waiting.
-FEW_STEPS: Final = 3
 # What takes the late rank longer on its device, and what to compare.
 LATE_BY: Final = {
     "kernels": ("computation", "the batches, clock rate and temperature"),
@@ -217,7 +215,7 @@ def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Late | N
         return None
     (rank, caused_ns), (_, next_ns), *_ = (*waits.caused_ns.most_common(2), (-1, 0))
     # Equal ranks take turns, and one hiccup is chance.
-    hiccup_ns = waits.largest_ns.get(rank, 0) if steps >= FEW_STEPS else 0
+    hiccup_ns = waits.largest_ns.get(rank, 0) if steps > POLICY.calls else 0
     steady_ns = caused_ns - next_ns
     least_ns = max(POLICY.action_ns, POLICY.note * span_ns, waits.clock_error_ns * len(waits.meetings))
     if caused_ns < POLICY.most * waits.waited_ns or steady_ns - hiccup_ns < least_ns:

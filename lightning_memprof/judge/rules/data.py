@@ -67,15 +67,9 @@ from lightning_memprof.judge.traces import (
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
-# In fewer turns of the workers, a few steps that wait show no pattern.
-MIN_TURNS: Final = 4
 SETTINGS: Final = ("num_workers", "persistent_workers", "pin_memory", "prefetch_factor")
 METHODS: Final = (".fetch", ".collate", ".sampler")
 DEFAULT_PREFETCH: Final = 2
-# One step with this share of the loading is a start of workers or of an epoch, not the usual step.
-ONE_STEP: Final = 0.75
-# Of the steps, at most the first third are the start.
-MOST_OF_STEPS: Final = 1 / 3
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +175,7 @@ def _in_few_steps(rank: Rank, share: float) -> bool:
     turn of N steps.
     """
     typical, turn = typical_steps(rank), max(workers_of(rank), 1)
-    if typical is None or (turn > 1 and len(typical.steps) < MIN_TURNS * turn):
+    if typical is None or (turn > 1 and len(typical.steps) < POLICY.rhythm * turn):
         return False
     waits = [(breakdown["data_wait"] or 0, duration) for _, duration, breakdown in typical.steps]
     turns = [waits[start : start + turn] for start in range(0, len(waits) - turn + 1, turn)]
@@ -324,7 +318,7 @@ def _loading(trace: TraceReport) -> Iterator[Found]:
         return
     if not has_device and (steps < 2 or ledger.step_ns * ledger.steps < steps * POLICY.short_step_ns):
         return
-    in_one = steps > 1 and max(loads) >= ONE_STEP * loading_ns
+    in_one = steps > 1 and max(loads) >= POLICY.one_step * loading_ns
     where = f", {percent(max(loads) / loading_ns)} of it in one of {steps} steps" if in_one else ""
     longest = next((cause for cause in trace.idle if cause.cause == Part.IDLE_DATA), None)
     idle = f"; the GPU is idle for {format_ns(ledger.steps * total(lines))} meanwhile" if has_device else ""
@@ -395,7 +389,7 @@ def _start_of(facts: Facts, rank: Rank) -> Start | None:
     cores = max((rank.facts.cpu_count or workers) // len(ranks_on_host(facts, rank)), 1)
     # Recording makes batches late, too.
     waits = [row["data_wait_ns"] or 0 for row in rank.pulse if row["window"] is None]
-    turn = min(workers, int(len(waits) * MOST_OF_STEPS))
+    turn = min(workers, int(len(waits) * POLICY.few))
     firsts = {row.pid: row.core_wait_ns or 0 for row in reversed(rank.read(ProcessRow).rows) if row.kind == "worker"}
     if ledger is None or workers <= cores or not turn or not firsts:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
 from lightning_memprof.account.ledger.model import TimeLedger
@@ -13,18 +14,32 @@ from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.artifacts.series import GC_PAUSE
 from lightning_memprof.judge.actions import work_of_action, work_of_checkpoint, work_of_transfer
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
-from lightning_memprof.judge.measures import core_use, few_steps, is_oversubscribed, one_by_one
+from lightning_memprof.judge.measures import (
+    CoreLoad,
+    core_load,
+    few_steps,
+    free_cores,
+    is_oversubscribed,
+    loaders_of,
+    one_by_one,
+    ranks_on_host,
+    slow_function,
+    torch_threads,
+)
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     BREAK_CYCLES,
     CATCH_STEP,
+    CHEAPER_FETCH,
     CHOOSE_COLLECTIONS,
     CODE_AROUND_BATCHES,
     COMPARE_STEPS,
     DYNAMIC_SHAPES,
     FEW_SHAPES,
+    FEWER_THREADS,
+    FEWER_WORKERS,
     FIND_COLLECT,
+    FREE_CORES,
     FREEZE_OBJECTS,
     IN_WORKERS,
     LESS_OFTEN,
@@ -36,6 +51,7 @@ from lightning_memprof.judge.remedies import (
     METRIC_OF_SUMS,
     METRIC_PER_EPOCH,
     NO_BENCHMARK,
+    RAISE_CPU_LIMIT,
     RECORD_STEP,
     REMOVE_HOOK,
     SAVE_ASYNC,
@@ -45,8 +61,9 @@ from lightning_memprof.judge.remedies import (
     VALIDATE_LESS_OFTEN,
     VALIDATE_ON_LESS,
     VALIDATE_PER_EPOCH,
+    Remedy,
 )
-from lightning_memprof.judge.rule import Detail, Fact, Rule, least_ns
+from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent
 
@@ -58,124 +75,129 @@ def often_validated(_: Facts, fact: Fact) -> Detail:
     return Detail(remedies=(VALIDATE_PER_EPOCH,) if is_often else ())
 
 
-def core_wait(facts: Facts) -> Finding | None:
-    """Find a training thread that is ready to run but waits for a core, and the processes that use the cores.
+# Other programs keep their cores.
+BY_OTHERS: Final = (0.0, 1 / 3)
 
-    Recovers half to all of this time. If other programs take the cores, no change of the training helps: then it is a
-    note below half of the step, and a warning at most.
+
+def core_users(facts: Facts, fact: Fact) -> Detail:
+    """Return who uses the cores of the machine, and what to do: fewer threads first, where they have no cores.
+
+    Of a wait that other programs cause, fewer threads recover a third at most: these programs keep their cores. Below
+    half of the step it is a note.
     """
-    worst = facts.heaviest(lambda ledger: ledger.ns("core_wait"))
-    if worst is None or is_oversubscribed(facts, worst[0]):
-        return None
-    rank, ledger = worst
-    if least_ns(Fact(source=rank, ledger=ledger, lines=ledger.of("core_wait"))) > ledger.ns("core_wait"):
-        return None
-    ns = ledger.ns("core_wait")
-    worth = Recovery(unit="ns", min=ns / 2, max=ns, whole=ledger.step_ns)
-    waits = f"the training thread waits {percent(ns / ledger.step_ns)} of each step for a core{facts.on_rank(rank)}"
-    use = core_use(facts, rank)
-    most = Severity.WARNING if ns >= POLICY.bound * ledger.step_ns else Severity.INFO
-    return Finding(
-        rule="core_wait",
-        severity=min(worth.severity, most) if use.by_others else worth.severity,
-        title=titled("{owner}: {waits}.", owner=use.owner, waits=waits)
-        if use.owner
-        else f"{waits[0].upper()}{waits[1:]}.",
-        why=f"It is ready but has no core for {format_ns(ns)} of {ledger.length_text}.{use.text}",
-        remedies=use.remedies,
-        evidence=(facts.pulse(rank), *facts.recorded(rank, "system")),
+    rank, load = fact.rank, core_load(facts, fact.rank)
+    owner, remedies, by_others = _core_users(facts, rank, load) if load is not None else ("", (), False)
+    used = (
+        f"In recorded steps the training used {load.own:.1f} of {load.all_cores} cores, other processes "
+        f"{load.others:.1f}."
+        if load is not None
+        else ""
+    )
+    return Detail(
+        says=f"{owner}: the training thread waits {{share}} for a core{{rank}}." if owner else "",
+        measured=f"It is ready but has no core for {format_ns(fact.ns)} of {fact.ledger.length_text}",
+        why=used,
+        remedies=remedies,
+        saves=BY_OTHERS if by_others and fact.share >= POLICY.bound else None,
+        is_note=by_others and fact.share < POLICY.bound,
+        evidence=facts.recorded(rank, "system"),
         numbers={
-            "rank": rank.rank,
-            "core_wait_ns": round(ns),
-            "duration_ns": round(ledger.step_ns),
             "cores": rank.facts.cpu_count,
-            "cores_of_training": use.load and use.load.own,
-            "cores_of_others": use.load and use.load.others,
+            "cores_of_training": load and load.own,
+            "cores_of_others": load and load.others,
         },
-        # The last one of the warnings: changes of the training itself come first.
-        weight=0.0 if use.by_others else worth.share,
-        recovers=worth,
     )
 
 
-# A busy machine delays a step by less.
-MIN_STALL_NS: Final = 50_000_000
-# Batches of different lengths make a spread without a gap: the fastest slow step must take this many times the 90th
-# percentile of the others.
-APART: Final = 1.5
-USUAL_PART: Final = 0.9
-# Three delayed steps are equidistant by chance in one run of twenty, four hardly ever.
-MIN_RHYTHM: Final = 4
+def _core_users(facts: Facts, rank: Rank, load: CoreLoad) -> tuple[str, tuple[Remedy, ...], bool]:
+    """Return the start of a title, remedies, and whether the training itself cannot change the wait."""
+    cores, quota = rank.facts.cpu_count or 1, rank.facts.environment.get("cpu_quota")
+    if load.own + load.others < POLICY.full * load.all_cores:
+        if quota is not None and quota < load.all_cores and load.own >= quota / 2:
+            limit = RAISE_CPU_LIMIT.filled(quota=f"{quota:g}", cores=load.all_cores)
+            return f"The CPU limit is {quota:g} of {load.all_cores} cores", (limit,), False
+        if cores == load.all_cores:
+            # They had the cores in other steps than the recorded ones.
+            return "", (), True
+    ranks = len(ranks_on_host(facts, rank))
+    each = max(cores // ranks, 1)
+    count = max((loader.num_workers or 0 for loader in loaders_of(rank)), default=0)
+    is_loading = load.workers >= load.process
+    # Many workers that compute share the cores among themselves, whatever else runs.
+    if load.others >= load.workers * ranks and not (is_loading and count >= POLICY.many_per_core * each):
+        left = int(free_cores(facts, rank) or 1)
+        fewer = (FEWER_THREADS.filled(threads=left),) if (torch_threads(rank) or 0) > left else ()
+        return "Other processes take the cores", fewer, True
+    if is_loading and (slow := slow_function(rank)) is not None:
+        cheaper = CHEAPER_FETCH.filled(owner=slow.function, share=percent(slow.share))
+        return f"Workers in {slow.function} take the cores", (cheaper,), False
+    if is_loading and count >= each > 1:
+        fewer_workers = FEWER_WORKERS.filled(wanted=each - 1, cores=format_count(cores, "core"))
+        return f"{count} DataLoader workers take the cores", (fewer_workers,), False
+    threads = FEWER_THREADS.filled(threads=max(each - count, 1))
+    return "The training's own processes share the cores", (threads,), False
 
 
 def _may_convolve(ledger: TimeLedger) -> bool:
     """Return whether the passes have a convolution, or their operators are not known."""
-    operators = {line.operator for line in ledger.of("forward", "backward") if line.operator}
+    operators = {line.operator for line in ledger.of(*PASSES) if line.operator}
     return not operators or any(operator_family(operator) == "convolution" for operator in operators)
 
 
-def slow_steps(facts: Facts) -> Finding | None:
-    """Find the few steps that take a multiple of the others for the same work.
+def stalls(facts: Facts) -> Iterator[Found]:
+    """Yield the excess of the few steps that take a multiple of the others, where their times are apart from these.
 
-    Recovers at most their excess. Another program on the machine makes such steps too, but none with a period.
+    Another program on the machine makes such steps too, but none with a period.
     """
-    if (worst := facts.heaviest(lambda ledger: ledger.ns("stall"))) is None or not worst[1].stalls:
-        return None
+    if (worst := facts.heaviest(lambda ledger: ledger.ns(Part.STALL))) is None or not worst[1].stalls:
+        return
     rank, ledger = worst
-    ns, longest = ledger.ns("stall"), ledger.stalls[0]
-    typical = typical_steps(rank)
+    longest, typical = ledger.stalls[0], typical_steps(rank)
     slow = {stall.step for stall in ledger.stalls}
     durations = [(step, spent) for step, spent, _ in typical.steps] if typical else []
     few = few_steps(rank, [(step, spent if step in slow else 0) for step, spent in durations], stands_out=0)
     usual = sorted(spent for step, spent in durations if step not in slow)
-    if ns <= POLICY.verdict * ledger.step_ns or longest.excess_ns < MIN_STALL_NS or few is None or not usual:
-        return None
-    if min(stall.duration_ns for stall in ledger.stalls) < APART * usual[round(USUAL_PART * (len(usual) - 1))]:
-        return None
-    worth = Recovery(unit="ns", min=0, max=ns, whole=ledger.step_ns)
-    is_regular = few.repeats and len(few.steps) >= MIN_RHYTHM
-    in_passes = longest.owner in {"forward", "backward"} and not rank.facts.is_cpu and _may_convolve(ledger)
+    if few is None or not usual or longest.excess_ns < POLICY.stall_ns:
+        return
+    if min(stall.duration_ns for stall in ledger.stalls) < POLICY.apart * usual[round(0.9 * (len(usual) - 1))]:
+        return
+    fact = Fact(source=rank, ledger=ledger, lines=ledger.of(Part.STALL))
+    is_regular = few.repeats and len(few.steps) >= POLICY.rhythm
+    in_passes = longest.owner in PASSES and not rank.facts.is_cpu and _may_convolve(ledger)
     tries = in_passes and rank.training is not None and bool(rank.training.cudnn_benchmark)
     cause = "" if is_regular else "Without a period, a busy machine may be the cause."
     cause = "cuDNN tries its algorithms for each new shape of the batches (benchmark=True)." if tries else cause
-    return Finding(
-        rule="slow_steps",
-        severity=worth.severity if is_regular else Severity.INFO,
-        title=titled(
-            "{few} {factor} times as long as the median{rank}, mostly in {owner}."
-            if longest.owner
-            else "{few} {factor} times as long as the median{rank}.",
-            few=f"{few.subject} {few.verb}",
-            factor=f"{few.mean_ns / max(ledger.median_ns, 1):.1f}",
-            rank=facts.on_rank(rank),
-            owner=longest.owner,
+    yield (
+        fact,
+        Detail(
+            fields={
+                "few": f"{few.subject} {few.verb}",
+                "factor": f"{few.mean_ns / max(ledger.median_ns, 1):.1f}",
+                "part": longest.owner.label,
+            },
+            measured=(
+                f"{len(few.steps)} of {few.seen} steps take {format_ns(few.mean_ns)}, the median step "
+                f"{format_ns(ledger.median_ns)}: their excess is {fact.share_text}"
+            ),
+            why=cause,
+            remedies=(
+                *((NO_BENCHMARK,) if tries else ()),
+                COMPARE_STEPS,
+                RECORD_STEP.filled(step=few.steps[0]) if is_regular else CATCH_STEP,
+            ),
+            is_note=not is_regular,
+            evidence=(facts.pulse(rank, few.steps), *facts.recorded(rank, "hooks", few.steps)),
+            numbers={
+                "steps": list(few.steps),
+                "period": few.period,
+                "slow_ns": few.mean_ns,
+                "median_ns": round(ledger.median_ns),
+                "cause": longest.owner,
+            },
         ),
-        why=(
-            f"{len(few.steps)} of {few.seen} steps take {format_ns(few.mean_ns)}, the median step "
-            f"{format_ns(ledger.median_ns)}: their excess is {ledger.share_text(ns)}. {cause}"
-        ).rstrip(),
-        remedies=(
-            *((NO_BENCHMARK,) if tries else ()),
-            COMPARE_STEPS,
-            RECORD_STEP.filled(step=few.steps[0]) if is_regular else CATCH_STEP,
-        ),
-        evidence=(facts.pulse(rank, few.steps), *facts.recorded(rank, "hooks", few.steps)),
-        numbers={
-            "rank": rank.rank,
-            "steps": list(few.steps),
-            "period": few.period,
-            "stall_ns": round(ns),
-            "slow_ns": few.mean_ns,
-            "median_ns": round(ledger.median_ns),
-            "cause": longest.owner,
-        },
-        weight=worth.share,
-        recovers=worth,
     )
 
 
-# In this share of the steps the program calls gc.collect(): Python starts a full collection in one step of many.
-EXPLICIT_SHARE: Final = 0.8
 OLDEST: Final = 2
 
 
@@ -188,7 +210,8 @@ def pauses_detail(facts: Facts, fact: Fact) -> Detail:
     words = [f"{format_count(full, 'full collection')} in recorded steps took {format_ns(full_ns)}"] if full else []
     words += [f"mostly in fetches, {how}"] if how else []
     words += [f"cycles held {format_bytes(found.tensor_bytes)} of tensors"] if found and found.tensor_bytes else []
-    explicit = (FIND_COLLECT,) if recorded and full >= EXPLICIT_SHARE * recorded else ()
+    # Python itself starts a full collection in one step of many.
+    explicit = (FIND_COLLECT,) if recorded and full >= POLICY.most * recorded else ()
     cycles = (BREAK_CYCLES,) if found and found.tensor_bytes else ()
     text = "; ".join(words)
     return Detail(
@@ -368,5 +391,47 @@ ROWS: Final = (
         saves=(0.7, 1.0),
         repeats=True,
         detail=pauses_detail,
+    ),
+    Rule(
+        id="core_wait",
+        about=(
+            "The training thread is ready to run, but another thread has the core: other processes of the machine, "
+            "its own DataLoader workers and ranks, or a CPU limit of its container. Threads that wait in sleep, for a "
+            "file, a lock or a worker process are not ready to run and do not count. Linux only."
+        ),
+        when=(
+            "Not where operators use twice as many threads as there are cores. Of a wait that other "
+            "programs cause, fewer threads recover a third at most, and below half of the step it is `info`."
+        ),
+        trade_off="None; with fewer threads, less computation at once when the cores are free again.",
+        offers=(FEWER_THREADS, FEWER_WORKERS, CHEAPER_FETCH, RAISE_CPU_LIMIT),
+        of=(Part.CORE_WAIT,),
+        says="The training thread waits {share} for a core{rank}.",
+        remedies=(FREE_CORES,),
+        saves=(0.5, 1.0),
+        # Other programs of a machine that does nothing else take some.
+        note=POLICY.verdict,
+        applies=lambda facts, fact: not is_oversubscribed(facts, fact.rank),
+        detail=core_users,
+    ),
+    Rule(
+        id="slow_steps",
+        about=(
+            "A few steps take a multiple of the others: they raise the mean step, and with several ranks all wait for "
+            "the slow one. Callbacks, validation, checkpoints and data have findings of their own."
+        ),
+        when=(
+            f"At most a third of the steps take twice the median or more, {POLICY.apart:g} times the 90th percentile "
+            f"of the others, the longest {format_ns(POLICY.stall_ns)} more than usual. It is a note unless "
+            f"{POLICY.rhythm} of them or more follow a pattern: a busy machine delays single steps of any run."
+        ),
+        trade_off="None.",
+        offers=(NO_BENCHMARK, COMPARE_STEPS, RECORD_STEP, CATCH_STEP),
+        of=(Part.STALL,),
+        find=stalls,
+        says="{few} {factor} times as long as the median{rank}, mostly in {part}.",
+        saves=(0.0, 1.0),
+        # Some steps of every run take longer.
+        note=POLICY.verdict,
     ),
 )

@@ -17,6 +17,7 @@ from lightning_memprof.judge.causes import dataset_name, file_of, growth_text, h
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Severity, titled
 from lightning_memprof.judge.measures import sample_method
+from lightning_memprof.judge.out_of_memory import remedies_for
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     AGGREGATE_VALIDATION,
@@ -24,7 +25,6 @@ from lightning_memprof.judge.remedies import (
     BOUND_WORKER_CACHE,
     CHECKPOINT_BLOCKS,
     CHECKPOINT_WITH_FSDP,
-    FOLLOW_AUTOPSY,
     HALF_PRECISION,
     IN_PARTS,
     LESS_STATE,
@@ -68,7 +68,7 @@ def out_of_memory(facts: Facts) -> Finding | None:
             cause=CAUSES[autopsy.cause],
         ),
         why=autopsy.why,
-        remedies=tuple(FOLLOW_AUTOPSY.filled(step=step) for step in autopsy.next_steps),
+        remedies=remedies_for(autopsy),
         numbers={
             "asked_bytes": autopsy.asked_bytes,
             "cause": autopsy.cause,

@@ -2,103 +2,70 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from lightning_memprof.account.ledger.run import typical_in_windows
-from lightning_memprof.account.steps.statistics import PulseStatistics
-from lightning_memprof.artifacts.manifest import OverheadFacts
-from lightning_memprof.artifacts.series import (
-    PROFILERS,
-    PYTHON_PROFILER,
-    TORCH_PROFILER,
-    PulseRow,
-)
+from lightning_memprof.account.parts import Part
+from lightning_memprof.artifacts.series import PROFILERS, PYTHON_PROFILER, TORCH_PROFILER, PulseRow
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Finding, Recovery, Severity, titled
-from lightning_memprof.judge.measures import own_ns
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     FEWER_WINDOWS,
     RECORD_LESS,
     REMOVE_PYTHON_PROFILER,
     REMOVE_TORCH_PROFILER,
-    SHORTER_WINDOWS,
-    WITHOUT_PULSE,
 )
+from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
+from lightning_memprof.judge.traces import scaled
 from lightning_memprof.read.run.model import Rank
-from lightning_memprof.units import format_count, format_ns, percent
+from lightning_memprof.units import format_ns
 
-# Why the operator trace is not available: the words of capture and integration.
-OTHER_PROFILER: Final = re.compile(r"its own torch profiler|owns torch\.profiler")
-# Its events take host time for every operator, and are garbage to collect when it ends.
-OTHER: Final = (0.2, 0.5)
-# The share of calls of Python functions in the work is unknown.
-PYTHON_OTHER: Final = (0.02, 0.2)
-MIN_PROFILED: Final = 3
 PROFILED: Final = (
-    "forward", "backward", "optimizer", "callback", "module_hook", "logging", "gc_pauses", "untracked", "stall",
+    *PASSES, Part.OPTIMIZER, Part.CALLBACK, Part.MODULE_HOOK, Part.LOGGING, Part.GC_PAUSES, Part.UNTRACKED, Part.STALL,
 )  # fmt: skip
 REMOVE: Final = {TORCH_PROFILER: REMOVE_TORCH_PROFILER, PYTHON_PROFILER: REMOVE_PYTHON_PROFILER}
 
 
-def other_profiler(facts: Facts) -> Finding | None:
-    """Find another profiler that runs in the training: torch's or a Python one.
-
-    If it records some steps only, recovers how much longer those and the next ones, which write the trace, take than
-    the median of the others. If it records all steps: of torch's profiler, 20% to 50% of forward and backward and the
-    GC pauses; of a Python profiler, 2% to 20% of the work of the step.
-    """
-    found = [finding for rank in facts.run.ranks if (finding := _profiled(facts, rank)) is not None]
-    return max(found, key=lambda finding: finding.weight) if found else None
+def other_profilers(facts: Facts) -> Iterator[Found]:
+    """Yield the time of the rank on which another profiler costs most."""
+    found = [each for rank in facts.run.ranks if (each := _profiled(facts, rank)) is not None]
+    yield from sorted(found, key=lambda each: each[0].share)[-1:]
 
 
-def _profiled(facts: Facts, rank: Rank) -> Finding | None:
-    refused = next(
-        (row for row in facts.run.unavailable if row.rank == rank.rank and OTHER_PROFILER.search(row.reason)), None
-    )
+def _profiled(facts: Facts, rank: Rank) -> Found | None:
     steps = [row for row in rank.pulse if row.window is None and row.duration_ns is not None]
     kinds = [row.other_profiler for row in steps if row.other_profiler]
     ledger = facts.ledgers.get(rank.rank)
-    if ledger is None or not (refused or len(kinds) >= MIN_PROFILED):
+    if ledger is None or len(kinds) < POLICY.calls:
         return None
-    kind = TORCH_PROFILER if refused or TORCH_PROFILER in kinds else PYTHON_PROFILER
+    kind = TORCH_PROFILER if TORCH_PROFILER in kinds else PYTHON_PROFILER
     excess, others = _beyond_others(steps)
+    passes, pauses, work = ledger.ns(*PASSES), ledger.ns(Part.GC_PAUSES), ledger.ns(*PROFILED)
     part = ""
-    if others >= POLICY.steps and len(kinds) >= MIN_PROFILED:
+    if others >= POLICY.steps:
         part = f" in {len(kinds)} of {len(steps)} steps"
-        least = most = min(excess, ledger.ns(*PROFILED))
-        why = (
-            f"{format_count(len(kinds), 'step')} and those after them take {format_ns(excess)} of {ledger.length_text}"
-        )
+        least = most = min(excess, work)
+        why = f"{len(kinds)} steps and those after them take {format_ns(excess)} of {ledger.length_text}"
     elif kind == TORCH_PROFILER:
-        passes, pauses = ledger.ns("forward", "backward"), ledger.ns("gc_pauses")
-        least, most = (pauses + passes * share for share in OTHER)
+        least, most = (pauses + passes * share for share in POLICY.torch_profiler)
         why = (
             f"It costs time for each operator; forward and backward take {format_ns(passes)}, GC pauses "
             f"{format_ns(pauses)} of {ledger.length_text}"
         )
     else:
-        work = ledger.ns(*PROFILED)
-        least, most = (work * share for share in PYTHON_OTHER)
+        least, most = (work * share for share in POLICY.python_profiler)
         why = f"It costs time for each call of a function; the training's own work takes {format_ns(work)}"
-    worth = Recovery(unit="ns", min=least, max=most, whole=ledger.step_ns)
-    return Finding(
-        rule="other_profiler",
-        title=titled(
-            "Another profiler is on: {kind} records the training{part}{rank}.",
-            kind=PROFILERS[kind],
-            part=part,
-            rank=facts.on_rank(rank),
+    return (
+        Fact(source=rank, ledger=ledger, lines=scaled(ledger.of(*PROFILED), most)),
+        Detail(
+            fields={"profiler": PROFILERS[kind], "part": part},
+            measured=why,
+            remedies=(REMOVE[kind],),
+            saves=(least / most if most else 0.0, 1.0),
+            numbers={"profiled_steps": len(kinds), "steps": len(steps), "beyond_others_ns": excess},
         ),
-        why=f"{f'{refused.reason[:1].upper()}{refused.reason[1:]}. ' if refused else ''}{why}.",
-        remedies=(REMOVE[kind],),
-        evidence=(facts.pulse(rank),),
-        numbers={"rank": rank.rank, "profiled_steps": len(kinds), "steps": len(steps), "beyond_others_ns": excess},
-        **worth.parts,
     )
 
 
@@ -116,83 +83,47 @@ def _beyond_others(steps: Sequence[PulseRow]) -> tuple[float, int]:
     return max(sum(profiled) - len(profiled) * median(others), 0.0) / len(steps), len(others)
 
 
-def profiler_overhead(facts: Facts) -> list[Finding]:
-    """Find profiler overhead that takes much of the steps that the figures come from, or of the whole run.
-
-    It is a note, and a warning only where most figures come from windows: a run can have steps outside these.
-    """
-    found = [
-        finding
-        for rank in facts.run.ranks
-        if (statistics := facts.statistics.get(rank.rank)) is not None and statistics.mean_ns
-        for finding in (_in_figures(facts, rank, statistics) or _of_windows(facts, rank) or _of_pulse(facts, rank),)
-        if finding is not None
-    ]
-    return [max(found, key=lambda finding: (finding.severity, finding.weight))] if found else []
+def dearest_collector(_: Facts, fact: Fact) -> Detail:
+    """Return the collector that takes most."""
+    overhead = fact.rank.overhead
+    known = {name: ns for name, ns in overhead.collectors_ns.items() if ns} if overhead else {}
+    name = max(known, key=lambda collector: known[collector], default="")
+    return Detail(fields={"dearest": f"; {name} took the most, {format_ns(known[name])}" if name else ""})
 
 
-def _in_figures(facts: Facts, rank: Rank, statistics: PulseStatistics) -> Finding | None:
-    overhead_ns = own_ns(rank, statistics)
-    share, steps = overhead_ns / statistics.mean_ns, typical_in_windows(rank)
-    if share <= POLICY.verdict:
-        return None
-    return Finding(
-        rule="profiler_overhead",
-        severity=Severity.WARNING if share >= POLICY.severe else Severity.INFO,
-        title=f"Recording takes {percent(share)} of the steps that the figures come from{facts.on_rank(rank)}.",
-        why=(
-            f"{len(steps)} of the {statistics.used} steps are in windows; profiler overhead is "
-            f"{format_ns(overhead_ns)} of a {format_ns(statistics.mean_ns)} step, and operators are slower there too."
+ROWS: Final = (
+    Rule(
+        id="other_profiler",
+        about=(
+            "Another profiler records the training: the program's own, or one of the Trainer (profiler='pytorch', "
+            "'advanced'). It slows down every step that it records; this package records in its windows only."
         ),
-        remedies=(FEWER_WINDOWS, RECORD_LESS.filled(dearest=_dearest(rank))),
-        evidence=(facts.pulse(rank, steps), *facts.recorded(rank, "hooks")),
-        numbers={"rank": rank.rank, "own_share": share, "own_ns": overhead_ns, "steps": len(steps)},
-        weight=share,
-    )
-
-
-def _of_windows(facts: Facts, rank: Rank) -> Finding | None:
-    run_ns = sum(row["duration_ns"] or 0 for row in rank.pulse)
-    windows_ns = (rank.overhead.windows_ns if rank.overhead else None) or 0
-    share = windows_ns / (run_ns + windows_ns) if windows_ns else 0.0
-    if share < POLICY.severe:
-        return None
-    return Finding(
-        rule="profiler_overhead",
-        severity=Severity.INFO,
-        title=f"Windows take {percent(share)} of the run{facts.on_rank(rank)}; other steps have the pulse only.",
-        why=(
-            f"{format_count(len(rank.windows), 'window')} took {format_ns(windows_ns)}, all steps {format_ns(run_ns)}"
-            f"{_dearest(rank)}."
+        when=(
+            "torch.profiler, or a Python profiler such as cProfile, was recording at the end of at least 3 steps "
+            "outside windows. If it records some steps only, it recovers how much longer those and the next ones, in "
+            "which it writes the trace, take than the median of the others. If it records all steps: of torch.profiler "
+            "20% to 50% of forward and backward and the GC pauses; of a Python profiler, 2% to 20% of this time."
         ),
-        remedies=(SHORTER_WINDOWS,),
-        evidence=facts.recorded(rank, "hooks"),
-        numbers={"rank": rank.rank, "windows_ns": windows_ns, "run_ns": run_ns},
-    )
-
-
-def _of_pulse(facts: Facts, rank: Rank) -> Finding | None:
-    """Return the cost of the pulse, of at most 20 µs per step: a notable share occurs only in very short steps."""
-    run_ns = sum(row["duration_ns"] or 0 for row in rank.pulse)
-    overhead = rank.overhead or OverheadFacts()
-    pulse_ns = (overhead.pulse_ns if overhead.pulse_cpu_ns is None else overhead.pulse_cpu_ns) or 0
-    if pulse_ns <= POLICY.note * run_ns or not run_ns:
-        return None
-    return Finding(
-        rule="profiler_overhead",
-        severity=Severity.INFO,
-        title=f"The pulse takes {percent(pulse_ns / run_ns)} of step time{facts.on_rank(rank)}.",
-        why=f"{format_ns(pulse_ns / len(rank.pulse))} of a {format_ns(run_ns / len(rank.pulse))} step.",
-        remedies=(WITHOUT_PULSE,),
-        evidence=(facts.pulse(rank),),
-        numbers={"rank": rank.rank, "pulse_ns": pulse_ns, "run_ns": run_ns},
-        weight=pulse_ns / run_ns,
-    )
-
-
-def _dearest(rank: Rank) -> str:
-    known = {name: ns for name, ns in rank.overhead.collectors_ns.items() if ns} if rank.overhead else {}
-    if not known:
-        return ""
-    name = max(known, key=lambda collector: known[collector])
-    return f"; {name} took the most, {format_ns(known[name])}"
+        trade_off="The other profiler's output.",
+        offers=(REMOVE_TORCH_PROFILER, REMOVE_PYTHON_PROFILER),
+        of=PROFILED,
+        find=other_profilers,
+        says="Another profiler is on: {profiler} records the training{part}{rank}.",
+        saves=(0.0, 1.0),
+    ),
+    Rule(
+        id="profiler_overhead",
+        about=(
+            "Recording takes a notable part of the steps that the figures come from, as too few steps are outside "
+            "windows. It has a line of its own, but operators are slower too while they are recorded: shares in such "
+            "steps are not those of the training."
+        ),
+        trade_off="Fewer recorded steps.",
+        of=(Part.PROFILER,),
+        says="Recording takes {share} that the figures come from{rank}.",
+        remedies=(FEWER_WINDOWS, RECORD_LESS),
+        saves=(0.5, 1.0),
+        note=POLICY.verdict,
+        detail=dearest_collector,
+    ),
+)

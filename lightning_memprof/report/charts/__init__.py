@@ -20,7 +20,7 @@ from lightning_memprof.account.snapshot.report import SnapshotReport
 from lightning_memprof.account.trace.device import device_timeline
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.errors import ArtifactError
-from lightning_memprof.judge.rules.gpu.busy import busy
+from lightning_memprof.judge.device_bound import busy
 from lightning_memprof.read.run.model import Run
 from lightning_memprof.read.snapshot.reader import read_snapshot
 from lightning_memprof.report.charts.embed import Chart

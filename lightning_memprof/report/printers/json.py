@@ -21,6 +21,7 @@ from lightning_memprof.account.steps.statistics import mean
 from lightning_memprof.account.steps.workers import workers
 from lightning_memprof.artifacts.manifest import SCHEMA_VERSION
 from lightning_memprof.artifacts.series import PHASES, HangRow, HolderRow, columns_of
+from lightning_memprof.judge.out_of_memory import remedies_for
 from lightning_memprof.read.run.locate import shown_place
 from lightning_memprof.report.document import Cell, Document, Phrase, Words
 from lightning_memprof.report.files_view import FilesView
@@ -210,7 +211,13 @@ def _run(view: View) -> dict[str, Any]:
         "events": _events(view),
         "throughput": view.throughput,
         "system": view.system,
-        "oom": view.ooms,
+        "oom": [
+            {
+                **_without(event, "blocks", "is_expandable", "training", "world_size"),
+                "remedies": [each.fields for each in remedies_for(event)],
+            }
+            for event in view.ooms
+        ],
         "holders": _of_ranks(view, lambda rank: map(columns_of, who_holds(rank.read(HolderRow).rows))),
         "workers": _of_ranks(view, lambda rank: map(encode, workers(rank))),
         "hangs": _of_ranks(view, lambda rank: map(columns_of, rank.read(HangRow).rows)),

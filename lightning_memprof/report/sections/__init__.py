@@ -10,7 +10,7 @@ from typing import Final
 from lightning_memprof.account.parts import phase_label
 from lightning_memprof.artifacts.manifest import TrainingFacts
 from lightning_memprof.artifacts.series import PHASES
-from lightning_memprof.judge.rules.gpu.busy import busy
+from lightning_memprof.judge.device_bound import busy
 from lightning_memprof.report.document import (
     Cell,
     Document,

@@ -15,6 +15,7 @@ from lightning_memprof.account.oom.causes import Memory
 from lightning_memprof.account.parts import phase_label
 from lightning_memprof.artifacts.naming import oom_name
 from lightning_memprof.artifacts.series import HolderRow
+from lightning_memprof.judge.out_of_memory import remedies_for
 from lightning_memprof.read.run.load import load_rank
 from lightning_memprof.report.document import (
     Cell,
@@ -108,6 +109,7 @@ def autopsy_section(directory: Path, rank: int) -> Section | None:
 
 
 def _event(number: int, event: Autopsy) -> Iterator[Item]:
+    steps = remedies_for(event)
     yield Lines(
         "",
         [
@@ -120,7 +122,7 @@ def _event(number: int, event: Autopsy) -> Iterator[Item]:
         "",
         [
             Line("why", f"{event.cause}: {event.why}"),
-            *(Line("" if place else "next", f"{place + 1}. {step}") for place, step in enumerate(event.next_steps)),
+            *(Line("" if place else "next", f"{place + 1}. {step.text}") for place, step in enumerate(steps)),
         ],
         is_short=False,
     )

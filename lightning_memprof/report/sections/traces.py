@@ -7,7 +7,7 @@ from typing import Final
 
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import GpuTimes, StepTimes, TraceReport
-from lightning_memprof.judge.rules.gpu.busy import busy
+from lightning_memprof.judge.device_bound import busy
 from lightning_memprof.read.trace.kernel_names import kernel_names
 from lightning_memprof.report.document import (
     Cell,

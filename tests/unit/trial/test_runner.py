@@ -13,15 +13,15 @@ from lightning_memprof.compare.significance import PairedChange
 from lightning_memprof.compare.trial import Equality, Measured, Outcome
 from lightning_memprof.report.sections.trial import trial_document
 from lightning_memprof.trial import runner
+from lightning_memprof.trial.changes import parse_change
 from lightning_memprof.trial.process import LateError
-from lightning_memprof.trial.remedies import parse_remedy
 from lightning_memprof.trial.runner import Wanted, try_program, winners
 from lightning_memprof.trial.task import Task
 
 
 def labels(**changes: float) -> list[str]:
     names = {"fused": "fused_optimizer", "foreach": "foreach_optimizer", "two": "workers=2", "four": "workers=4"}
-    remedies = [parse_remedy(names.get(name, name)) for name in changes]
+    remedies = [parse_change(names.get(name, name)) for name in changes]
     outcomes = [
         Outcome(
             remedy=remedy.label,

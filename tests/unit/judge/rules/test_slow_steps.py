@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -105,30 +104,13 @@ def test_few_batches_of_a_validation_are_not_told_to_train(tmp_path: Path) -> No
     assert said.next == "Run at least 20 steps."
 
 
-def marks(steps: range, duration_ns: int) -> list[dict[str, Any]]:
-    row = {"action": "[MemProfiler]batch_end", "depth": 0, "recorded": True, "duration_ns": duration_ns}
-    return [{**row, "step": step, "global_step": step, "start_ns": 1} for step in steps]
-
-
-def test_the_pulse_of_very_short_steps_is_told_as_information(tmp_path: Path) -> None:
-    fake = FakeRun(steps=2000, phases=lambda *_: dict.fromkeys(HEALTHY, 10_000), windows=())
-    finding = found(tmp_path, fake)["profiler_overhead"]
-    assert finding.severity is Severity.INFO
-    assert "of step time" in finding.title
-
-
-def pauses(*steps: int, duration_ns: int, generation: int = 2) -> list[dict[str, Any]]:
-    row = {"recorded": True, "duration_ns": duration_ns, "generation": generation, "collected": 1, "uncollectable": 0}
-    return [{**row, "step": step, "global_step": step} for step in steps]
-
-
 def test_slow_steps_are_told_with_their_rhythm_their_phase_and_a_schedule_that_sees_one(tmp_path: Path) -> None:
     fake = FakeRun(steps=60, phases=in_some(lambda step: step % 8 == 7, forward=150 * MS))
     finding = found(tmp_path, fake)["slow_steps"]
     assert finding.title == "Every 8th step takes 8.9 times as long as the median, mostly in forward."
     assert finding.numbers["steps"] == [7, 15, 23, 31, 39, 47, 55]
     assert "steps=(7,)" in finding.next_steps[-1]
-    assert finding.evidence[0].steps == (7, 55)
+    assert (7, 55) in {evidence.steps for evidence in finding.evidence}
 
 
 @pytest.mark.parametrize("tries", [True, False])

@@ -103,7 +103,7 @@ def test_the_autopsy_says_what_was_asked_why_where_who_held_the_rest_and_what_to
         "Allocated bytes by category category bytes parameters 4.00 GiB",
         "line bytes /home/me/model.py(33): forward 70.0 GiB",
         "module bytes mlp 70.0 GiB",
-        "next 1. Checkpoint mlp",
+        "next 1. Checkpoint each of mlp",
         f"file {run}/oom.rank00000.json snapshot {run}/cuda_oom_rank_0.pickle",
     ):
         assert part in said
@@ -120,8 +120,8 @@ def test_the_autopsy_of_a_training_that_ran_out_of_memory_does_not_read_its_puls
 
 def test_without_stacks_the_blocks_of_the_recorded_steps_are_to_be_checkpointed(tmp_path: Path) -> None:
     run = recorded(tmp_path, event(held={"parameter_bytes": GIB}), stack=[])
-    assert "next 1. Checkpoint net.blocks.0-3: wrap their forward" in words(printed(run))
-    assert "next Checkpoint net.blocks.0-3: wrap their forward" in words(shown(run))
+    assert "next 1. Checkpoint each of net.blocks.0-3: torch.utils.checkpoint" in words(printed(run))
+    assert "next Checkpoint each of net.blocks.0-3: torch.utils.checkpoint" in words(shown(run))
 
 
 def test_show_prints_the_autopsy_again_below_the_verdict(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_json_has_every_event_in_bytes(tmp_path: Path) -> None:
     assert second["by_stack"] == [
         {"name": "/home/me/model.py(33): forward", "detail": None, "bytes": 70 * GIB, "blocks": 1}
     ]
-    assert len(second["next_steps"]) == 3
+    assert len(second["remedies"]) == 3
 
 
 def test_a_run_that_had_enough_memory_says_nothing_of_it(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from lightning_memprof.errors import ConfigError
-from lightning_memprof.judge.remedies import Remedy as Advice
-from lightning_memprof.trial.remedy import RefusedError, Remedy
+from lightning_memprof.judge.remedies import Remedy
+from lightning_memprof.trial.change import Change, RefusedError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -33,7 +33,7 @@ _BATCH_HOOKS: Final = (
 )  # fmt: skip
 
 
-class _Number(Remedy):
+class _Number(Change):
     example = "4"
 
     def is_valid(self, value: str) -> bool:
@@ -42,7 +42,7 @@ class _Number(Remedy):
 
 class _Workers(_Number):
     name = "workers"
-    change = "DataLoader(..., num_workers={value}{names})"
+    paste = "DataLoader(..., num_workers={value}{names})"
     names = ", persistent_workers=True"
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
@@ -55,9 +55,9 @@ class _Workers(_Number):
             _set_persistent(loader)
 
 
-class _PersistentWorkers(Remedy):
+class _PersistentWorkers(Change):
     name = "persistent_workers"
-    change = "DataLoader(..., persistent_workers=True)"
+    paste = "DataLoader(..., persistent_workers=True)"
     is_per_epoch = True
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
@@ -67,16 +67,16 @@ class _PersistentWorkers(Remedy):
 
 class _Prefetch(_Number):
     name = "prefetch"
-    change = "DataLoader(..., prefetch_factor={value})"
+    paste = "DataLoader(..., prefetch_factor={value})"
 
     def on_loader(self, loader: DataLoader[Any]) -> None:
         _require_workers(loader)
         loader.prefetch_factor = int(self.value)
 
 
-class _PinMemory(Remedy):
+class _PinMemory(Change):
     name = "pin_memory"
-    change = "DataLoader(..., pin_memory=True)"
+    paste = "DataLoader(..., pin_memory=True)"
 
     def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         if trainer.strategy.root_device.type == "cpu":
@@ -86,7 +86,7 @@ class _PinMemory(Remedy):
         loader.pin_memory = True
 
 
-class _OptimizerFlag(Remedy):
+class _OptimizerFlag(Change):
     names = "AdamW"
     family = "optimizer"
     tolerance = _ROUNDING
@@ -118,7 +118,7 @@ class _ForeachOptimizer(_OptimizerFlag):
 
 class _Threads(_Number):
     name = "threads"
-    change = "torch.set_num_threads({value})"
+    paste = "torch.set_num_threads({value})"
     tolerance = _ROUNDING
 
     def on_start(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
@@ -128,10 +128,10 @@ class _Threads(_Number):
         torch.set_num_threads(int(self.value))
 
 
-class _Precision(Remedy):
+class _Precision(Change):
     name = "precision"
     example = "bf16-mixed"
-    change = 'Trainer(..., precision="{value}")'
+    paste = 'Trainer(..., precision="{value}")'
     tolerance = _LOW_PRECISION
 
     def is_valid(self, value: str) -> bool:
@@ -149,10 +149,10 @@ class _Precision(Remedy):
         strategy.precision_plugin = MixedPrecision(self.value, device)  # type: ignore[arg-type]  # a literal
 
 
-class _MatmulPrecision(Remedy):
+class _MatmulPrecision(Change):
     name = "matmul_precision"
     example = "high"
-    change = 'torch.set_float32_matmul_precision("{value}")'
+    paste = 'torch.set_float32_matmul_precision("{value}")'
     tolerance = _LOW_PRECISION
 
     def is_valid(self, value: str) -> bool:
@@ -164,9 +164,9 @@ class _MatmulPrecision(Remedy):
         torch.set_float32_matmul_precision(self.value)
 
 
-class _Compile(Remedy):
+class _Compile(Change):
     name = "compile"
-    change = (
+    paste = (
         "# at the end of the LightningModule's __init__, or of configure_model\n"
         "for child in [{names}]: child.forward = torch.compile(child.forward)"
     )
@@ -190,9 +190,9 @@ class _Compile(Remedy):
             child.forward = torch.compile(child.forward)
 
 
-class _Checkpointing(Remedy):
+class _Checkpointing(Change):
     name = "checkpointing"
-    change = (
+    paste = (
         "# at the end of the LightningModule's __init__, or of configure_model\n"
         "from functools import partial; from torch.utils.checkpoint import checkpoint\n"
         "for block in [{names}]: block.forward = partial(checkpoint, block.forward, use_reentrant=False)"
@@ -210,7 +210,7 @@ class _Checkpointing(Remedy):
 class _Accumulate(_Number):
     name = "accumulate"
     example = "2"
-    change = "Trainer(..., accumulate_grad_batches={value})  # and 1/{value} of the batch size"
+    paste = "Trainer(..., accumulate_grad_batches={value})  # and 1/{value} of the batch size"
     tolerance = _OTHER_NUMBERS
     is_random = True
 
@@ -232,9 +232,9 @@ class _Accumulate(_Number):
         set_batch_samples(loader, (samples or 0) // self.batches)
 
 
-class _ChannelsLast(Remedy):
+class _ChannelsLast(Change):
     name = "channels_last"
-    change = "model.to(memory_format=torch.channels_last)"
+    paste = "model.to(memory_format=torch.channels_last)"
     tolerance = _ROUNDING
 
     def on_model(self, model: LightningModule) -> None:
@@ -243,9 +243,9 @@ class _ChannelsLast(Remedy):
         model.to(memory_format=torch.channels_last)
 
 
-class _NoAnomalyDetection(Remedy):
+class _NoAnomalyDetection(Change):
     name = "no_anomaly_detection"
-    change = "Trainer(..., detect_anomaly=False)  # and no torch.autograd.set_detect_anomaly(True)"
+    paste = "Trainer(..., detect_anomaly=False)  # and no torch.autograd.set_detect_anomaly(True)"
 
     def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         import torch
@@ -254,10 +254,10 @@ class _NoAnomalyDetection(Remedy):
         torch.autograd.set_detect_anomaly(mode=False)
 
 
-class _WithoutCallback(Remedy):
+class _WithoutCallback(Change):
     name = "without_callback"
     example = "MyCallback"
-    change = "Trainer(callbacks=[...])  # without {value}"
+    paste = "Trainer(callbacks=[...])  # without {value}"
     family = "callback"
 
     def is_valid(self, value: str) -> bool:
@@ -271,7 +271,7 @@ class _WithoutCallback(Remedy):
         callbacks[:] = kept
 
 
-class _RareCallback(Remedy):
+class _RareCallback(Change):
     name = "rare_callback"
     example = "MyCallback"
     family = "callback"
@@ -310,22 +310,22 @@ class _RareCallback(Remedy):
 class _LogEvery(_Number):
     name = "log_every"
     example = "50"
-    change = "Trainer(..., log_every_n_steps={value})"
+    paste = "Trainer(..., log_every_n_steps={value})"
 
     def on_fit(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         trainer.log_every_n_steps = int(self.value)  # type: ignore[attr-defined]  # set by a connector
 
 
-class _FreezeGarbage(Remedy):
+class _FreezeGarbage(Change):
     name = "gc_freeze"
-    change = "gc.collect(); gc.freeze()  # in on_train_start"
+    paste = "gc.collect(); gc.freeze()  # in on_train_start"
 
     def on_start(self, trainer: Trainer, model: LightningModule) -> None:  # noqa: ARG002 the interface
         gc.collect()
         gc.freeze()
 
 
-class _DDPOption(Remedy):
+class _DDPOption(Change):
     options: ClassVar[Mapping[str, bool]]
 
     @property
@@ -357,9 +357,9 @@ class _BucketView(_DDPOption):
     options: ClassVar = {"gradient_as_bucket_view": True}
 
 
-class _ExpandableSegments(Remedy):
+class _ExpandableSegments(Change):
     name = "expandable_segments"
-    change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    paste = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
     def environment(self) -> Mapping[str, str]:
         name = "PYTORCH_CUDA_ALLOC_CONF"
@@ -371,7 +371,7 @@ class _ExpandableSegments(Remedy):
             raise RefusedError("the training is not on a CUDA device")
 
 
-REMEDIES: Final[tuple[type[Remedy], ...]] = (
+CHANGES: Final[tuple[type[Change], ...]] = (
     _Workers, _PersistentWorkers, _Prefetch, _PinMemory, _FusedOptimizer, _ForeachOptimizer, _Threads, _Precision,
     _MatmulPrecision, _Compile, _Checkpointing, _Accumulate, _ChannelsLast, _NoAnomalyDetection,
     _WithoutCallback, _RareCallback, _LogEvery, _FreezeGarbage, _StaticGraph, _NoUnusedSearch,
@@ -379,26 +379,26 @@ REMEDIES: Final[tuple[type[Remedy], ...]] = (
 )  # fmt: skip
 
 
-def parse_remedy(text: str) -> Remedy:
+def parse_change(text: str) -> Change:
     """Return a remedy from the command line, such as ``workers=4``.
 
     Raises:
         ConfigError: there is no such remedy, or its value is invalid.
     """
     name, _, value = text.partition("=")
-    for kind in REMEDIES:
+    for kind in CHANGES:
         if kind.name == name:
             return kind(value)
-    known = ", ".join(f"{kind.name}={kind.example}" if kind.example else kind.name for kind in REMEDIES)
+    known = ", ".join(f"{kind.name}={kind.example}" if kind.example else kind.name for kind in CHANGES)
     raise ConfigError(f"--remedy {text}: unknown; known are {known}")
 
 
-def advised(remedies: Iterable[Advice]) -> list[Remedy]:
+def advised(remedies: Iterable[Remedy]) -> list[Change]:
     """Return what can be tried of a finding's remedies, in their order; the first of a kind."""
-    found: dict[str, Remedy] = {}
+    found: dict[str, Change] = {}
     for advice in remedies:
         if advice.change:
-            remedy = parse_remedy(advice.change)
+            remedy = parse_change(advice.change)
             found.setdefault(remedy.name, remedy)
     return list(found.values())
 

@@ -1,4 +1,4 @@
-"""A change of a training run that can be tried: the base of all remedies."""
+"""A change of a training run that can be tried: the base of all."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class RefusedError(Exception):
     """The remedy cannot be applied to this training; the message is the reason."""
 
 
-class Remedy:
+class Change:
     """A change of a training run that can be tried; its methods raise RefusedError where it does not apply.
 
     Attributes:
         name: on the command line.
         example: a value for messages; empty where the remedy takes none.
-        change: the code to paste, with ``{value}``, and ``{names}`` of what is changed in the training.
+        paste: the code to paste, with ``{value}``, and ``{names}`` of what is changed in the training.
         names: that of any training, before the training is known.
         tolerance: the largest difference of a step's loss that it may cause, as a share of the mean loss.
         family: remedies of one family replace each other.
@@ -37,7 +37,7 @@ class Remedy:
     """
 
     name: ClassVar[str]
-    change: ClassVar[str]
+    paste: ClassVar[str]
     example: ClassVar[str] = ""
     tolerance: ClassVar[float] = 0.0
     family: ClassVar[str] = ""
@@ -59,7 +59,7 @@ class Remedy:
     @property
     def code(self) -> tuple[str, ...]:
         """The change, as lines to paste."""
-        return tuple(self.change.format(value=self.value, names=self.names).splitlines())
+        return tuple(self.paste.format(value=self.value, names=self.names).splitlines())
 
     @property
     def batches(self) -> int:

@@ -63,7 +63,7 @@ def cold_start(trace: TraceReport) -> IdleCause | None:
     )
 
 
-def of_device(trace: TraceReport) -> Finding:
+def device_bound(trace: TraceReport) -> Finding:
     """Return the owner of most of the device's time in a trace with a device.
 
     Raises:

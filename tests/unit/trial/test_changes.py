@@ -15,15 +15,15 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_memprof.errors import ConfigError
 from lightning_memprof.judge import remedies as judge_remedies
-from lightning_memprof.trial.remedies import REMEDIES, advised, parse_remedy
-from lightning_memprof.trial.remedy import RefusedError
+from lightning_memprof.trial.change import RefusedError
+from lightning_memprof.trial.changes import CHANGES, advised, parse_change
 from training import Noise, Perceptron, trainer
 
 
-@pytest.mark.parametrize("kind", REMEDIES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", CHANGES, ids=lambda kind: kind.name)
 def test_each_remedy_parses_its_own_example_and_shows_code(kind):
     text = f"{kind.name}={kind.example}" if kind.example else kind.name
-    found = parse_remedy(text)
+    found = parse_change(text)
     assert (type(found), found.label) == (kind, text)
     assert "{value}" not in found.code
 
@@ -43,12 +43,12 @@ def test_each_remedy_parses_its_own_example_and_shows_code(kind):
 )
 def test_an_invalid_value_names_a_valid_one(text, wanted):
     with pytest.raises(ConfigError, match=rf"--remedy {text}: must be as in {wanted}$"):
-        parse_remedy(text)
+        parse_change(text)
 
 
 def test_an_unknown_remedy_names_the_known_ones():
     with pytest.raises(ConfigError, match=r"--remedy faster: unknown; known are workers=4, .*, expandable_segments"):
-        parse_remedy("faster")
+        parse_change("faster")
 
 
 CONSTANTS = [value for value in vars(judge_remedies).values() if isinstance(value, judge_remedies.Remedy)]
@@ -76,7 +76,7 @@ def test_a_remedy_without_a_change_is_not_tried_and_the_first_of_a_kind_counts()
 def test_most_remedies_are_advised_by_a_finding():
     advice = {remedy.change.partition("=")[0] for remedy in CONSTANTS}
     # These answer no finding: people ask for them by name.
-    assert {kind.name for kind in REMEDIES} - advice <= {
+    assert {kind.name for kind in CHANGES} - advice <= {
         "accumulate", "bucket_view", "no_unused_search", "without_callback",
     }  # fmt: skip
 
@@ -87,7 +87,7 @@ def loader(workers: int = 0) -> DataLoader[torch.Tensor]:
 
 def test_workers_read_the_same_batches_and_persist():
     plain, changed = loader(), loader()
-    parse_remedy("workers=2").on_loader(changed)
+    parse_change("workers=2").on_loader(changed)
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(plain, changed, strict=True))
     assert changed._iterator is not None  # kept for the next epoch
@@ -95,23 +95,23 @@ def test_workers_read_the_same_batches_and_persist():
 
 def test_a_number_of_workers_keeps_a_prefetch_factor():
     given = DataLoader(Noise(8), num_workers=1, prefetch_factor=5)
-    parse_remedy("workers=3").on_loader(given)
+    parse_change("workers=3").on_loader(given)
     assert (given.num_workers, given.prefetch_factor, given.persistent_workers) == (3, 5, False)
 
 
 def test_accumulation_divides_batches_of_every_loader_with_a_batch_sampler():
     changed = loader()
-    parse_remedy("accumulate=2").on_loader(changed)
+    parse_change("accumulate=2").on_loader(changed)
     assert ([len(batch) for batch in changed], changed.batch_size) == ([1] * 8, 1)
     given = DataLoader(Noise(8), batch_sampler=BatchSampler(SequentialSampler(Noise(8)), 4, drop_last=False))
-    parse_remedy("accumulate=4").on_loader(given)
+    parse_change("accumulate=4").on_loader(given)
     assert [len(batch) for batch in given] == [1] * 8
     with pytest.raises(RefusedError, match="the batch size is not that of a BatchSampler"):
-        parse_remedy("accumulate=2").on_loader(DataLoader(Noise(8), batch_sampler=[[0, 1], [2, 3]]))
+        parse_change("accumulate=2").on_loader(DataLoader(Noise(8), batch_sampler=[[0, 1], [2, 3]]))
 
 
 def test_accumulation_needs_lightnings_own_optimization(tmp_path):
-    remedy, module = parse_remedy("accumulate=2"), Perceptron()
+    remedy, module = parse_change("accumulate=2"), Perceptron()
     run = trainer(tmp_path, accumulate_grad_batches=4)
     with pytest.raises(RefusedError, match="the Trainer has accumulate_grad_batches=4"):
         remedy.on_fit(run, module)
@@ -123,9 +123,9 @@ def test_accumulation_needs_lightnings_own_optimization(tmp_path):
 @pytest.mark.parametrize("text", ["persistent_workers", "prefetch=4"])
 def test_settings_of_workers_need_workers(text):
     with pytest.raises(RefusedError, match="the DataLoader has no workers"):
-        parse_remedy(text).on_loader(loader())
+        parse_change(text).on_loader(loader())
     given = loader(1)
-    parse_remedy(text).on_loader(given)
+    parse_change(text).on_loader(given)
     assert (given.persistent_workers, given.prefetch_factor) == (
         (True, 2) if text == "persistent_workers" else (False, 4)
     )
@@ -134,7 +134,7 @@ def test_settings_of_workers_need_workers(text):
 def test_optimizer_flags_exclude_each_other(tmp_path):
     run, module = trainer(tmp_path), Perceptron()
     run.strategy._optimizers = [torch.optim.AdamW(module.parameters(), foreach=True)]
-    parse_remedy("fused_optimizer").on_start(run, module)
+    parse_change("fused_optimizer").on_start(run, module)
     (group,) = run.optimizers[0].param_groups
     assert (group["fused"], group["foreach"]) == (True, False)
 
@@ -143,15 +143,15 @@ def test_an_optimizer_without_the_implementation_is_refused_by_name(tmp_path):
     run, module = trainer(tmp_path), Perceptron()
     run.strategy._optimizers = [torch.optim.LBFGS(module.parameters())]
     with pytest.raises(RefusedError, match="LBFGS has no fused implementation"):
-        parse_remedy("fused_optimizer").on_start(run, module)
+        parse_change("fused_optimizer").on_start(run, module)
 
 
 def test_precision_replaces_the_default_plugin_only(tmp_path):
     run = trainer(tmp_path)
-    parse_remedy("precision=bf16-mixed").on_fit(run, Perceptron())
+    parse_change("precision=bf16-mixed").on_fit(run, Perceptron())
     assert run.precision == "bf16-mixed"
     with pytest.raises(RefusedError, match="the Trainer has precision=bf16-mixed"):
-        parse_remedy("precision=16-mixed").on_fit(run, Perceptron())
+        parse_change("precision=16-mixed").on_fit(run, Perceptron())
 
 
 @pytest.mark.parametrize(
@@ -168,25 +168,25 @@ def test_precision_replaces_the_default_plugin_only(tmp_path):
 )
 def test_a_remedy_that_does_not_apply_is_refused_with_its_reason(text, reason, tmp_path):
     with pytest.raises(RefusedError, match=reason):
-        parse_remedy(text).on_fit(trainer(tmp_path), Perceptron())
+        parse_change(text).on_fit(trainer(tmp_path), Perceptron())
 
 
 def test_checkpointing_needs_blocks():
     with pytest.raises(RefusedError, match="no repeated blocks"):
-        parse_remedy("checkpointing").on_model(Perceptron())
+        parse_change("checkpointing").on_model(Perceptron())
 
 
 def test_a_callback_is_left_out_by_its_class(tmp_path):
     run = trainer(tmp_path, ModelCheckpoint(tmp_path), enable_checkpointing=True)
-    parse_remedy("without_callback=ModelCheckpoint").on_fit(run, Perceptron())
+    parse_change("without_callback=ModelCheckpoint").on_fit(run, Perceptron())
     assert not any(isinstance(found, ModelCheckpoint) for found in run.callbacks)
 
 
 def test_anomaly_detection_ends_and_logging_is_rarer(tmp_path):
     run = trainer(tmp_path, detect_anomaly=True)
     torch.autograd.set_detect_anomaly(True)
-    parse_remedy("no_anomaly_detection").on_fit(run, Perceptron())
-    parse_remedy("log_every=50").on_fit(run, Perceptron())
+    parse_change("no_anomaly_detection").on_fit(run, Perceptron())
+    parse_change("log_every=50").on_fit(run, Perceptron())
     assert not torch.is_anomaly_enabled()
     assert (run._detect_anomaly, run.log_every_n_steps) == (False, 50)
 
@@ -200,7 +200,7 @@ def test_compiling_finds_the_modules_in_containers():
             self.loss_function = nn.MSELoss()
 
     module = Blocks()
-    parse_remedy("compile").on_model(module)
+    parse_change("compile").on_model(module)
     assert changed_modules(module) == ["net", "blocks.0", "blocks.1"]
 
 
@@ -216,7 +216,7 @@ def test_compiling_tells_modules_apart_by_identity():
 
     module = Perceptron()
     module.net = Odd(8, 1)  # type: ignore[assignment]
-    remedy = parse_remedy("compile")
+    remedy = parse_change("compile")
     remedy.on_model(module)
     assert "in [self.net]: " in remedy.code[-1]
 
@@ -233,7 +233,7 @@ def test_the_code_to_paste_names_the_modules_of_the_training():
             self.heads = nn.ModuleDict({"a": nn.Linear(8, 1)})
 
     for name, names in (("compile", "self.net, self.heads['a']"), ("checkpointing", "*self.net[0]")):
-        module, pasted, remedy = Stacked(), Stacked(), parse_remedy(name)
+        module, pasted, remedy = Stacked(), Stacked(), parse_change(name)
         remedy.on_model(module)
         *_, code = remedy.code
         assert f"in [{names}]: " in code
@@ -244,7 +244,7 @@ def test_the_code_to_paste_names_the_modules_of_the_training():
 def test_the_code_to_paste_names_the_optimizers_of_the_training(tmp_path):
     run, module = trainer(tmp_path), Perceptron()
     run.strategy._optimizers = [torch.optim.SGD(module.parameters(), 0.1), torch.optim.Adam(module.parameters())]
-    remedy = parse_remedy("fused_optimizer")
+    remedy = parse_change("fused_optimizer")
     remedy.on_start(run, module)
     assert remedy.code == ("torch.optim.SGD(..., fused=True)", "torch.optim.Adam(..., fused=True)")
 
@@ -265,7 +265,7 @@ def test_a_rare_callback_and_a_module_with_such_hooks_run_in_one_of_50_batches(t
 
     counting, module = Counting(), Watching()
     run = trainer(tmp_path, counting, max_steps=104)
-    remedies = [parse_remedy("rare_callback=Counting"), parse_remedy("rare_callback=Watching")]
+    remedies = [parse_change("rare_callback=Counting"), parse_change("rare_callback=Watching")]
     for remedy in remedies:
         remedy.on_fit(run, module)
     run.fit(module, DataLoader(Noise(104), batch_size=1))
@@ -280,7 +280,7 @@ def test_a_rare_callback_and_a_module_with_such_hooks_run_in_one_of_50_batches(t
 def test_channels_last_changes_the_layout_of_convolutions():
     module = Perceptron()
     module.conv = nn.Conv2d(3, 8, 3)
-    parse_remedy("channels_last").on_model(module)
+    parse_change("channels_last").on_model(module)
     assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -288,7 +288,7 @@ def test_channels_last_changes_the_layout_of_convolutions():
 @pytest.mark.usefixtures("thawed")
 def test_frozen_objects_are_left_out_of_collections(tmp_path):
     try:
-        parse_remedy("gc_freeze").on_start(trainer(tmp_path), Perceptron())
+        parse_change("gc_freeze").on_start(trainer(tmp_path), Perceptron())
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
@@ -296,5 +296,5 @@ def test_frozen_objects_are_left_out_of_collections(tmp_path):
 
 def test_expandable_segments_keep_other_settings(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    given = parse_remedy("expandable_segments").environment()
+    given = parse_change("expandable_segments").environment()
     assert given == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
