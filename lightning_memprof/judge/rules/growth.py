@@ -392,6 +392,8 @@ ROWS: Final = (
         says="Graphs outlive their step: {size} of saved activations are live in the next one{rank}.",
         remedies=(DROP_GRAPH,),
         saves=(1, 2),
+        # Up to twice these bytes are recovered.
+        note=POLICY.note,
         at_most=Severity.CRITICAL,
     ),
 )  # fmt: skip
