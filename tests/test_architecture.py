@@ -59,7 +59,7 @@ ONE_BY_DESIGN = {
 # Modules above MIRRORED_LINES without a test file of their own name; may only become fewer.
 UNMIRRORED = 99
 # Modules above LONG_LINES; may only become fewer.
-LONG_MODULES = 44
+LONG_MODULES = 41
 
 TOP_LEVEL = {
     "CHANGELOG.md",

@@ -60,12 +60,12 @@ class Policy:
         thread_ns: in a shorter time, a thread may work for once.
         all_gradients: of the gradients that all passes of a step could compute: parameters that a pass does not need
             are missing.
-        threads_per_core: threads per core from which on each parallel operator waits for threads that do not run.
+        threads_per_core: threads per core: from this on, each parallel operator waits for threads that do not run.
         stall_ns: a busy machine delays a step by less.
-        apart: by how many times slow steps exceed the 90th percentile of the others: lengths of batches make a spread
+        apart: the factor by which slow steps exceed the 90th percentile of the others: lengths of batches make a spread
             without a gap.
         few: share of the steps from which on they are not few: the phase is slow in general.
-        stands_out: by how many times a step exceeds the median of a phase to stand out.
+        stands_out: the factor by which a step exceeds the median of a phase to stand out.
         regular: share of the distances between slow steps that are equal: a validation breaks the count.
         each: share of the places of a period that are slow; chance does not hit so many.
         one_step: share of the loading in one step that is a start of workers or of an epoch, not the usual step.

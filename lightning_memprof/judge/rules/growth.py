@@ -9,26 +9,14 @@ from typing import Final, NamedTuple
 
 from msgspec import structs
 
-from lightning_memprof.account.ledger.growth import (
-    Growth,
-    Holders,
-    held_growth,
-    steady_growth,
-)
+from lightning_memprof.account.ledger.growth import Growth, Holders, held_growth, steady_growth
 from lightning_memprof.account.memory.model import DeviceAllocations, Site
 from lightning_memprof.account.memory.report import RankMemory
 from lightning_memprof.account.snapshot.report import DeviceReport, SnapshotReport
 from lightning_memprof.account.steps.events import action_name
 from lightning_memprof.artifacts.naming import SnapshotName, holders_name
 from lightning_memprof.artifacts.series import ActionMemoryRow, HolderRow, ThroughputRow
-from lightning_memprof.judge.byte_rule import (
-    ByteDetail,
-    ByteFact,
-    ByteRule,
-    FoundBytes,
-    FoundInSnapshot,
-    RankBytes,
-)
+from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule, FoundBytes, FoundInSnapshot, RankBytes
 from lightning_memprof.judge.causes import Cause, dataset_name, file_of, growth_text, holder_cause, rank_memory
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Severity
@@ -109,7 +97,8 @@ def growing(facts: Facts) -> FoundBytes | None:
         owner=cause.owner if cause is not None else "",
         bytes=growth.added_bytes,
         whole=growth.start_bytes + growth.added_bytes,
-        ledger=facts.byte_ledgers.get(rank.rank),
+        # The ledger of an accelerator does not know what grew there.
+        ledger=facts.resident_ledgers.get(rank.rank, facts.byte_ledgers.get(rank.rank)) if source == RSS else None,
         rank=rank,
         evidence=tuple(seen),
     )
@@ -403,6 +392,8 @@ ROWS: Final = (
         says="Graphs outlive their step: {size} of saved activations are live in the next one{rank}.",
         remedies=(DROP_GRAPH,),
         saves=(1, 2),
+        # Up to twice these bytes are recovered.
+        note=POLICY.note,
         at_most=Severity.CRITICAL,
     ),
 )  # fmt: skip

@@ -71,3 +71,14 @@ def test_the_severity_of_growth_follows_from_what_it_adds_to_the_end(
 ) -> None:
     (finding,) = grown(tmp_path, per_step=per_step)
     assert finding.severity is severity
+
+
+def test_growth_of_the_host_recovers_host_memory_where_the_run_has_a_device_too(tmp_path: Path) -> None:
+    fake = FakeRun(
+        steps=120, rss_bytes=lambda step: GIB + 5 * MIB * step, device_bytes=lambda _: GIB, memory=None, trace=False
+    )
+    (finding,) = (
+        each for each in examine(Facts.of(load_run(make_run(tmp_path, fake)))) if each.rule == "memory_growth"
+    )
+    assert finding.recovers is not None
+    assert finding.recovers.max == finding.numbers["bytes"]
