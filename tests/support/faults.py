@@ -100,9 +100,9 @@ def with_free_cores(*run: Any) -> TimeLedger | None:
     of_training = 1 - ledger.share(Part.CORE_WAIT)
 
     def running(line: TimeLine) -> TimeLine:
-        # The longest call of what only computes has waited as all of them have.
-        computes = line.part in {Part.COMPILE, Part.GC_PAUSES} and line.longest_ns is not None
-        return replace(line, longest_ns=round(line.longest_ns * of_training)) if computes else line
+        # With cores, calls of what only computes are alike.
+        computes = line.part in {Part.COMPILE, Part.GC_PAUSES} and line.count
+        return replace(line, longest_ns=round(line.ns / line.count)) if computes else line
 
     return replace(
         ledger,
