@@ -266,7 +266,7 @@ def without_collections() -> Iterator[None]:
 def test_thousands_of_samples_that_are_fetched_one_by_one_are_named(shown: Any, at_once: bool) -> None:
     table = TensorDataset(torch.randn(3000, 32), torch.randn(3000))
     # Of so many recorded steps, one in which the sampler loses its core does not decide.
-    drawn = {"num_samples": 3000 * 80, "replacement": True}
+    drawn = {"num_samples": 3000 * 40, "replacement": True}
     sampler = BatchSampler(RandomSampler(table, **drawn), 3000, drop_last=True)
     one = RandomSampler(table, **drawn)
     loader = (
