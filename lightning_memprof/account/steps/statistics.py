@@ -8,10 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
+import numpy as np
 
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.steps.events import exclusive_times, step_span
 from lightning_memprof.artifacts.series import PHASES, AllocatorRow, HookRow, HostRow, ProcessRow, PulseRow
+from lightning_memprof.read.trace.intervals import length_within, union
 
 if TYPE_CHECKING:
     from lightning_memprof.read.run.following import RankProgress
@@ -29,6 +31,8 @@ TRAINING_PHASES: Final = frozenset({"backward", "optimizer"})
 # with fewer others than these the picture would rest on a single step.
 OTHERS_TO_DROP_WINDOWS: Final = 5
 OTHERS_TO_DROP_FIRST: Final = 3
+# Of a step, in the profiler's work on another rank.
+HELD_UP: Final = 0.1
 MOST_ON_DEVICE: Final = 0.75
 
 
@@ -114,7 +118,18 @@ def typical_steps(rank: Rank) -> TypicalSteps | None:
 
 
 def _typical_of_rank(rank: Rank) -> TypicalSteps | None:
-    return typical_in(rank.pulse, rank.held_up)
+    return typical_in(rank.pulse, held_up(rank))
+
+
+def held_up(rank: Rank) -> frozenset[int]:
+    """Return the steps that are to a tenth or more in the profiler's work on another rank."""
+    if not rank.profiler_pauses:
+        return frozenset()
+    pauses = union(*np.array(rank.profiler_pauses, np.int64).T)
+    rows = [(row["step"] or 0, row["start_ns"] or 0, row["duration_ns"] or 0) for row in rank.pulse]
+    steps, starts, durations = np.array(rows, np.int64).reshape(-1, 3).T
+    waited = length_within(pauses, starts, starts + durations)
+    return frozenset(steps[(waited > 0) & (waited >= HELD_UP * durations)].tolist())
 
 
 def peak_rss_bytes(rank: Rank) -> int | None:

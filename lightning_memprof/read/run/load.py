@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from lightning_memprof.artifacts.manifest import (
@@ -45,7 +44,6 @@ from lightning_memprof.read.run.locate import Place, find_run
 from lightning_memprof.read.run.model import ArtifactFile, Rank, RecordedWindow, Run, Status, read_lines
 from lightning_memprof.read.run.ooms import OomEvent, oom_events
 from lightning_memprof.read.run.problems import CUT, CollectorError, Note, Problem, Unavailable
-from lightning_memprof.read.trace.intervals import length_within, union
 
 UNCHECKED_TYPES: Final = frozenset({"pulse"})
 # Their pulses and lists of files fit on a page and are read in seconds; of more ranks the windows' summaries are used.
@@ -53,7 +51,6 @@ FULL_RANKS: Final = 64
 # These are always read in full: the columns of the page show the first ranks.
 FIRST_RANKS: Final = 8
 SHOWN: Final = 8
-HELD_UP: Final = 0.1
 # A window is closed before its trace is compressed, and with two that wait the next one has none.
 _LAST_WINDOWS: Final = 4
 _SUFFIX: Final = temporary_name("")
@@ -137,8 +134,9 @@ def _of_ranks(place: Place, layout: Layout, reports: Sequence[_RankReport]) -> R
     ranks = tuple(sorted((report.rank for report in reports if report.rank), key=lambda rank: rank.rank))
     if not ranks:
         raise ArtifactError(reports[0].problems[0].message)
-    if len(ranks) > 1:
-        ranks = tuple(_with_held_up(ranks))
+    # A rank's own are not in its steps.
+    pauses = tuple(pause for rank in ranks for pause in rank.profiler_pauses) if len(ranks) > 1 else ()
+    ranks = tuple(replace(rank, profiler_pauses=pauses) for rank in ranks)
     return Run(
         directory=place.directory,
         root=layout.root,
@@ -151,18 +149,6 @@ def _of_ranks(place: Place, layout: Layout, reports: Sequence[_RankReport]) -> R
         others=place.others,
         ooms=tuple(oom for report in reports for oom in report.ooms),
     )
-
-
-def _with_held_up(ranks: Sequence[Rank]) -> Iterator[Rank]:
-    """Yield the ranks with the steps that are to a tenth or more in the profiler's work on another rank."""
-    times = [pause for rank in ranks for pause in rank.profiler_pauses]
-    # Those of a rank itself are not in its steps.
-    pauses = union(*np.array(times or [(0, 0)], np.int64).T)
-    for rank in ranks:
-        rows = [(row["step"] or 0, row["start_ns"] or 0, row["duration_ns"] or 0) for row in rank.pulse if times]
-        steps, starts, durations = np.array(rows or [(0, 0, 0)], np.int64).T
-        waited = length_within(pauses, starts, starts + durations)
-        yield replace(rank, held_up=frozenset(steps[(waited > 0) & (waited >= HELD_UP * durations)].tolist()))
 
 
 def in_full(ranks: Sequence[int]) -> frozenset[int]:

@@ -138,8 +138,8 @@ class Rank(_Reader, frozen=True, dict=True):
     """The files of one rank. ``facts`` is the manifest's ``run`` row, ``training`` its ``training`` row.
 
     Of thousands of ranks most are not read ``in_full``: they have no pulse and no artifacts here. ``profiler_pauses``
-    are the long ones between two steps, ``(begin, end)`` in nanoseconds since the epoch, and ``held_up`` the steps in
-    which the rank waited for that of another rank. ``high_water_bytes`` is the kernel's maximum of the resident memory,
+    are the long ones between two steps of any rank of several, ``(begin, end)`` in nanoseconds since the epoch.
+    ``high_water_bytes`` is the kernel's maximum of the resident memory,
     of the whole process, when the run ended.
     """
 
@@ -156,7 +156,6 @@ class Rank(_Reader, frozen=True, dict=True):
     high_water_bytes: int | None = None
     in_full: bool = True
     profiler_pauses: tuple[tuple[int, int], ...] = ()
-    held_up: frozenset[int] = frozenset()
 
     @cached_property
     def _computed(self) -> dict[Callable[[Rank], Any], Any]:

@@ -13,7 +13,13 @@ from fake_runs import FakeRun, make_run
 from lightning_memprof.account.ledger.model import Stall
 from lightning_memprof.account.ledger.run import run_ledger
 from lightning_memprof.account.steps.events import classify, exclusive_times
-from lightning_memprof.account.steps.statistics import pulse_statistics, typical_in, typical_steps, window_steps
+from lightning_memprof.account.steps.statistics import (
+    held_up,
+    pulse_statistics,
+    typical_in,
+    typical_steps,
+    window_steps,
+)
 from lightning_memprof.artifacts.manifest import ManifestWriter
 from lightning_memprof.artifacts.naming import manifest_name
 from lightning_memprof.artifacts.series import PHASES, PULSE_COLUMNS, HookRow
@@ -217,7 +223,7 @@ def test_a_step_that_waits_for_the_profiler_on_another_rank_is_neither_typical_n
     with closing(ManifestWriter(directory / manifest_name(1))) as manifest:
         manifest.append("pause", time_ns=before + pause, ns=pause)
     waiting = load_run(directory).lead
-    assert sorted(waiting.held_up) == [step]
+    assert sorted(held_up(waiting)) == [step]
     assert stalls_of(waiting) == ()
     statistics = pulse_statistics(waiting)
     assert statistics is not None
