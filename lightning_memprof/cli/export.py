@@ -160,7 +160,7 @@ def _write_snapshot(source: _Source, out: Path) -> None:
 
 
 def _write_stacks(source: _Source, form: Form, of: Quantity, out: Path) -> None:
-    from lightning_memprof.read.trace.threads import read_lanes
+    from lightning_memprof.account.trace.lanes import read_lanes
     from lightning_memprof.report.export.stacks import Speedscope, write_folded
     from lightning_memprof.report.export.write import whole_file
 

@@ -9,11 +9,11 @@ import pytest
 
 from corpus_files import SNAPSHOTS, recorded_file
 from lightning_memprof.account.snapshot.replay import replay
+from lightning_memprof.account.trace.lanes import read_lanes
 from lightning_memprof.compare.comparison import compare
 from lightning_memprof.compare.model import Side
 from lightning_memprof.compare.sides import snapshots_side, traces_side
 from lightning_memprof.read.snapshot.reader import load_snapshot, read_snapshot
-from lightning_memprof.read.trace.threads import read_lanes
 from lightning_memprof.report.export.memory_viz import viewable, write_snapshot
 from lightning_memprof.report.export.stacks import Speedscope
 from speedscope import validate

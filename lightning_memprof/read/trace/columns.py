@@ -75,6 +75,7 @@ class Kind:
     PYTHON: Final = 6
     OVERHEAD: Final = 7
     OTHER: Final = 8
+    SPAN: Final = 9  # covers a lane, and nothing runs in it
 
 
 DEVICE_KINDS: Final = (Kind.KERNEL, Kind.MEMORY_COPY, Kind.MEMORY_SET)
@@ -94,6 +95,9 @@ _KINDS: Final = {
     "user_annotation": Kind.ANNOTATION,
     "python_function": Kind.PYTHON,
     "overhead": Kind.OVERHEAD,
+    "trace": Kind.SPAN,
+    "gpu_user_annotation": Kind.SPAN,
+    "gpu_step": Kind.SPAN,
 }
 
 
@@ -274,7 +278,7 @@ class _Table:
     @property
     def is_of_torch(self) -> bool:
         """Whether a category is one of torch's, or there is no event."""
-        return not self._events or any(kind != Kind.OTHER for kind in self._kind_of.values())
+        return not self._events or any(kind < Kind.OTHER for kind in self._kind_of.values())
 
     @property
     def categories(self) -> str:
@@ -369,7 +373,7 @@ class _Table:
         annotates = np.array([name.startswith(_ANNOTATIONS) for name in self._names] or [False])
         if len(names):
             kinds[(kinds == Kind.OPERATOR) & annotates[names]] = Kind.ANNOTATION
-            kinds[(kinds == Kind.KERNEL) & np.array([name in _MARKERS for name in self._names])[names]] = Kind.OTHER
+            kinds[(kinds == Kind.KERNEL) & np.array([name in _MARKERS for name in self._names])[names]] = Kind.SPAN
         return TraceColumns(
             starts=starts,
             ends=ends,

@@ -17,7 +17,7 @@ from lightning_memprof.account.snapshot.replay import Holder
 from lightning_memprof.read.stacks import parse_frame
 
 if TYPE_CHECKING:
-    from lightning_memprof.read.trace.threads import Lane, Lanes
+    from lightning_memprof.account.trace.lanes import Lane, Lanes
 
 _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
 _UNKNOWN: Final = "(unknown)"
@@ -35,7 +35,7 @@ class Speedscope(msgspec.Struct):
 
     def add_lanes(self, title: str, lanes: Lanes) -> None:
         """Add a trace: one profile for each of its threads and streams, times in ns from its first event."""
-        origin, end = lanes.origin_ns, lanes.end_ns
+        end = lanes.end_ns
         for lane in lanes.lanes:
             self._profiles.append(
                 {
@@ -44,14 +44,14 @@ class Speedscope(msgspec.Struct):
                     "unit": "nanoseconds",
                     "startValue": 0,
                     "endValue": end,
-                    "events": self._events(lane, lanes.names, origin),
+                    "events": self._events(lane, lanes.names),
                 }
             )
 
-    def _events(self, lane: Lane, names: Sequence[str], origin: int) -> list[dict[str, Any]]:
+    def _events(self, lane: Lane, names: Sequence[str]) -> list[dict[str, Any]]:
         return [
             {"type": "O" if call.is_begin else "C", "at": call.at_ns, "frame": self._frame(names[call.name])}
-            for call in lane.calls(origin)
+            for call in lane.calls()
         ]
 
     def add_stacks(self, title: str, stacks: Mapping[Stack, int]) -> None:

@@ -13,8 +13,8 @@ import pytest
 from kineto import Made, event_fields, write_trace
 from lightning_memprof.account.memory.model import Site
 from lightning_memprof.account.snapshot.replay import Holder
+from lightning_memprof.account.trace.lanes import read_lanes
 from lightning_memprof.errors import ArtifactError, ReportError
-from lightning_memprof.read.trace.threads import read_lanes
 from lightning_memprof.report.export.memory_viz import viewable, write_snapshot
 from lightning_memprof.report.export.stacks import Speedscope, holder_stacks, site_stacks, write_folded
 from lightning_memprof.report.export.tables import Table

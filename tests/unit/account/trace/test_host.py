@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kineto import Made, event_fields, write_trace
+from lightning_memprof.account.trace.lanes import read_lanes
 from lightning_memprof.account.trace.model import HostOperators
 from lightning_memprof.account.trace.operators import TableOptions, operator_table
 from lightning_memprof.account.trace.report import trace_report
-from lightning_memprof.read.trace.threads import read_lanes
 
 
 def range_of(name: str, start: int, end: int) -> Made:
