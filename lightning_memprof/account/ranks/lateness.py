@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from lightning_memprof.account.parts import PHASE_PARTS, Part
 from lightning_memprof.account.steps.events import action_name, meeting
@@ -50,20 +51,30 @@ _CAUSE: Final[Mapping[str, Part]] = {
 }
 
 
+class Excess(msgspec.Struct, frozen=True):
+    """What takes a rank longer: its time per step, the median of the other ranks, and the callback if it is one."""
+
+    cause: Part
+    own_ns: int
+    others_ns: int
+    callback: str | None = None
+
+    @property
+    def ns(self) -> int:
+        """The time beyond the other ranks."""
+        return self.own_ns - self.others_ns
+
+
 class Lateness(msgspec.Struct, frozen=True, kw_only=True):
     """How late a rank is in the mean step: later than every other rank by ``caused_ns``.
 
-    ``share`` is its part of the lateness of all ranks. ``own_ns`` is the time of the cause on this rank, ``others_ns``
-    the median of the others.
+    ``share`` is its part of the lateness of all ranks.
     """
 
     rank: int
     caused_ns: int
     share: float
-    cause: Part
-    own_ns: int
-    others_ns: int
-    callback: str | None
+    excess: Excess
 
 
 class PulseLateness(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,20 +117,13 @@ def pulse_lateness(ranks: Sequence[Rank]) -> PulseLateness | None:
         return PulseLateness(steps=len(common), late=None)
     rank, caused, share = late
     by_number = {each.rank: each for each in ranks}
-    cause, own, others = _cause(table, rank, [by_number[each] for each in table], caused)
+    excess = _excess(table, rank, [by_number[each] for each in table], caused)
+    if excess.cause == Part.CALLBACK:
+        others = [by_number[each] for each in table if each != rank]
+        excess = replace(excess, callback=_callback(by_number[rank], others))
     return PulseLateness(
         steps=len(common),
-        late=Lateness(
-            rank=rank,
-            caused_ns=round(caused),
-            share=share,
-            cause=cause,
-            own_ns=round(own),
-            others_ns=round(others),
-            callback=_callback(by_number[rank], [by_number[each] for each in table if each != rank])
-            if cause == Part.CALLBACK
-            else None,
-        ),
+        late=Lateness(rank=rank, caused_ns=round(caused), share=share, excess=excess),
         waits_ns={each: _waits(table, by_number[rank], by_number[each], caused) for each in table if each != rank},
     )
 
@@ -219,21 +223,19 @@ def _exceeds_chance(parts: Sequence[float]) -> bool:
     return statistics.mean(parts) > ERRORS * statistics.stdev(parts) / math.sqrt(len(parts))
 
 
-def _cause(
-    table: dict[int, list[Breakdown]], rank: int, ranks: Sequence[Rank], caused_ns: float
-) -> tuple[Part, float, float]:
-    """Return what takes the rank longer, its time there in the mean step, and the median of the other ranks."""
+def _excess(table: dict[int, list[Breakdown]], rank: int, ranks: Sequence[Rank], caused_ns: float) -> Excess:
+    """Return what takes the rank longer."""
     pauses = {each.rank: _garbage_ns(each) for each in ranks}
     usual = statistics.median(ns for each, ns in pauses.items() if each != rank)
     if pauses[rank] - usual >= EXPLAINS * caused_ns:
-        return Part.GC_PAUSES, pauses[rank], usual
+        return Excess(Part.GC_PAUSES, round(pauses[rank]), round(usual))
     found: list[tuple[float, Part, float, float]] = []
     for phase, cause in _CAUSE.items():
         means = {each: statistics.mean(_ns(phases, phase) for phases in rows) for each, rows in table.items()}
         usual = statistics.median(ns for each, ns in means.items() if each != rank)
         found.append((means[rank] - usual, cause, means[rank], usual))
     _, cause, own, usual = max(found)
-    return cause, own, usual
+    return Excess(cause, round(own), round(usual))
 
 
 def _waits(table: dict[int, list[Breakdown]], late: Rank, rank: Rank, caused_ns: float) -> dict[str, int]:

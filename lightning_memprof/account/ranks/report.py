@@ -27,6 +27,7 @@ from lightning_memprof.account.ranks.lateness import (
     MAIN_SHARE,
     MIN_WAIT_NS,
     MIN_WAIT_SHARE,
+    Excess,
     PulseLateness,
     beyond_others,
     pulse_lateness,
@@ -325,13 +326,11 @@ def _straggler(
         return None
     by_rank = {rank.rank: rank for rank in ranks}
     if pulse is not None and pulse.late is not None and (mine := by_rank.get(pulse.late.rank)) is not None:
-        late = pulse.late
-        own, others = late.own_ns, late.others_ns
-        rest = [rank for rank in ranks if rank is not mine]
-        if late.cause in _OWN:  # the figures of the page's table
-            own, others = mine.spent_ns(late.cause, own), _median(rest, late.cause)
-        cause = _Excess(late.cause, own, others, late.callback)
-        return replace(_found(mine, cause, late.caused_ns, None), caused_share=late.share, pulse_steps=pulse.steps)
+        late, excess = pulse.late, pulse.late.excess
+        if excess.cause in _OWN:  # the figures of the page's table
+            own, rest = mine.spent_ns(excess.cause, excess.own_ns), [rank for rank in ranks if rank is not mine]
+            excess = replace(excess, own_ns=own, others_ns=_median(rest, excess.cause))
+        return replace(_found(mine, excess, late.caused_ns, None), caused_share=late.share, pulse_steps=pulse.steps)
     found = _of_windows(ranks, by_rank, waiting)
     if found is None or pulse is None:
         return found
@@ -360,7 +359,7 @@ def _of_windows(
 
 def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]) -> Straggler | None:
     """Return the straggler by the phases in which no rank waits for another; only where one rank stands out."""
-    found: list[tuple[int, RankTimes, _Excess]] = []
+    found: list[tuple[int, RankTimes, Excess]] = []
     medians = {part: _median(ranks, part) for part in _ALONE}
     # Each is compared with all others, which takes long for thousands: two that stand out are enough.
     excesses = [(max(rank.spent_ns(part) - medians[part] for part in _ALONE), rank) for rank in unseen]
@@ -369,7 +368,7 @@ def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]
         threshold_ns = max(MIN_WAIT_NS, round(MIN_WAIT_SHARE * rank.step_ns))
         cause = _cause(rank, others, threshold_ns, parts=_ALONE)
         if cause is not None:
-            found.append((cause.own_ns - cause.others_ns, rank, cause))
+            found.append((cause.ns, rank, cause))
     if not found:
         return None
     excess, rank, cause = max(found, key=lambda entry: entry[0])
@@ -377,39 +376,32 @@ def _without_collectives(unseen: Sequence[RankTimes], ranks: Sequence[RankTimes]
     return None if second and second[0] > excess * MAIN_SHARE else _found(rank, cause, None, None)
 
 
-class _Excess(msgspec.Struct, frozen=True):
-    cause: Part
-    own_ns: int
-    others_ns: int
-    callback: str | None = None
-
-
 def _cause(
     mine: RankTimes, others: list[RankTimes], threshold_ns: float, parts: tuple[Part, ...] = _OWN
-) -> _Excess | None:
+) -> Excess | None:
     """Return the phase that takes this rank longer than the others by ``threshold_ns`` or more.
 
     The phases come before computing, which is the rest of forward and backward: it grows where ranks share the cores of
     a machine.
     """
-    found = [_Excess(part, mine.spent_ns(part), _median(others, part)) for part in parts]
+    found = [Excess(part, mine.spent_ns(part), _median(others, part)) for part in parts]
     computes = [rank.compute_ns for rank in others if rank.compute_ns is not None]
     compute = None
     if mine.compute_ns is not None and computes and Part.UNTRACKED in parts:
-        compute = _Excess(Part.COMPUTE, mine.compute_ns, statistics.median_low(computes))
-    best = max(found, key=lambda excess: excess.own_ns - excess.others_ns)
-    if best.own_ns - best.others_ns >= threshold_ns:
+        compute = Excess(Part.COMPUTE, mine.compute_ns, statistics.median_low(computes))
+    best = max(found, key=lambda excess: excess.ns)
+    if best.ns >= threshold_ns:
         if best.cause != Part.CALLBACK:
             return best
         return replace(best, callback=beyond_others(mine.callbacks_ns, [rank.callbacks_ns for rank in others]))
-    return compute if compute is not None and compute.own_ns - compute.others_ns >= threshold_ns else None
+    return compute if compute is not None and compute.ns >= threshold_ns else None
 
 
 def _median(others: Sequence[RankTimes], part: Part) -> int:
     return statistics.median_low([rank.spent_ns(part) for rank in others])
 
 
-def _found(mine: RankTimes, cause: _Excess | None, caused_ns: int | None, waiting: Waiting | None) -> Straggler:
+def _found(mine: RankTimes, cause: Excess | None, caused_ns: int | None, waiting: Waiting | None) -> Straggler:
     return Straggler(
         rank=mine.rank,
         host=mine.host,

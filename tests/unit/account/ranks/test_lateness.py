@@ -66,14 +66,14 @@ def late_by(phase: str, waits_in: str) -> Callable[[int, int], dict[str, int]]:
 def test_a_rank_that_does_more_in_each_step_is_late_by_that_phase(phase: str, cause: Part, tmp_path: Path) -> None:
     late = compared(tmp_path, lambda rank, _: {phase: 30} if rank == 1 else {}).late
     assert late is not None
-    assert (late.rank, late.cause, late.caused_ns, late.share) == (1, cause, 30 * MS, 1.0)
-    assert late.own_ns - late.others_ns == 30 * MS
+    assert (late.rank, late.excess.cause, late.caused_ns, late.share) == (1, cause, 30 * MS, 1.0)
+    assert late.excess.own_ns - late.excess.others_ns == 30 * MS
 
 
 def test_a_rank_that_is_late_in_each_fifth_step_is_late_on_average(tmp_path: Path) -> None:
     late = compared(tmp_path, lambda rank, step: {"callbacks": 200} if rank == 0 and step % 5 == 0 else {}).late
     assert late is not None
-    assert (late.rank, late.cause) == (0, Part.CALLBACK)
+    assert (late.rank, late.excess.cause) == (0, Part.CALLBACK)
     assert 20 * MS < late.caused_ns < 60 * MS
 
 
@@ -83,7 +83,7 @@ def test_a_hiccup_of_a_rank_that_is_late_in_each_step_does_not_refute_it(tmp_pat
 
     late = compared(tmp_path, waits).late
     assert late is not None
-    assert (late.rank, late.cause) == (1, Part.DATA_WAIT)
+    assert (late.rank, late.excess.cause) == (1, Part.DATA_WAIT)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ def test_ranks_that_are_late_by_chance_or_in_turns_or_by_little_are_no_straggler
 def test_a_rank_with_cores_of_its_own_is_late_by_a_few_percent_in_forward(tmp_path: Path) -> None:
     late = compared(tmp_path, lambda rank, _: {"forward": 6} if rank == 1 else {}, hosts=("node0", "node1")).late
     assert late is not None
-    assert (late.rank, late.cause, late.caused_ns) == (1, Part.COMPUTE, 6 * MS)
+    assert (late.rank, late.excess.cause, late.caused_ns) == (1, Part.COMPUTE, 6 * MS)
 
 
 def test_the_others_wait_in_the_phases_that_are_longer_than_the_late_ranks(tmp_path: Path) -> None:
     found = compared(tmp_path, lambda rank, _: {"callbacks": 30} if rank == 1 else {"other": 30}, waits=False)
     assert found.late is not None
-    assert (found.late.rank, found.late.cause) == (1, Part.CALLBACK)
+    assert (found.late.rank, found.late.excess.cause) == (1, Part.CALLBACK)
     assert found.waits_ns == {0: {"other": 30 * MS}}
     facts = Facts.of(load_run(next(tmp_path.iterdir())))
     assert facts.ledgers[0].ns("rank_wait") == 30 * MS
@@ -127,7 +127,7 @@ def test_the_others_wait_in_the_phases_that_are_longer_than_the_late_ranks(tmp_p
 def test_a_longer_forward_is_late_where_the_others_wait_in_collectives_outside_the_phases(tmp_path: Path) -> None:
     found = compared(tmp_path, lambda rank, _: {"forward": 30} if rank == 1 else {"other": 30}, waits=False)
     assert found.late is not None
-    assert (found.late.rank, found.late.cause) == (1, Part.COMPUTE)
+    assert (found.late.rank, found.late.excess.cause) == (1, Part.COMPUTE)
     assert found.waits_ns == {0: {"other": 30 * MS}}
 
 
