@@ -138,7 +138,11 @@ def idle_devices(facts: Facts) -> Iterator[Found]:
                 why=_note(trace),
                 remedies=_next_steps(trace, cause, is_launching=is_launching),
                 saves=(left * saves[0], left * saves[1]),
-                numbers={**_numbers(trace), "launch_bound": is_bound, "main_cause": main},
+                numbers={
+                    "causes_ns": {cause.cause: cause.total_ns for cause in trace.idle},
+                    "launch_bound": is_bound,
+                    "main_cause": main,
+                },
                 evidence=longest_in(trace, cause.longest_start_ns, cause.longest_ns),
             ),
         )
@@ -158,18 +162,6 @@ def _cause(trace: TraceReport, part: Part) -> IdleCause:
     """Return the gaps of a cause; where the causes are unknown, none."""
     nothing = IdleCause(cause=part, total_ns=0, count=0, longest_ns=0, example="")
     return next((cause for cause in trace.idle if cause.cause == part), nothing)
-
-
-def _numbers(trace: TraceReport) -> dict[str, object]:
-    window = trace.window
-    idle_ns, window_ns = (window.idle_ns, window.window_ns) if window else (0, 0)
-    return {
-        "idle_share": idle_ns / window_ns if window_ns else 0.0,
-        "idle_ns": idle_ns,
-        "window_ns": window_ns,
-        "causes_ns": {cause.cause: cause.total_ns for cause in trace.idle},
-        "kernels": sum(kernel.count for kernel in computing(trace)),
-    }
 
 
 def _launches(trace: TraceReport, cause: IdleCause) -> bool:
