@@ -374,7 +374,7 @@ ROWS: Final = (
         trade_off="none.",
         of=(Part.COLD_START,),
         find=cold_starts,
-        says="The GPU is idle {share}{rank} in a cold start: {what}.",
+        says="Cold start: the GPU is idle {share}{rank}; {what}.",
         offers=(RECORD_LATER, RECORD_LATER_IN_TORCH, RECORD_REPLAY),
         saves=None,
     ),

@@ -137,12 +137,9 @@ def copied(facts: Facts, *, is_pageable: bool) -> Iterator[Found]:
         yield (
             fact,
             Detail(
-                fields={
-                    "direction": DIRECTIONS[kinds[0]] if len(kinds) == 1 else "to and from the GPU",
-                    "trip": ": as many bytes move back and forth" if is_trip else "",
-                },
+                fields={"direction": DIRECTIONS[kinds[0]] if len(kinds) == 1 else "to and from the GPU"},
                 measured="; ".join(map(_amount, copies)),
-                why="Pageable memory is copied twice, and the call blocks until the copy ends." if is_pageable else "",
+                why="As many bytes move back and forth." if is_trip else "",
                 # The same number of bytes may be a batch and an output of its size.
                 remedies=((STAY_ON_GPU,) if is_trip else ()) + choices,
                 saves=None if is_pageable else (max(0.5, beside) / 2, max(0.5, beside)),
@@ -179,7 +176,7 @@ ROWS: Final = (
         trade_off="none, or values that are read later.",
         of=AFTER_WAITS,
         find=synchronizations,
-        says="The host waits for the GPU {often}{rank}; the GPU then idles {share}.",
+        says="Waits for the GPU ({often}) leave it idle {share}{rank}.",
         offers=tuple(dict.fromkeys((*itertools.chain(*ADVICE.values()), COPY_FROM_PINNED, FIND_SYNC_CALLS))),
         saves=(0.5, 1.0),
     ),
@@ -194,7 +191,7 @@ ROWS: Final = (
         trade_off="pinned memory cannot be paged out.",
         of=(Part.COPY,),
         find=partial(copied, is_pageable=True),
-        says="blocking copies {direction} take {share}{rank}{trip}.",
+        says="blocking copies {direction} take {share}{rank}.",
         bound="Transfer-bound",
         offers=(*itertools.chain(*COPY_NEXT.values()), STAY_ON_GPU),
         saves=(0.5, 1.0),
@@ -208,7 +205,7 @@ ROWS: Final = (
         trade_off="fewer bits of what is copied, or memory for the next batch.",
         of=(Part.COPY,),
         find=partial(copied, is_pageable=False),
-        says="pinned copies {direction} take {share}{rank} while no kernel runs.",
+        says="pinned copies {direction} take {share}{rank}.",
         bound="Transfer-bound",
         offers=(COPY_IN_STREAM, COPY_FEWER_BYTES),
         saves=(0.5, 1.0),

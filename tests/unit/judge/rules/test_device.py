@@ -119,7 +119,7 @@ def test_values_that_are_read_in_a_step_leave_the_device_idle_after_them(tmp_pat
 
     finding = found(training(tmp_path / "item.pt.trace.json", read))["synchronization"]
     assert finding.severity is Severity.WARNING
-    assert finding.title.startswith("The host waits for the GPU 5 times per step")
+    assert finding.title.startswith("Waits for the GPU (5 times per step) leave it idle ")
     assert finding.numbers["by_name"]["aten::item"]["calls"] == STEPS * 5
     assert "loss.detach()" in finding.next_steps[0]
 
@@ -291,7 +291,7 @@ def test_a_tensor_from_the_drivers_pool_is_cached_and_its_return_waits_for_no_ke
             made.call("cudaFreeAsync", 60)
 
     finding = found(training(tmp_path / "pooled.pt.trace.json", pooled, kernel_us=100))["allocator_thrash"]
-    assert finding.title.startswith("Memory is from the driver's pool: 75 cudaMallocAsync calls per step")
+    assert finding.title.startswith("Memory from the driver's pool: 75 cudaMallocAsync calls per step")
     assert "waits for all kernels" not in finding.why
     assert finding.next_steps == (
         "Use PyTorch's native allocator: unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF.",
