@@ -114,8 +114,8 @@ DEVICE: dict[str, Callable[[int], TraceReport]] = {
 
 @pytest.mark.parametrize("row", ROWS["device"], ids=lambda row: row.id)
 def test_a_row_about_a_device_fires_from_its_share_on_and_is_silent_below_it_and_without_its_part(row: Rule) -> None:
-    def found(share: float) -> list[Finding]:
-        report = DEVICE[row.id](round(share * WINDOW_NS))
+    def found(share: float, **changes: Any) -> list[Finding]:
+        report = replace(DEVICE[row.id](round(share * WINDOW_NS)), **changes)
         return list(row.findings(Facts(run=NO_RUN, statistics={}, traces=(report,))))
 
     (finding,) = found(row.note * 1.02)
@@ -126,6 +126,9 @@ def test_a_row_about_a_device_fires_from_its_share_on_and_is_silent_below_it_and
     assert (finding.recovers is None) == (row.saves is None)
     assert found(row.note * 0.98) == []
     assert found(0.0) == []
+    (severe,) = found(0.6, rank=13, world_size=64, steps=())
+    assert severe.title.endswith(".")
+    assert "…" not in severe.title
 
 
 # A row that finds its time itself has tests of its own.

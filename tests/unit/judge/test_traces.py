@@ -162,7 +162,7 @@ def test_waiting_that_leaves_the_device_idle_is_named_by_its_operator() -> None:
     )
     finding = found(report)["synchronization"]
     assert finding.severity is Severity.WARNING
-    assert finding.title == "The host waits for the GPU 11 times per step; the GPU then idles 16% of each step."
+    assert finding.title == "Waits for the GPU (11 times per step) leave it idle 16% of each step."
     assert "80.0 ms after aten::item (50 times)" in finding.why
     assert "loss.detach()" in finding.next_steps[0]
     assert "non_blocking" in finding.next_steps[1]
@@ -193,7 +193,7 @@ def test_of_several_products_the_longest_kernel_is_named_with_its_time() -> None
 def test_what_moves_back_and_forth_in_each_step_can_stay_on_the_gpu(back_bytes: int, stays: bool) -> None:
     report = trace(copies=(copies(), copies(kind="DtoH", bytes=back_bytes)))
     for finding in (each for each in examine_files((report,), ()) if each.rule == "blocking_transfers"):
-        assert finding.title.endswith("of each step: as many bytes move back and forth.") is stays
+        assert finding.why.endswith("As many bytes move back and forth.") is stays
         assert finding.next_steps[0].startswith("Leave it on the GPU") is stays
         assert len(finding.next_steps) > 1
 

@@ -112,7 +112,7 @@ def _uncached(trace: TraceReport, freed: int) -> tuple[str, dict[str, str], tupl
     if count < POLICY.requests * steps or 2 * freed < count or count < POLICY.requests_per_kernel * kernels:
         return None
     is_pooled = POOLS.match(requests[0].name)
-    cause = "Memory is from the driver's pool" if is_pooled else "The caching allocator is off"
+    cause = "Memory from the driver's pool" if is_pooled else "The caching allocator is off"
     fields = {"calls": f"{count / steps:,.0f} {requests[0].name} calls"}
     return (
         f"{cause}: {{calls}} per step take {{share}}{{rank}}.",
@@ -158,7 +158,8 @@ ROWS: Final = (
         trade_off="A smaller batch, or time to compute activations again.",
         of=(Part.IDLE_ALLOCATOR, Part.COLLECTIVE),
         find=allocator_calls,
-        says="Allocator calls to the driver leave the GPU idle {share}{rank}, mostly {owner}.",
+        says="Allocator calls leave the GPU idle {share}{rank}, mostly {owner}.",
+        unnamed="Allocator calls leave the GPU idle {share}{rank}.",
         offers=(*SHORT, CACHING_ALLOCATOR, NATIVE_ALLOCATOR, KEEP_PINNED),
         # Calls that only request memory may remain.
         saves=(0.5, 1.0),

@@ -93,7 +93,7 @@ def exposed_collectives(facts: Facts) -> Iterator[Found]:
         yield (
             fact,
             Detail(
-                fields={"mostly": f", mostly {_plain(worst.name)}" if worst else ""},
+                fields={"mostly": ", mostly " if worst else "", "name": _plain(worst.name) if worst else ""},
                 measured=(
                     f"{format_ns(steps * fact.ns)} of {whole} are exposed{waited}; {percent(overlapped)} of all "
                     f"communication overlaps kernels{''.join(f'; {_shown(found)}' for found in collectives[:SHOWN])}"
@@ -243,7 +243,7 @@ ROWS: Final = (
         ),
         of=(Part.COLLECTIVE,),
         find=exposed_collectives,
-        says="exposed collectives take {share}{rank}{mostly}.",
+        says="exposed collectives take {share}{rank}{mostly}{name}.",
         bound="Communication-bound",
         offers=(
             FIND_LATE_RANK,

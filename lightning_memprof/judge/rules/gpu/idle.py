@@ -114,18 +114,16 @@ def idle_devices(facts: Facts) -> Iterator[Found]:
     Without the waits of the host for the device, and without the recording, that much of it is not there.
     """
     for trace, ledger in device_traces(facts):
-        main = max(WAITS, key=ledger.ns)
-        cause = _cause(trace, main)
-        is_between = main == Part.IDLE_QUEUE and cause.total_ns <= POLICY.queued_ns * cause.count
-        is_launching = is_between or _launches(trace, cause)
-        lines = ledger.of(*LAUNCHING) if is_launching and not is_between else ledger.of(main)
-        if not lines:
+        main, parts = _main(trace, ledger)
+        if not (lines := ledger.of(*parts)):
             continue
-        fact = Fact(source=trace, ledger=ledger, lines=lines)
+        fact, cause = Fact(source=trace, ledger=ledger, lines=lines), _cause(trace, main)
+        is_between = main == Part.IDLE_QUEUE and cause.total_ns <= POLICY.queued_ns * cause.count
+        is_launching = is_between or parts == LAUNCHING
         rest_ns = ledger.ns(*WAITS) - waits_ns(trace, ledger)
         rest_ns -= 0 if trace.steady is not None else max(recording_ns(trace)) / ledger.steps
         left, saves = max(min(fact.ns, rest_ns), 0.0) / fact.ns, UNSURE.get(main, SAVED)
-        is_bound = is_launching and not is_between and fact.share >= POLICY.bound
+        is_bound = parts == LAUNCHING and fact.share >= POLICY.bound
         name = _place(cause) if main in NAMED or _is_other_call(cause) else ""
         doing = _doing(trace, cause, "{name}" if name else main.label)
         if is_launching:
@@ -140,28 +138,30 @@ def idle_devices(facts: Facts) -> Iterator[Found]:
                 why=_note(trace),
                 remedies=_next_steps(trace, cause, is_launching=is_launching),
                 saves=(left * saves[0], left * saves[1]),
-                numbers={**_numbers(trace), "launch_bound": is_bound, "main_cause": main},
+                numbers={
+                    "causes_ns": {cause.cause: cause.total_ns for cause in trace.idle},
+                    "launch_bound": is_bound,
+                    "main_cause": main,
+                },
                 evidence=longest_in(trace, cause.longest_start_ns, cause.longest_ns),
             ),
         )
+
+
+def _main(trace: TraceReport, ledger: TimeLedger) -> tuple[Part, tuple[Part, ...]]:
+    """Return the main cause of idle time, and the parts that its remedy is for: of launching all of its parts."""
+    first = max(LAUNCHING, key=ledger.ns)
+    parts: dict[Part, tuple[Part, ...]] = {part: (part,) for part in WAITS}
+    if _launches(trace, _cause(trace, first)):
+        parts[first] = LAUNCHING
+    main = max(parts, key=lambda part: ledger.ns(*parts[part]))
+    return main, parts[main]
 
 
 def _cause(trace: TraceReport, part: Part) -> IdleCause:
     """Return the gaps of a cause; where the causes are unknown, none."""
     nothing = IdleCause(cause=part, total_ns=0, count=0, longest_ns=0, example="")
     return next((cause for cause in trace.idle if cause.cause == part), nothing)
-
-
-def _numbers(trace: TraceReport) -> dict[str, object]:
-    window = trace.window
-    idle_ns, window_ns = (window.idle_ns, window.window_ns) if window else (0, 0)
-    return {
-        "idle_share": idle_ns / window_ns if window_ns else 0.0,
-        "idle_ns": idle_ns,
-        "window_ns": window_ns,
-        "causes_ns": {cause.cause: cause.total_ns for cause in trace.idle},
-        "kernels": sum(kernel.count for kernel in computing(trace)),
-    }
 
 
 def _launches(trace: TraceReport, cause: IdleCause) -> bool:
@@ -374,7 +374,7 @@ ROWS: Final = (
         trade_off="none.",
         of=(Part.COLD_START,),
         find=cold_starts,
-        says="The GPU is idle {share}{rank} in a cold start: {what}.",
+        says="Cold start: the GPU is idle {share}{rank}; {what}.",
         offers=(RECORD_LATER, RECORD_LATER_IN_TORCH, RECORD_REPLAY),
         saves=None,
     ),

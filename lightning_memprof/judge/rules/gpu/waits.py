@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from lightning_memprof.account.parts import Part
-from lightning_memprof.account.trace.model import Copies, Synchronization, TraceReport
+from lightning_memprof.account.trace.model import Copies, Synchronization
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.finding import Evidence
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     COPY_FEWER_BYTES,
@@ -110,80 +110,48 @@ COPY_NEXT: Final = {
     "DtoH": (MOVE_RESULTS_LESS_OFTEN, MOVE_RESULTS_LESS_OFTEN_IN_TORCH, COPY_INTO_PINNED),
 }
 DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
+SUMS: Final = ("total_ns", "count", "bytes")
 
 
-def blocking_copies(facts: Facts) -> Iterator[Found]:
-    """Yield the copies from or to pageable memory that no computation overlaps."""
-    for fact, trace, copies in _copied(facts, is_pageable=True):
-        moved, returned = (sum(each.bytes or 0 for each in copies if each.kind == kind) for kind in DIRECTIONS)
-        # The same number of bytes may be a batch and an output of its size.
-        is_round_trip = abs(moved - returned) < POLICY.same_size * moved
-        choices = (step for each in copies for step in COPY_NEXT[each.kind])
-        yield (
-            fact,
-            Detail(
-                fields=_fields(copies, ": as many bytes move back and forth" if is_round_trip else ""),
-                measured="; ".join(map(_amount, copies)),
-                why="Pageable memory is copied twice, and the call blocks until the copy ends.",
-                remedies=((STAY_ON_GPU,) if is_round_trip else ()) + remedies(trace, *choices),
-                numbers=_numbers(copies),
-                evidence=_longest(trace, copies),
-            ),
-        )
+def copied(facts: Facts, *, is_pageable: bool) -> Iterator[Found]:
+    """Yield the copies from or to pageable or pinned memory that nothing else overlaps, in both directions.
 
-
-def exposed_copies(facts: Facts) -> Iterator[Found]:
-    """Yield the copies from or to pinned memory that no kernel overlaps.
-
-    What can run beside kernels is saved, at most their time; or the time of half of the bytes, where that is more.
+    Of pinned copies what can run beside kernels is saved, at most their time; or the time of half of the bytes.
     """
-    for fact, trace, copies in _copied(facts, is_pageable=False):
-        beside = min(fact.ledger.ns(Part.COMPUTE, Part.COLLECTIVE) / fact.ns, 1.0)
-        choices = (COPY_FEWER_BYTES, COPY_IN_STREAM) if beside < 1 else (COPY_IN_STREAM, COPY_FEWER_BYTES)
-        yield (
-            fact,
-            Detail(
-                fields=_fields(copies, ""),
-                measured="; ".join(map(_amount, copies)),
-                remedies=choices,
-                saves=(max(0.5, beside) / 2, max(0.5, beside)),
-                numbers=_numbers(copies),
-                evidence=_longest(trace, copies),
-            ),
-        )
-
-
-def _copied(facts: Facts, *, is_pageable: bool) -> Iterator[tuple[Fact, TraceReport, list[Copies]]]:
-    """Yield the copies of each trace, the longest first, with the time in which nothing else runs."""
-    memory = "(pageable)" if is_pageable else "(pinned)"
-    names = [f"{kind} {memory}" for kind in DIRECTIONS]
+    names = [f"{kind} ({'pageable' if is_pageable else 'pinned'})" for kind in DIRECTIONS]
     for trace, ledger in device_traces(facts):
         copies = [each for each in trace.copies if each.kind in DIRECTIONS and each.is_pageable is is_pageable]
         lines = tuple(line for line in ledger.of(Part.COPY) if line.name in names)
-        if copies and lines:
-            yield (
-                Fact(source=trace, ledger=ledger, lines=lines),
-                trace,
-                sorted(copies, key=lambda each: -(each.exposed_ns or each.total_ns)),
-            )
+        if not copies or not lines:
+            continue
+        fact = Fact(source=trace, ledger=ledger, lines=lines)
+        copies.sort(key=lambda each: -(each.exposed_ns or each.total_ns))
+        longest, kinds = copies[0], list(dict.fromkeys(each.kind for each in copies))
+        beside = min(ledger.ns(Part.COMPUTE, Part.COLLECTIVE) / fact.ns, 1.0)
+        is_trip = is_pageable and _is_round_trip(copies)
+        choices: tuple[Remedy, ...] = (COPY_IN_STREAM, COPY_FEWER_BYTES)
+        if is_pageable:
+            choices = remedies(trace, *itertools.chain(*(COPY_NEXT[kind] for kind in kinds)))
+        elif beside < 1:
+            choices = choices[::-1]
+        yield (
+            fact,
+            Detail(
+                fields={"direction": DIRECTIONS[kinds[0]] if len(kinds) == 1 else "to and from the GPU"},
+                measured="; ".join(map(_amount, copies)),
+                why="As many bytes move back and forth." if is_trip else "",
+                # The same number of bytes may be a batch and an output of its size.
+                remedies=((STAY_ON_GPU,) if is_trip else ()) + choices,
+                saves=None if is_pageable else (max(0.5, beside) / 2, max(0.5, beside)),
+                numbers={"kinds": kinds, **{name: sum(getattr(each, name) or 0 for each in copies) for name in SUMS}},
+                evidence=longest_in(trace, longest.longest_start_ns, longest.total_ns // max(longest.count, 1)),
+            ),
+        )
 
 
-def _fields(copies: Sequence[Copies], trip: str) -> dict[str, object]:
-    several = len({each.kind for each in copies}) > 1
-    return {"direction": "to and from the GPU" if several else DIRECTIONS[copies[0].kind], "trip": trip}
-
-
-def _longest(trace: TraceReport, copies: Sequence[Copies]) -> tuple[Evidence, ...]:
-    return longest_in(trace, copies[0].longest_start_ns, copies[0].total_ns // max(copies[0].count, 1))
-
-
-def _numbers(copies: Sequence[Copies]) -> dict[str, object]:
-    return {
-        "kinds": [each.kind for each in copies],
-        "total_ns": sum(each.total_ns for each in copies),
-        "count": sum(each.count for each in copies),
-        "bytes": sum(each.bytes or 0 for each in copies),
-    }
+def _is_round_trip(copies: Sequence[Copies]) -> bool:
+    moved, returned = (sum(each.bytes or 0 for each in copies if each.kind == kind) for kind in DIRECTIONS)
+    return abs(moved - returned) < POLICY.same_size * moved
 
 
 def _amount(copies: Copies) -> str:
@@ -208,7 +176,7 @@ ROWS: Final = (
         trade_off="none, or values that are read later.",
         of=AFTER_WAITS,
         find=synchronizations,
-        says="The host waits for the GPU {often}{rank}; the GPU then idles {share}.",
+        says="Waits for the GPU ({often}) leave it idle {share}{rank}.",
         offers=tuple(dict.fromkeys((*itertools.chain(*ADVICE.values()), COPY_FROM_PINNED, FIND_SYNC_CALLS))),
         saves=(0.5, 1.0),
     ),
@@ -222,8 +190,8 @@ ROWS: Final = (
         ),
         trade_off="pinned memory cannot be paged out.",
         of=(Part.COPY,),
-        find=blocking_copies,
-        says="blocking copies {direction} take {share}{rank}{trip}.",
+        find=partial(copied, is_pageable=True),
+        says="blocking copies {direction} take {share}{rank}.",
         bound="Transfer-bound",
         offers=(*itertools.chain(*COPY_NEXT.values()), STAY_ON_GPU),
         saves=(0.5, 1.0),
@@ -236,8 +204,8 @@ ROWS: Final = (
         ),
         trade_off="fewer bits of what is copied, or memory for the next batch.",
         of=(Part.COPY,),
-        find=exposed_copies,
-        says="pinned copies {direction} take {share}{rank} while no kernel runs.",
+        find=partial(copied, is_pageable=False),
+        says="pinned copies {direction} take {share}{rank}.",
         bound="Transfer-bound",
         offers=(COPY_IN_STREAM, COPY_FEWER_BYTES),
         saves=(0.5, 1.0),
