@@ -45,10 +45,9 @@ def unused_gradients(facts: Facts) -> Iterator[Found]:
     rank, ledger = worst
     training = worst[0].training
     found = _not_optimized(training, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
-    if found is None:
-        return
-    lines, detail = found
-    yield Fact(source=rank, ledger=ledger, lines=lines), detail
+    if found is not None:
+        lines, detail = found
+        yield Fact(source=rank, ledger=ledger, lines=lines), detail
 
 
 _Unused = tuple[tuple[TimeLine, ...], Detail]
