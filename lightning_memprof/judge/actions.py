@@ -83,7 +83,8 @@ def work_of_action(facts: Facts, fact: Fact) -> Detail:
     does, remedies = _loop_of(rank, lines, calls, owner, in_transfer=part == "transfer")
     mostly = spot.share_text("it", owner).lstrip("; ") if spot is not None and spot.place else ""
     words = "; ".join(filter(None, (does, mostly)))
-    return Detail(why=f"{words[:1].upper()}{words[1:]}." if words else "", remedies=_once(*remedies, *fit, *special))
+    remedies = tuple(dict.fromkeys((*remedies, *fit, *special)))
+    return Detail(why=f"{words[:1].upper()}{words[1:]}." if words else "", remedies=remedies)
 
 
 def _loop_of(
@@ -102,10 +103,6 @@ def _loop_of(
     copied = _copied(rank, lines, calls) or ("tensors" if makes_copies else "")
     does = " and ".join(filter(None, (f"calls {often}" if loop else "", f"copies {copied}" if copied else "")))
     return f"it {does}" if does else "", (COPY_LESS.filled(owner=owner),) if copied else ()
-
-
-def _once(*remedies: Remedy) -> tuple[Remedy, ...]:
-    return tuple(dict.fromkeys(remedies))
 
 
 def work_of_transfer(facts: Facts, fact: Fact) -> Detail:

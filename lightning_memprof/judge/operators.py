@@ -87,11 +87,6 @@ ARITHMETIC: Final = frozenset({"matrix multiplication", "convolution", "attentio
 FALLBACK: Final = re.compile(r"aten::_?(?:slow_conv|thnn_conv)")
 
 
-def family_remedies(operator: str) -> tuple[Remedy, ...]:
-    """Return the remedy of the family of an operator, or of work of a usual name; empty where none fits."""
-    return tuple(family.remedy for family in FAMILIES if family.matches(operator))[:1]
-
-
 def spot_remedies(spot: Spot) -> tuple[Remedy, ...]:
     """Return the remedy that fits a wait, or the function of a library that a line calls; empty where none does."""
     if spot.waits:
@@ -103,7 +98,7 @@ def spot_remedies(spot: Spot) -> tuple[Remedy, ...]:
 
 def fitting(operator: str, spot: Spot | None) -> tuple[Remedy, ...]:
     """Return the remedies that fit an operator, and the line of the program with most of the time."""
-    family = family_remedies(operator)
+    family = [family.remedy for family in FAMILIES if family.matches(operator)][:1]
     found = tuple(dict.fromkeys((*((*_by_hand(spot), *spot_remedies(spot)) if spot else ()), *family)))
     return found or ((WORK_LESS.filled(owner=spot.function),) if spot and spot.is_helper else ())
 

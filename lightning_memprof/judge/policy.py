@@ -41,6 +41,7 @@ class Policy:
         many_samples: smaller batches do not take long to fetch row by row.
         full: share of the machine's cores in use from which on none are free.
         few_tensors: tensors of an optimizer below which a loop over them costs nothing, unless they are large.
+        per_tensor: operators that an optimizer of the program calls for each tensor if it updates them one by one.
         large_bytes: of them: each operator reads all of a large tensor again.
         few_samples: in a batch; more are a choice of the optimization, not an oversight, and so are more positions in a
             batch of sequences.
@@ -123,6 +124,7 @@ class Policy:
     many_samples: int = 256
     full: float = 0.80
     few_tensors: int = 20
+    per_tensor: int = 2
     large_bytes: int = 16 * MIB
     few_samples: int = 8
     call_ns: int = 10_000

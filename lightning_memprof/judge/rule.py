@@ -253,8 +253,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _seen(facts: Facts, source: Rank | TraceReport) -> tuple[Evidence, ...]:
-    """Return the steps of a rank; what a trace shows is in the detail."""
-    return () if isinstance(source, TraceReport) else (facts.pulse(source), *facts.recorded(source, "hooks"))
+    """Return the steps of a rank, with its trace; what a trace alone shows is in the detail."""
+    if isinstance(source, TraceReport):
+        return ()
+    return (*facts.pulse_and_trace(source), *facts.recorded(source, "hooks"))
 
 
 def least_ns(fact: Spent) -> int:

@@ -273,7 +273,7 @@ def _saved_by_lists(optimizer: OptimizerFacts, rank: Rank, recorded: TimeLedger 
     lines = _named(recorded.of("optimizer"), optimizer) if recorded else ()
     replaced = [line for line in lines if OF_LISTS.match(line.operator or "")]
     called = sum(line.called for line in replaced)
-    if few or called < (optimizer.parameters or POLICY.few_tensors):
+    if few or called < POLICY.per_tensor * (optimizer.parameters or POLICY.few_tensors):
         return 0.0
     # Python between the calls goes with them.
     python = total(line for line in lines if not line.operator) * called / sum(line.called for line in lines)
@@ -386,7 +386,6 @@ def broadcast_loss(facts: Facts) -> Iterator[Found]:
         fields={"loss": (loss.operator or "").removeprefix("aten::")},
         why="It compares each value with several of the other tensor; torch warns of incorrect results.",
         numbers={"loss": loss.operator, "module": loss.module},
-        evidence=facts.pulse_and_trace(rank)[1:],
     )
     yield Fact(source=rank, ledger=ledger, lines=lines), detail
 

@@ -45,7 +45,6 @@ def buffer_broadcast(facts: Facts) -> Iterator[Found]:
             f"{constant[0].name}, from rank 0 before each forward."
         ),
         numbers={"buffers": {buffer.name: buffer.bytes for buffer in buffers}},
-        evidence=facts.pulse_and_trace(rank)[1:],
     )
     lines = tuple(replace(line, ns=part * line.ns, count=0.0) for line in sends)
     yield Fact(source=rank, ledger=ledger, lines=lines), detail
@@ -78,7 +77,6 @@ def synced_passes(facts: Facts) -> Iterator[Found]:
         remedies=(REDUCE_LAST, TRAINER_ACCUMULATES.filled(passes=round(passes))),
         saves=(OF_THE_OTHERS[0] * (1 - 1 / passes), OF_THE_OTHERS[1] * (1 - 1 / passes)),
         numbers={"passes": passes},
-        evidence=facts.pulse_and_trace(rank)[1:],
     )
     yield Fact(source=rank, ledger=ledger, lines=tuple(reduces)), detail
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, grouped, total
 from lightning_memprof.account.ledger.modules import OF_VALUES, READS, ROOT, VIEWS, in_compiled
@@ -73,8 +72,7 @@ def hot_lines(facts: Facts) -> Iterator[Found]:
         hot = max(alike, key=lambda each: each.ns * sum(each.detail.saves or ()), default=None)
         if hot is not None:
             line = TimeLine(part=Part.FORWARD, name=hot.owner, ns=hot.ns)
-            detail = replace(hot.detail, evidence=facts.pulse_and_trace(rank)[1:])
-            yield Fact(source=rank, ledger=ledger, lines=(line,)), detail
+            yield Fact(source=rank, ledger=ledger, lines=(line,)), hot.detail
 
 
 def _functions(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from msgspec.structs import replace
-
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.ledger.modules import ACCUMULATE
 from lightning_memprof.account.parts import Part
@@ -47,10 +45,9 @@ def unused_gradients(facts: Facts) -> Iterator[Found]:
     rank, ledger = worst
     training = worst[0].training
     found = _not_optimized(training, ledger) or _of_other_optimizers(rank, training.optimizers, ledger)
-    if found is None:
-        return
-    lines, detail = found
-    yield Fact(source=rank, ledger=ledger, lines=lines), replace(detail, evidence=facts.pulse_and_trace(rank)[1:])
+    if found is not None:
+        lines, detail = found
+        yield Fact(source=rank, ledger=ledger, lines=lines), detail
 
 
 _Unused = tuple[tuple[TimeLine, ...], Detail]
@@ -65,7 +62,6 @@ def double_backward(facts: Facts) -> Iterator[Found]:
         why="Backward builds a graph of the gradients (create_graph=True), and a second backward runs through it.",
         # A loss of gradients, as in a physics-informed network, needs them; so does a penalty.
         is_note=True,
-        evidence=facts.pulse_and_trace(rank)[1:],
     )
     yield Fact(source=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=ledger.double_backward_ns),)), detail
 
@@ -104,7 +100,6 @@ def recomputation(facts: Facts) -> Iterator[Found]:
         why=f"The peak of {peak}.",
         is_note=memory.filled > POLICY.ample,
         numbers={"peak_bytes": memory.peak_bytes},
-        evidence=facts.pulse_and_trace(rank)[1:],
     )
     yield Fact(source=rank, ledger=ledger, lines=(TimeLine(part=Part.BACKWARD, ns=ledger.recomputed_ns),)), detail
 
