@@ -69,8 +69,9 @@ def section(row: Rule | ByteRule) -> str:
 
 
 def shown(remedy: Remedy) -> str:
-    """Return the text of a remedy with the names of its fields."""
-    return re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), remedy.text).rstrip(".")
+    """Return the texts of a remedy with the names of its fields."""
+    text = f"{remedy.text} Without a Trainer: {remedy.in_torch}" if remedy.in_torch else remedy.text
+    return re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), text).rstrip(".")
 
 
 def page_with_rows(text: str, rows: Mapping[str, Rule | ByteRule]) -> str:

@@ -18,9 +18,7 @@ from lightning_memprof.judge.remedies import (
     LARGER_OPERATORS,
     LAUNCH_AS_GRAPHS,
     LOWER_PRECISION,
-    LOWER_PRECISION_IN_TORCH,
     MIXED_PRECISION,
-    MIXED_PRECISION_IN_TORCH,
     MULTIPLES_OF_8,
     TF32,
     UNDER_AUTOCAST,
@@ -315,10 +313,8 @@ def _next_for_products(trace: TraceReport, *, early: bool) -> tuple[Remedy, ...]
     scaler = " with torch.amp.GradScaler()" if early else ""
     return remedies(
         trace,
-        MIXED_PRECISION.filled(precision=f"{precision}-mixed"),
-        LOWER_PRECISION.filled(precision=f"{precision}-true"),
-        MIXED_PRECISION_IN_TORCH.filled(dtype=dtype, scaler=scaler),
-        LOWER_PRECISION_IN_TORCH.filled(dtype=dtype),
+        MIXED_PRECISION.filled(precision=f"{precision}-mixed", dtype=dtype, scaler=scaler),
+        LOWER_PRECISION.filled(precision=f"{precision}-true", dtype=dtype),
         *(() if early else (TF32,)),
         MULTIPLES_OF_8,
     )

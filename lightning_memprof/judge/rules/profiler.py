@@ -13,7 +13,6 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Recovery, Severity
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
-    COMPARE_WITH_BARE,
     COMPARE_WITH_PULSE,
     FEWER_WINDOWS,
     RECORD_LESS,
@@ -188,7 +187,7 @@ def recording_overhead(trace: TraceReport) -> Finding | None:
         severity=Severity.INFO,
         title=f"The profiler takes up to {percent(share)} of the time, in which the GPU is idle{on_rank(trace)}.",
         why=why,
-        remedies=remedies(trace, *without, COMPARE_WITH_PULSE, COMPARE_WITH_BARE),
+        remedies=remedies(trace, *without, COMPARE_WITH_PULSE),
         evidence=seen_in(trace),
         numbers={
             "share": share,

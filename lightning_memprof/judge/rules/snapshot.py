@@ -22,7 +22,6 @@ from lightning_memprof.judge.remedies import (
     FREE_MEMORY,
     GROW_SEGMENTS,
     HALF_THE_BYTES,
-    HALF_THE_BYTES_IN_TORCH,
     LESS_FRAGMENTATION,
     LIMIT_ALL_GATHERS,
     LOOK_AT_SITE,
@@ -32,7 +31,6 @@ from lightning_memprof.judge.remedies import (
     RETURN_CACHE,
     ROUND_ALLOCATIONS,
     SMALLER_BATCHES,
-    SMALLER_BATCHES_IN_TORCH,
     SMALLER_INPUT,
     SMALLER_WEIGHTS_OR_CACHE,
     WAIT_FOR_EVENT,
@@ -87,8 +85,8 @@ def _shown(line: HeldLine) -> str:
 
 
 # Of these, one applies to each program.
-SMALLER_BATCH: Final = (SMALLER_BATCHES, SMALLER_BATCHES_IN_TORCH, SMALLER_INPUT)
-FEWER_BYTES: Final = (HALF_THE_BYTES, HALF_THE_BYTES_IN_TORCH, SMALLER_WEIGHTS_OR_CACHE)
+SMALLER_BATCH: Final = (SMALLER_BATCHES, SMALLER_INPUT)
+FEWER_BYTES: Final = (HALF_THE_BYTES, SMALLER_WEIGHTS_OR_CACHE)
 
 
 def fitting(device: DeviceReport, *choices: Remedy) -> tuple[Remedy, ...]:

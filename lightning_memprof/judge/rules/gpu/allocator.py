@@ -9,7 +9,6 @@ from lightning_memprof.judge.remedies import (
     CACHING_ALLOCATOR,
     EXPANDABLE_SEGMENTS,
     FREE_MEMORY,
-    FREE_MEMORY_IN_TORCH,
     FREE_MEMORY_OF_BATCH,
     KEEP_CACHE,
     NATIVE_ALLOCATOR,
@@ -48,7 +47,6 @@ REQUESTING: Final = POOLED | {"cudaMalloc", "hipMalloc", "cuMemCreate", "cuMemMa
 THRASH_NEXT: Final = (
     EXPANDABLE_SEGMENTS,
     FREE_MEMORY,
-    FREE_MEMORY_IN_TORCH,
     FREE_MEMORY_OF_BATCH,
     KEEP_CACHE,
 )

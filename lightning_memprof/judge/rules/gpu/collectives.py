@@ -16,19 +16,14 @@ from lightning_memprof.judge.remedies import (
     FIND_WAITING_RANK,
     GATHER_ONCE,
     OVERLAP_GRADIENTS,
-    OVERLAP_GRADIENTS_IN_TORCH,
     PREFETCH_PARAMETERS,
-    PREFETCH_PARAMETERS_IN_TORCH,
     SEND_BFLOAT16,
-    SEND_BFLOAT16_IN_TORCH,
     SEND_FEWER_BYTES,
     SEND_HALF,
     SEND_LESS_OFTEN,
-    SEND_LESS_OFTEN_IN_TORCH,
     SEND_LESS_PER_TOKEN,
     SHARD_IN_NODE,
     SMALLER_BUCKETS,
-    SMALLER_BUCKETS_IN_TORCH,
     STAY_IN_NODE,
     Remedy,
 )
@@ -62,8 +57,8 @@ FEW_BUCKETS: Final = 2
 # So many buckets leave little of the gradients for the end of backward.
 BUCKETS: Final = 8
 OVERLAP: Final[Mapping[str, tuple[Remedy, ...]]] = {
-    "all_reduce": (OVERLAP_GRADIENTS, OVERLAP_GRADIENTS_IN_TORCH),
-    "gather_scatter": (PREFETCH_PARAMETERS, PREFETCH_PARAMETERS_IN_TORCH),
+    "all_reduce": (OVERLAP_GRADIENTS,),
+    "gather_scatter": (PREFETCH_PARAMETERS,),
     "all_to_all": (EARLY_ALL_TO_ALL,),
     "point_to_point": (FILL_PIPELINE,),
     "other": (EARLY_TRANSFER,),
@@ -71,9 +66,7 @@ OVERLAP: Final[Mapping[str, tuple[Remedy, ...]]] = {
 SEND_LESS: Final[Mapping[str, tuple[Remedy, ...]]] = {
     "all_reduce": (
         SEND_LESS_OFTEN,
-        SEND_LESS_OFTEN_IN_TORCH,
         SEND_BFLOAT16,
-        SEND_BFLOAT16_IN_TORCH,
         SEND_LESS_PER_TOKEN,
     ),
     "gather_scatter": (SHARD_IN_NODE, GATHER_ONCE),
@@ -236,7 +229,7 @@ def _next_steps(
         kind = "other"
     overlap, less, window = OVERLAP[kind], SEND_LESS[kind], trace.window
     if kind == "all_reduce" and (cap := _smaller_cap(trace, collectives)):
-        overlap = tuple(choice.filled(size=cap) for choice in (SMALLER_BUCKETS, SMALLER_BUCKETS_IN_TORCH))
+        overlap = tuple(choice.filled(size=cap) for choice in (SMALLER_BUCKETS,))
     # Computation hides no more than it takes itself.
     is_most = window is not None and window.communication_ns > window.compute_ns
     return remedies(trace, *steps, *((*less, *overlap) if is_most else (*overlap, *less)))

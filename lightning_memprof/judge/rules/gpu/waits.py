@@ -15,9 +15,7 @@ from lightning_memprof.judge.remedies import (
     COPY_INTO_PINNED,
     FIND_SYNC_CALLS,
     KEEP_ON_DEVICE,
-    KEEP_ON_DEVICE_IN_TORCH,
     MOVE_RESULTS_LESS_OFTEN,
-    MOVE_RESULTS_LESS_OFTEN_IN_TORCH,
     NO_BOOLEAN_INDEX,
     NO_BRANCH,
     NO_MASKED_SELECT,
@@ -25,7 +23,6 @@ from lightning_memprof.judge.remedies import (
     NON_BLOCKING_COPY,
     NON_BLOCKING_TO,
     PIN_BATCHES,
-    PIN_BATCHES_IN_TORCH,
     PIN_OWN_TENSORS,
     READ_EVENTS_LATER,
     STAY_ON_GPU,
@@ -49,7 +46,7 @@ from lightning_memprof.judge.traces import (
 from lightning_memprof.read.trace.model import Copies, Synchronization, TraceReport
 from lightning_memprof.units import format_bytes, format_ns, percent
 
-READS: Final = (KEEP_ON_DEVICE, KEEP_ON_DEVICE_IN_TORCH)
+READS: Final = (KEEP_ON_DEVICE,)
 # A gap after a wait: the end of the call, and what the host then does up to the next launch.
 AFTER_WAITS: Final = tuple(part for part in CAUSES if part != Part.IDLE_DATA)
 ADVICE: Final[Mapping[str, tuple[Remedy, ...]]] = {
@@ -112,8 +109,8 @@ def _named(calls: tuple[Synchronization, ...]) -> str:
 
 
 COPY_NEXT: Final = {
-    "HtoD": (PIN_BATCHES, PIN_BATCHES_IN_TORCH, PIN_OWN_TENSORS),
-    "DtoH": (MOVE_RESULTS_LESS_OFTEN, MOVE_RESULTS_LESS_OFTEN_IN_TORCH, COPY_INTO_PINNED),
+    "HtoD": (PIN_BATCHES, PIN_OWN_TENSORS),
+    "DtoH": (MOVE_RESULTS_LESS_OFTEN, COPY_INTO_PINNED),
 }
 DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
 # Copies of as many bytes in both directions are of the same tensors.
