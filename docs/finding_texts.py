@@ -100,10 +100,15 @@ def _sentence(text: str) -> str:
     return marked(f"{text[:1].upper()}{text[1:]}")
 
 
+def _text(template: str) -> str:
+    text = FIELD.sub(lambda field: field[1] or field[2] or field[3].upper(), ADDITION.sub("", template))
+    return marked(text.rstrip("."))
+
+
 def _item(remedy: Remedy) -> str:
-    text = FIELD.sub(lambda field: field[1] or field[2] or field[3].upper(), ADDITION.sub("", remedy.text))
     needs = "".join(f", {need}" for need in sorted(remedy.needs))
-    return f"- {marked(text.rstrip('.'))} (`{remedy.id}`{needs})"
+    in_torch = f". Without a Trainer: {_text(remedy.in_torch)}" if remedy.in_torch else ""
+    return f"- {_text(remedy.text)}{in_torch} (`{remedy.id}`{needs})"
 
 
 def section(about: str, when: str, recovers: str, remedies: Iterable[Remedy]) -> str:

@@ -97,7 +97,6 @@ class ByteRule(msgspec.Struct, frozen=True, kw_only=True):
         at_most: the severity where the memory suffices: ``INFO`` for what the program needs, ``WARNING`` for waste,
             ``CRITICAL`` for what will not suffice for long.
         detail: what else a run shows of the bytes of ``of``.
-        offers: remedies of the details, for the documentation.
     """
 
     id: str
@@ -115,7 +114,6 @@ class ByteRule(msgspec.Struct, frozen=True, kw_only=True):
     least: int = 0
     at_most: Severity = Severity.INFO
     detail: Callable[[Facts, RankBytes], ByteDetail] | None = None
-    offers: tuple[Remedy, ...] = ()
 
     def findings(self, facts: Facts) -> Iterator[Finding]:
         """Yield the finding about the rank of a run with the most bytes, without it those about snapshots' devices."""

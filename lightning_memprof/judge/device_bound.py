@@ -16,7 +16,6 @@ from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     BATCH_OPERATORS,
     BFLOAT16,
-    BFLOAT16_IN_TORCH,
     CHANNELS_LAST,
     COPY_BETWEEN_LESS,
     COPY_FROM_PINNED,
@@ -149,7 +148,7 @@ def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple
         return fitting(trace, *((FUSE_MEMORY_BOUND,) if fuses else ()), *(() if is_known else (RECORD_SHAPES,)))
     peaks = device_peaks(trace.devices[0]) if trace.devices else None
     has_bfloat16 = peaks is not None and "bfloat16" in peaks.flops_per_s
-    lower = (BFLOAT16, BFLOAT16_IN_TORCH) if achieved.dtype == "float32" and has_bfloat16 else ()
+    lower = (BFLOAT16,) if achieved.dtype == "float32" and has_bfloat16 else ()
     if achieved.is_tiny:
         return fitting(trace, BATCH_OPERATORS, LARGER_SHAPES)
     if achieved.by_memory:

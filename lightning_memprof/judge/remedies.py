@@ -31,12 +31,14 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: stable, unlike the text.
         text: one action that a person can type or paste; with the fields of :meth:`filled`.
+        in_torch: the same for a program without a Trainer, where that is another text; ``try`` cannot apply it.
         needs: what has to hold of the program of a trace or a snapshot.
         change: the argument of ``try --remedy`` that applies it (``workers={workers}``), empty where nothing can.
     """
 
     id: str
     text: str
+    in_torch: str = ""
     needs: frozenset[Need] = frozenset()
     change: str = ""
 
@@ -46,13 +48,19 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
         return {"id": self.id, "text": self.text}
 
     def filled(self, **values: Any) -> Remedy:
-        """Return the remedy with values in its text and its change."""
-        return replace(self, text=self.text.format(**values), change=self.change.format(**values))
+        """Return the remedy with values in its texts and its change."""
+        texts = {name: getattr(self, name).format(**values) for name in ("text", "in_torch", "change")}
+        return replace(self, **texts)
+
+    def in_program(self, holds: AbstractSet[Need]) -> Remedy:
+        """Return the remedy with the text for a program of which ``holds`` is true."""
+        is_other = self.in_torch and "other program" in holds
+        return replace(self, text=self.in_torch, in_torch="", change="") if is_other else self
 
 
 def applicable(holds: AbstractSet[Need], *choices: Remedy) -> tuple[Remedy, ...]:
-    """Return the remedies for a program of which ``holds`` is true."""
-    return tuple(choice for choice in choices if choice.needs <= holds)
+    """Return the remedies for a program of which ``holds`` is true, with their texts for it."""
+    return tuple(choice.in_program(holds) for choice in choices if choice.needs <= holds)
 
 
 # Loading
@@ -621,7 +629,7 @@ COMPILE: Final = Remedy(
 BFLOAT16: Final = Remedy(
     id="bfloat16",
     text="Compute in bfloat16: Trainer(precision='bf16-mixed').",
-    needs=frozenset({"lightning", "training"}),
+    in_torch='Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).',
     change="precision=bf16-mixed",
 )
 CHANNELS_LAST: Final = Remedy(
@@ -779,13 +787,15 @@ CHECKPOINT_WITH_FSDP: Final = Remedy(
 SMALLER_BATCH: Final = Remedy(
     id="smaller_batch",
     text="Save fewer activations: a smaller batch with Trainer(accumulate_grad_batches=2).",
-    needs=frozenset({"lightning", "training"}),
+    in_torch="Save fewer activations: a smaller batch, and an optimizer step after several.",
+    needs=frozenset({"training"}),
     change="accumulate=2",
 )
 HALF_PRECISION: Final = Remedy(
     id="half_precision",
     text="Halve the activations: Trainer(precision='bf16-mixed').",
-    needs=frozenset({"lightning", "training"}),
+    in_torch="Halve the activations: torch.autocast('cuda', dtype=torch.bfloat16) around forward and loss.",
+    needs=frozenset({"training"}),
     change="precision=bf16-mixed",
 )
 SHARD_STATE: Final = Remedy(
@@ -1009,12 +1019,7 @@ OPEN_TRACE: Final = Remedy(
 RECORD_LATER: Final = Remedy(
     id="record_later",
     text="Record later steps: Schedule(wait=10, warmup=2, active=3).",
-    needs=frozenset({"lightning"}),
-)
-RECORD_LATER_IN_TORCH: Final = Remedy(
-    id="record_later_in_torch",
-    text="Record later steps: torch.profiler.schedule(wait=10, warmup=2, active=3).",
-    needs=frozenset({"other program"}),
+    in_torch="Record later steps: torch.profiler.schedule(wait=10, warmup=2, active=3).",
 )
 RECORD_REPLAY: Final = Remedy(
     id="record_replay",
@@ -1147,31 +1152,18 @@ CONVOLUTION_LAYOUT: Final = Remedy(
     text="Use the layout of the convolutions: model.to(memory_format=torch.channels_last).",
     change="channels_last",
 )
-BFLOAT16_IN_TORCH: Final = Remedy(
-    id="bfloat16_in_torch",
-    text='Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).',
-    needs=frozenset({"other program"}),
-)
 MIXED_PRECISION: Final = Remedy(
     id="mixed_precision",
     text='Train in mixed precision: Trainer(precision="{precision}").',
-    needs=frozenset({"lightning", "training"}),
+    in_torch='Train in mixed precision: torch.autocast("cuda", torch.{dtype}){scaler}.',
+    needs=frozenset({"training"}),
     change="precision={precision}",
 )
 LOWER_PRECISION: Final = Remedy(
     id="lower_precision",
     text='Compute in half precision: Trainer(precision="{precision}").',
-    needs=frozenset({"lightning", "inference"}),
-)
-MIXED_PRECISION_IN_TORCH: Final = Remedy(
-    id="mixed_precision_in_torch",
-    text='Train in mixed precision: torch.autocast("cuda", torch.{dtype}){scaler}.',
-    needs=frozenset({"other program", "training"}),
-)
-LOWER_PRECISION_IN_TORCH: Final = Remedy(
-    id="lower_precision_in_torch",
-    text="Compute in half precision: model.to(torch.{dtype}).",
-    needs=frozenset({"other program", "inference"}),
+    in_torch="Compute in half precision: model.to(torch.{dtype}).",
+    needs=frozenset({"inference"}),
 )
 TF32: Final = Remedy(
     id="tf32",
@@ -1207,16 +1199,11 @@ KEEP_ON_DEVICE: Final = Remedy(
         "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if, self.log(name, "
         "tensor) with Trainer(log_every_n_steps=50)."
     ),
-    needs=frozenset({"lightning"}),
-    change="log_every=50",
-)
-KEEP_ON_DEVICE_IN_TORCH: Final = Remedy(
-    id="keep_on_device_in_torch",
-    text=(
+    in_torch=(
         "Keep values on the device: loss.detach() instead of loss.item(), torch.where instead of if; read them every "
         "50 steps."
     ),
-    needs=frozenset({"other program"}),
+    change="log_every=50",
 )
 NO_BRANCH: Final = Remedy(
     id="no_branch",
@@ -1262,13 +1249,8 @@ COPY_FROM_PINNED: Final = Remedy(
 PIN_BATCHES: Final = Remedy(
     id="pin_batches",
     text="Pin the batches: DataLoader(pin_memory=True); Lightning then copies them without blocking.",
-    needs=frozenset({"lightning"}),
+    in_torch="Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).",
     change="pin_memory",
-)
-PIN_BATCHES_IN_TORCH: Final = Remedy(
-    id="pin_batches_in_torch",
-    text="Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).",
-    needs=frozenset({"other program"}),
 )
 PIN_OWN_TENSORS: Final = Remedy(
     id="pin_own_tensors",
@@ -1277,12 +1259,7 @@ PIN_OWN_TENSORS: Final = Remedy(
 MOVE_RESULTS_LESS_OFTEN: Final = Remedy(
     id="move_results_less_often",
     text="Move results to the host less often: .cpu() every N steps, self.log(name, tensor) instead of a list.",
-    needs=frozenset({"lightning"}),
-)
-MOVE_RESULTS_LESS_OFTEN_IN_TORCH: Final = Remedy(
-    id="move_results_less_often_in_torch",
-    text="Move results to the host less often: .cpu() every N steps.",
-    needs=frozenset({"other program"}),
+    in_torch="Move results to the host less often: .cpu() every N steps.",
 )
 COPY_INTO_PINNED: Final = Remedy(
     id="copy_into_pinned",
@@ -1349,13 +1326,9 @@ EXPANDABLE_SEGMENTS: Final = Remedy(
 FREE_MEMORY: Final = Remedy(
     id="free_memory",
     text="Free memory: a smaller batch with Trainer(accumulate_grad_batches=2), or activation checkpointing.",
-    needs=frozenset({"lightning", "training"}),
+    in_torch="Free memory: a smaller batch with gradient accumulation, or activation checkpointing.",
+    needs=frozenset({"training"}),
     change="accumulate=2",
-)
-FREE_MEMORY_IN_TORCH: Final = Remedy(
-    id="free_memory_in_torch",
-    text="Free memory: a smaller batch with gradient accumulation, or activation checkpointing.",
-    needs=frozenset({"other program", "training"}),
 )
 FREE_MEMORY_OF_BATCH: Final = Remedy(
     id="free_memory_of_batch",
@@ -1380,33 +1353,20 @@ NATIVE_ALLOCATOR: Final = Remedy(
 SMALLER_BUCKETS: Final = Remedy(
     id="smaller_buckets",
     text="Send gradients earlier, in smaller buckets: DDPStrategy(bucket_cap_mb={size}).",
-    needs=frozenset({"lightning", "training"}),
-)
-SMALLER_BUCKETS_IN_TORCH: Final = Remedy(
-    id="smaller_buckets_in_torch",
-    text="Send gradients earlier, in smaller buckets: DistributedDataParallel(model, bucket_cap_mb={size}).",
-    needs=frozenset({"other program", "training"}),
+    in_torch="Send gradients earlier, in smaller buckets: DistributedDataParallel(model, bucket_cap_mb={size}).",
+    needs=frozenset({"training"}),
 )
 OVERLAP_GRADIENTS: Final = Remedy(
     id="overlap_gradients",
     text="Overlap gradients with backward: DDPStrategy(bucket_cap_mb=50, static_graph=True).",
-    needs=frozenset({"lightning", "training"}),
+    in_torch="Overlap gradients with backward: DistributedDataParallel(model, bucket_cap_mb=50, static_graph=True).",
+    needs=frozenset({"training"}),
     change="static_graph",
-)
-OVERLAP_GRADIENTS_IN_TORCH: Final = Remedy(
-    id="overlap_gradients_in_torch",
-    text="Overlap gradients with backward: DistributedDataParallel(model, bucket_cap_mb=50, static_graph=True).",
-    needs=frozenset({"other program", "training"}),
 )
 PREFETCH_PARAMETERS: Final = Remedy(
     id="prefetch_parameters",
     text="Prefetch parameters: FSDPStrategy(forward_prefetch=True), or fully_shard's set_modules_to_forward_prefetch.",
-    needs=frozenset({"lightning"}),
-)
-PREFETCH_PARAMETERS_IN_TORCH: Final = Remedy(
-    id="prefetch_parameters_in_torch",
-    text="Prefetch parameters: module.set_modules_to_forward_prefetch([next_module]) of FSDP2.",
-    needs=frozenset({"other program"}),
+    in_torch="Prefetch parameters: module.set_modules_to_forward_prefetch([next_module]) of FSDP2.",
 )
 EARLY_ALL_TO_ALL: Final = Remedy(
     id="early_all_to_all",
@@ -1426,12 +1386,8 @@ EARLY_TRANSFER: Final = Remedy(
 SEND_LESS_OFTEN: Final = Remedy(
     id="send_less_often",
     text="Send less often: Trainer(accumulate_grad_batches=2).",
-    needs=frozenset({"lightning", "training"}),
-)
-SEND_LESS_OFTEN_IN_TORCH: Final = Remedy(
-    id="send_less_often_in_torch",
-    text="Send less often: accumulate gradients under model.no_sync().",
-    needs=frozenset({"other program", "training"}),
+    in_torch="Send less often: accumulate gradients under model.no_sync().",
+    needs=frozenset({"training"}),
 )
 SEND_BFLOAT16: Final = Remedy(
     id="send_bfloat16",
@@ -1439,15 +1395,11 @@ SEND_BFLOAT16: Final = Remedy(
         "Send bfloat16: "
         "DDPStrategy(ddp_comm_hook=torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook)."
     ),
-    needs=frozenset({"lightning", "training", "sends float32"}),
-)
-SEND_BFLOAT16_IN_TORCH: Final = Remedy(
-    id="send_bfloat16_in_torch",
-    text=(
+    in_torch=(
         "Send bfloat16: model.register_comm_hook(None, "
         "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook)."
     ),
-    needs=frozenset({"other program", "training", "sends float32"}),
+    needs=frozenset({"training", "sends float32"}),
 )
 SEND_LESS_PER_TOKEN: Final = Remedy(
     id="send_less_per_token",
@@ -1498,20 +1450,10 @@ COMBINE_COLLECTIVES: Final = Remedy(
 
 # Snapshots
 
-SMALLER_BATCHES_IN_TORCH: Final = Remedy(
-    id="smaller_batches_in_torch",
-    text="Use a smaller batch, and step the optimizer after several: saved activations shrink with it.",
-    needs=frozenset({"other program", "training"}),
-)
 SMALLER_INPUT: Final = Remedy(
     id="smaller_input",
     text="Use a smaller batch or shorter inputs: activations and caches shrink with them.",
     needs=frozenset({"inference"}),
-)
-HALF_THE_BYTES_IN_TORCH: Final = Remedy(
-    id="half_the_bytes_in_torch",
-    text="Train in mixed precision: torch.autocast('cuda', dtype=torch.bfloat16) around forward and loss.",
-    needs=frozenset({"other program", "training"}),
 )
 SMALLER_WEIGHTS_OR_CACHE: Final = Remedy(
     id="smaller_weights_or_cache",
@@ -1664,12 +1606,7 @@ RECORD_WITHOUT: Final = Remedy(
 COMPARE_WITH_PULSE: Final = Remedy(
     id="compare_with_pulse",
     text="Compare with the steps outside windows, which the pulse has, before acting on idle times.",
-    needs=frozenset({"lightning"}),
-)
-COMPARE_WITH_BARE: Final = Remedy(
-    id="compare_with_bare",
-    text="Compare with the step time without the profiler before acting on idle times.",
-    needs=frozenset({"other program"}),
+    in_torch="Compare with the step time without the profiler before acting on idle times.",
 )
 REPORT_ERROR: Final = Remedy(
     id="report_error",

@@ -155,7 +155,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         about: what it is and why it matters, for the documentation.
         when: what else has to hold, for the documentation.
         trade_off: what the remedy loses, for the documentation.
-        offers: the remedies of the detail, for the documentation.
         of: the parts of the ledger.
         find: yields facts with their details where the lines are not all those of ``of``; those of traces count where
             no rank of a run has one.
@@ -175,7 +174,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     about: str = ""
     when: str = ""
     trade_off: str = ""
-    offers: tuple[Remedy, ...] = ()
     of: tuple[Part, ...]
     find: Callable[[Facts], Iterable[Found]] | None = None
     says: str
@@ -247,7 +245,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
                 "duration_ns": round(fact.ledger.step_ns),
                 **detail.numbers,
             },
-            weight=worth.share,
+            weight=0.0 if detail.is_note else worth.share,
             recovers=worth if self.saves else None,
         )
 

@@ -21,7 +21,6 @@ from lightning_memprof.judge.remedies import (
     MORE_OF_TRACE,
     OPEN_TRACE,
     RECORD_LATER,
-    RECORD_LATER_IN_TORCH,
     RECORD_REPLAY,
     SLOW_BATCH,
     WORKERS,
@@ -36,7 +35,7 @@ LONGEST_NAME: Final = 72
 
 # Of the names of kernels that send numbers of 16 bits.
 HALF: Final = re.compile(r"_b?f16|bfloat16|half", re.IGNORECASE)
-LATER: Final = (RECORD_LATER, RECORD_LATER_IN_TORCH)
+LATER: Final = (RECORD_LATER,)
 
 
 def remedies(trace: TraceReport, *choices: Remedy) -> tuple[Remedy, ...]:

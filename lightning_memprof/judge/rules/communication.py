@@ -350,6 +350,5 @@ BYTE_ROWS: Final = (
         saves=(1, 1),
         least=POLICY.bytes,
         at_most=Severity.CRITICAL,
-        offers=(FIND_TENSORS, LOAD_TO_HOST, FIND_HOST_MEMORY),
     ),
 )

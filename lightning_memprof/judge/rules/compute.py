@@ -401,7 +401,6 @@ ROWS: Final = (
         of=PASSES,
         find=anomaly_detection,
         says="Anomaly detection is on: forward and backward take {share}{rank}.",
-        offers=(NO_ANOMALY_DETECTION, NO_ANOMALY_REGION),
         saves=(0.3, 0.65),
     ),
     Rule(
@@ -470,7 +469,6 @@ ROWS: Final = (
         find=dense_embedding,
         says="The optimizer updates all rows of the embedding {embedding}: {share}{rank}.",
         bound="Optimizer-bound",
-        offers=(SPARSE_EMBEDDING, FUSED_OPTIMIZER),
         saves=(0.5, 1.0),
     ),
     Rule(
@@ -487,16 +485,6 @@ ROWS: Final = (
         find=slow_optimizers,
         says="{optimizer} takes {share}{rank}.",
         bound="Optimizer-bound",
-        offers=(
-            FUSED_OPTIMIZER,
-            FOREACH_OPTIMIZER,
-            ALL_AT_ONCE,
-            FOREACH_IN_STEP,
-            JOIN_GROUPS,
-            SPLIT_OPTIMIZER,
-            DECOMPOSE_IN_STEP,
-            ACCUMULATE,
-        ),
         saves=FASTER,
     ),
 )

@@ -41,7 +41,6 @@ from lightning_memprof.judge.remedies import (
     FASTER_COLLATE,
     FASTER_FETCH,
     FASTER_SAMPLER,
-    FETCH_AT_ONCE,
     FEWER_WORKERS,
     GROUP_BY_LENGTH,
     LONGER_EPOCHS,
@@ -497,19 +496,6 @@ ROWS: Final = (
             "none, or memory of the workers. More workers count as far as their measured times, and the cores that "
             "other programs leave, show that they help."
         ),
-        offers=(
-            WORKERS,
-            MORE_WORKERS,
-            SHARE_SAMPLES,
-            FASTER_FETCH,
-            FASTER_COLLATE,
-            FASTER_SAMPLER,
-            FETCH_AT_ONCE,
-            WITHOUT_LOCK,
-            PREFETCH,
-            PERSISTENT_WORKERS,
-            PIN_MEMORY,
-        ),
         of=(Part.DATA_WAIT, Part.IDLE_DATA),
         find=data_waits,
         says=f"{SAYS}.",
@@ -571,6 +557,5 @@ ROWS: Final = (
         says="Padding: {share} of the positions in a batch are padding{rank}.",
         # Each operator has a cost that does not depend on the length.
         saves=(0.4, 1.0),
-        offers=(GROUP_BY_LENGTH, PAD_TO_LONGEST),
     ),
 )

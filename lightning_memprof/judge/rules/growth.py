@@ -23,12 +23,10 @@ from lightning_memprof.judge.finding import Severity
 from lightning_memprof.judge.measures import sample_method, steps_until_full
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
-    BOUND_HOLDER,
     BOUND_SAMPLES,
     DROP_GRAPH,
     EVEN_LENGTHS,
     FIND_APPENDS,
-    NAME_HOLDER,
     RELEASE_NATIVE,
     RELEASE_TENSORS,
     STORE_DETACHED,
@@ -371,10 +369,6 @@ ROWS: Final = (
         # A small part will be more.
         note=POLICY.note,
         at_most=Severity.CRITICAL,
-        offers=(
-            BOUND_HOLDER, STORE_LESS, BOUND_SAMPLES, RELEASE_TENSORS, RELEASE_NATIVE, DROP_GRAPH, TRACE_NATIVE,
-            EVEN_LENGTHS, STORE_DETACHED, FIND_APPENDS, NAME_HOLDER,
-        ),
     ),
     ByteRule(
         id="retained_graph",

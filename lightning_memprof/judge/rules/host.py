@@ -404,7 +404,6 @@ ROWS: Final = (
             "programs cause, fewer threads recover a third at most, and below half of the step it is `info`."
         ),
         trade_off="None; with fewer threads, less computation at once when the cores are free again.",
-        offers=(FEWER_THREADS, FEWER_WORKERS, CHEAPER_FETCH, RAISE_CPU_LIMIT),
         of=(Part.CORE_WAIT,),
         says="The training thread waits {share} for a core{rank}.",
         remedies=(FREE_CORES,),
@@ -426,7 +425,6 @@ ROWS: Final = (
             f"{POLICY.rhythm} of them or more follow a pattern: a busy machine delays single steps of any run."
         ),
         trade_off="None.",
-        offers=(NO_BENCHMARK, COMPARE_STEPS, RECORD_STEP, CATCH_STEP),
         of=(Part.STALL,),
         find=stalls,
         says="{few} {factor} times as long as the median{rank}, mostly in {part}.",

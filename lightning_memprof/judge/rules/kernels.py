@@ -22,9 +22,7 @@ from lightning_memprof.judge.remedies import (
     LARGER_OPERATORS,
     LAUNCH_AS_GRAPHS,
     LOWER_PRECISION,
-    LOWER_PRECISION_IN_TORCH,
     MIXED_PRECISION,
-    MIXED_PRECISION_IN_TORCH,
     MULTIPLES_OF_8,
     TF32,
     UNDER_AUTOCAST,
@@ -247,10 +245,8 @@ def _next_for_products(trace: TraceReport, ordinary: list[Kernel]) -> tuple[Reme
     scaler = " with torch.amp.GradScaler()" if early else ""
     return remedies(
         trace,
-        MIXED_PRECISION.filled(precision=f"{precision}-mixed"),
-        LOWER_PRECISION.filled(precision=f"{precision}-true"),
-        MIXED_PRECISION_IN_TORCH.filled(dtype=dtype, scaler=scaler),
-        LOWER_PRECISION_IN_TORCH.filled(dtype=dtype),
+        MIXED_PRECISION.filled(precision=f"{precision}-mixed", dtype=dtype, scaler=scaler),
+        LOWER_PRECISION.filled(precision=f"{precision}-true", dtype=dtype),
         *(() if early else (TF32,)),
         MULTIPLES_OF_8,
     )
@@ -336,15 +332,6 @@ ROWS: Final = (
         of=(Part.COMPUTE,),
         find=products_in_32_bits,
         says="32-bit matrix multiplications without tensor cores take {share}{rank}.",
-        offers=(
-            MIXED_PRECISION,
-            MIXED_PRECISION_IN_TORCH,
-            LOWER_PRECISION,
-            LOWER_PRECISION_IN_TORCH,
-            TF32,
-            UNDER_AUTOCAST,
-            MULTIPLES_OF_8,
-        ),
         # TF32 takes half of the time of a GeForce, half precision a quarter; of A100 and H100 TF32 takes an eighth.
         saves=(0.5, 0.85),
     ),
@@ -363,7 +350,6 @@ ROWS: Final = (
         of=(Part.COMPUTE,),
         find=unfused_attention,
         says="Unfused attention: operators on the attention matrix take {share}{rank}.",
-        offers=(FUSED_ATTENTION, FUSE_KERNELS),
         # The fused kernel's backward computes the matrix again.
         saves=(0.5, 0.9),
     ),
@@ -379,7 +365,6 @@ ROWS: Final = (
         of=(Part.COMPUTE,),
         find=small_kernels,
         says="{number}{rank} below {short} take {share}.",
-        offers=(CONVOLUTION_LAYOUT, FUSE_KERNELS, LAUNCH_AS_GRAPHS, ALL_AT_ONCE, LARGER_KERNELS),
         # A fused kernel reads and writes once what four in a row read and write; not all of them can be fused.
         saves=(0.0, 0.75),
     ),
@@ -398,7 +383,6 @@ ROWS: Final = (
         find=small_operators,
         says="calling {number} takes {share}{rank}.",
         bound="Launch-bound on the host",
-        offers=(COMBINE_OPERATORS, WITHOUT_LOOPS, ALL_AT_ONCE, LARGER_OPERATORS),
         # Compiled C++ calls the operators that are left; arithmetic and what cannot be compiled stay.
         saves=(0.2, 0.8),
         # Until then arithmetic is the larger part of the step: dispatch is 8% of a transformer of four layers on a CPU.

@@ -21,7 +21,6 @@ from lightning_memprof.judge.out_of_memory import remedies_for
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     AGGREGATE_VALIDATION,
-    BOUND_HOLDER,
     BOUND_WORKER_CACHE,
     CHECKPOINT_BLOCKS,
     CHECKPOINT_WITH_FSDP,
@@ -306,7 +305,6 @@ ROWS: Final = (
         remedies=(SMALLER_BATCH,),
         saves=(0.5, 0.5),
         detail=activation_detail,
-        offers=(CHECKPOINT_BLOCKS, CHECKPOINT_WITH_FSDP, HALF_PRECISION),
     ),
     ByteRule(
         id="optimizer_state",
@@ -321,7 +319,6 @@ ROWS: Final = (
         # Adafactor keeps a row and a column of a matrix; 8-bit state is a quarter.
         saves=(0.75, 0.9),
         detail=state_detail,
-        offers=(SHARD_STATE,),
     ),
     ByteRule(
         id="data_memory",
@@ -336,7 +333,6 @@ ROWS: Final = (
         # float16 has half of float32; a mapped file needs none.
         saves=(0.5, 1.0),
         detail=data_detail,
-        offers=(SMALLER_DTYPE,),
     ),
     ByteRule(
         id="validation_memory",
@@ -352,7 +348,6 @@ ROWS: Final = (
         saves=(0.8, 1.0),
         at_most=Severity.WARNING,
         detail=validation_detail,
-        offers=(BOUND_HOLDER,),
     ),
     ByteRule(
         id="peak_elsewhere",
@@ -367,7 +362,6 @@ ROWS: Final = (
         says="The peak RSS is reached in {owner}{rank}, {size} above the training steps.",
         saves=(0.5, 1.0),
         at_most=Severity.WARNING,
-        offers=(IN_PARTS, VALIDATE_IN_SMALLER_BATCHES, SAVE_LESS, NO_GRAD, RECORD_STEP, RECORD_FROM_START),
     ),
     ByteRule(
         id="worker_memory",
@@ -390,6 +384,5 @@ ROWS: Final = (
         # A small part will be more.
         note=POLICY.note,
         at_most=Severity.CRITICAL,
-        offers=(BOUND_WORKER_CACHE, SHARE_CACHE, SAMPLES_IN_ARRAYS),
     ),
 )

@@ -105,7 +105,6 @@ ROWS: Final = (
             "20% to 50% of forward and backward and the GC pauses; of a Python profiler, 2% to 20% of this time."
         ),
         trade_off="The other profiler's output.",
-        offers=(REMOVE_TORCH_PROFILER, REMOVE_PYTHON_PROFILER),
         of=PROFILED,
         find=other_profilers,
         says="Another profiler is on: {profiler} records the training{part}{rank}.",

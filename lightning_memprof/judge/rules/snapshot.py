@@ -24,7 +24,6 @@ from lightning_memprof.judge.remedies import (
     FREE_MEMORY,
     GROW_SEGMENTS,
     HALF_PRECISION,
-    HALF_THE_BYTES_IN_TORCH,
     LESS_FRAGMENTATION,
     LIMIT_ALL_GATHERS,
     LOOK_AT_SITE,
@@ -35,7 +34,6 @@ from lightning_memprof.judge.remedies import (
     RETURN_CACHE,
     ROUND_ALLOCATIONS,
     SMALLER_BATCH,
-    SMALLER_BATCHES_IN_TORCH,
     SMALLER_INPUT,
     SMALLER_WEIGHTS_OR_CACHE,
     WAIT_FOR_EVENT,
@@ -56,8 +54,8 @@ def calls(line: HeldLine) -> str:
 
 
 # Of these, one applies to each program.
-SMALLER: Final = (SMALLER_BATCH, SMALLER_BATCHES_IN_TORCH, SMALLER_INPUT)
-FEWER_BYTES: Final = (HALF_PRECISION, HALF_THE_BYTES_IN_TORCH, SMALLER_WEIGHTS_OR_CACHE)
+SMALLER: Final = (SMALLER_BATCH, SMALLER_INPUT)
+FEWER_BYTES: Final = (HALF_PRECISION, SMALLER_WEIGHTS_OR_CACHE)
 
 
 def fitting(device: DeviceReport, *choices: Remedy) -> tuple[Remedy, ...]:
@@ -395,7 +393,6 @@ OUT_OF_MEMORY: Final = ByteRule(
     saves=(1, 1),
     note=1.0,
     at_most=Severity.CRITICAL,
-    offers=(RELEASE_TENSORS, LOOK_AT_SITE, GROW_SEGMENTS, FEW_LENGTHS, *SMALLER, *FEWER_BYTES),
 )
 ROWS: Final = (
     ByteRule(
@@ -418,7 +415,6 @@ ROWS: Final = (
         note=POLICY.severe,
         least=POLICY.bytes,
         at_most=Severity.WARNING,
-        offers=(GROW_SEGMENTS, FEW_LENGTHS, ROUND_ALLOCATIONS, RETURN_CACHE),
     ),
     ByteRule(
         id="private_pools",
@@ -467,6 +463,5 @@ ROWS: Final = (
         note=POLICY.note,
         least=POLICY.bytes,
         at_most=Severity.WARNING,
-        offers=(NO_EMPTY_CACHE, *SMALLER, GROW_SEGMENTS),
     ),
 )

@@ -40,3 +40,10 @@ def test_a_remedy_applies_where_all_that_it_needs_holds() -> None:
         frozenset[remedies.Need]({"training", "eager"}),
     ))]  # fmt: skip
     assert [each.id for each in applicable({"training", "lightning"}, *choices)] == ["0", "1"]
+
+
+def test_a_program_without_a_trainer_gets_its_own_text_and_no_change_to_try() -> None:
+    found = Remedy(id="later", text="Trainer({n})", in_torch="torch({n})", change="n={n}").filled(n=2)
+    (inside,), (other,) = applicable({"lightning"}, found), applicable({"other program"}, found)
+    assert (inside.id, inside.text, inside.change) == ("later", "Trainer(2)", "n=2")
+    assert (other.id, other.text, other.change) == ("later", "torch(2)", "")

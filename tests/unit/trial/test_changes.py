@@ -57,7 +57,7 @@ FIELDS = {"owner": "Slow.on_train_batch_end", "object": "Slow", "precision": "bf
 
 
 def filled(remedy: judge_remedies.Remedy) -> judge_remedies.Remedy:
-    fields = re.findall(r"\{(\w+)\}", remedy.text + remedy.change)
+    fields = re.findall(r"\{(\w+)\}", remedy.text + remedy.in_torch + remedy.change)
     return remedy.filled(**{field: FIELDS.get(field, "8") for field in fields})
 
 

@@ -16,7 +16,6 @@ from lightning_memprof.judge.remedies import (
     CACHING_ALLOCATOR,
     EXPANDABLE_SEGMENTS,
     FREE_MEMORY,
-    FREE_MEMORY_IN_TORCH,
     FREE_MEMORY_OF_BATCH,
     KEEP_CACHE,
     KEEP_PINNED,
@@ -45,7 +44,6 @@ PINS: Final = re.compile(r"Host(?:Alloc|Register)|MallocHost")
 SHORT: Final[tuple[Remedy, ...]] = (
     EXPANDABLE_SEGMENTS,
     FREE_MEMORY,
-    FREE_MEMORY_IN_TORCH,
     FREE_MEMORY_OF_BATCH,
     KEEP_CACHE,
 )
@@ -160,7 +158,6 @@ ROWS: Final = (
         find=allocator_calls,
         says="Allocator calls leave the GPU idle {share}{rank}, mostly {owner}.",
         unnamed="Allocator calls leave the GPU idle {share}{rank}.",
-        offers=(*SHORT, CACHING_ALLOCATOR, NATIVE_ALLOCATOR, KEEP_PINNED),
         # Calls that only request memory may remain.
         saves=(0.5, 1.0),
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -20,19 +19,14 @@ from lightning_memprof.judge.remedies import (
     FIND_WAITING_RANK,
     GATHER_ONCE,
     OVERLAP_GRADIENTS,
-    OVERLAP_GRADIENTS_IN_TORCH,
     PREFETCH_PARAMETERS,
-    PREFETCH_PARAMETERS_IN_TORCH,
     SEND_BFLOAT16,
-    SEND_BFLOAT16_IN_TORCH,
     SEND_FEWER_BYTES,
     SEND_HALF,
     SEND_LESS_OFTEN,
-    SEND_LESS_OFTEN_IN_TORCH,
     SEND_LESS_PER_TOKEN,
     SHARD_IN_NODE,
     SMALLER_BUCKETS,
-    SMALLER_BUCKETS_IN_TORCH,
     STAY_IN_NODE,
     Remedy,
 )
@@ -45,19 +39,16 @@ UNKNOWN_COLLECTIVE: Final = "an unnamed collective"
 # DistributedDataParallel sends a bucket as soon as it is full, by default with 25 MiB: the last one after backward.
 BUCKET_BYTES: Final = 25 * MIB
 OVERLAP: Final[Mapping[str, tuple[Remedy, ...]]] = {
-    "all_reduce": (OVERLAP_GRADIENTS, OVERLAP_GRADIENTS_IN_TORCH),
-    "gather_scatter": (PREFETCH_PARAMETERS, PREFETCH_PARAMETERS_IN_TORCH),
+    "all_reduce": (OVERLAP_GRADIENTS,),
+    "gather_scatter": (PREFETCH_PARAMETERS,),
     "all_to_all": (EARLY_ALL_TO_ALL,),
     "point_to_point": (FILL_PIPELINE,),
     "other": (EARLY_TRANSFER,),
 }
-SMALLER: Final = (SMALLER_BUCKETS, SMALLER_BUCKETS_IN_TORCH)
 SEND_LESS: Final[Mapping[str, tuple[Remedy, ...]]] = {
     "all_reduce": (
         SEND_LESS_OFTEN,
-        SEND_LESS_OFTEN_IN_TORCH,
         SEND_BFLOAT16,
-        SEND_BFLOAT16_IN_TORCH,
         SEND_LESS_PER_TOKEN,
     ),
     "gather_scatter": (SHARD_IN_NODE, GATHER_ONCE),
@@ -204,7 +195,7 @@ def _next_steps(
         kind = "other"
     overlap, less, window = OVERLAP[kind], SEND_LESS[kind], trace.window
     if kind == "all_reduce" and (cap := _smaller_cap(trace, collectives)):
-        overlap = tuple(choice.filled(size=cap) for choice in SMALLER)
+        overlap = (SMALLER_BUCKETS.filled(size=cap),)
     # Computation hides no more than it takes itself.
     is_most = window is not None and window.communication_ns > window.compute_ns
     return remedies(trace, *steps, *((*less, *overlap) if is_most else (*overlap, *less)))
@@ -245,12 +236,6 @@ ROWS: Final = (
         find=exposed_collectives,
         says="exposed collectives take {share}{rank}{mostly}{name}.",
         bound="Communication-bound",
-        offers=(
-            FIND_LATE_RANK,
-            FIND_WAITING_RANK,
-            COMBINE_COLLECTIVES,
-            *dict.fromkeys(itertools.chain(SMALLER, *OVERLAP.values(), *SEND_LESS.values())),
-        ),
         # A collective sent half as often, or in half of the bytes; at most what there is computation to hide.
         saves=(0.25, 1.0),
     ),

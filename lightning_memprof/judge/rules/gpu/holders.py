@@ -23,7 +23,6 @@ from lightning_memprof.judge.remedies import (
     FUSE_GRADIENTS,
     RECORD_ALLOCATION_STACKS,
     RECORD_STACKS_FROM_START,
-    RELEASE_TENSORS,
     SMALLER_CACHE,
     SMALLER_STATES,
     SMALLER_WEIGHTS,
@@ -173,9 +172,5 @@ ROWS: Final = (
         # The first line to change.
         note=POLICY.bound,
         least=POLICY.bytes,
-        offers=(
-            CHECKPOINT_MODULES, WITHOUT_GRADIENTS, FREE_GRADIENTS, FUSE_GRADIENTS, SMALLER_STATES, SMALLER_WEIGHTS,
-            SMALLER_CACHE, *SMALLER, RELEASE_TENSORS, START_WITH_SITE,
-        ),
     ),
 )  # fmt: skip

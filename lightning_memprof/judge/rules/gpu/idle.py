@@ -19,13 +19,11 @@ from lightning_memprof.judge.remedies import (
     CALL_ONCE,
     CHECK_FEWER_GUARDS,
     COLLECT_BETWEEN_STEPS,
-    COMPARE_WITH_BARE,
     COMPARE_WITH_PULSE,
     COMPILE_ONCE,
     COPY_FROM_PINNED,
     FIND_SLOW_LINES,
     KEEP_ON_DEVICE,
-    KEEP_ON_DEVICE_IN_TORCH,
     LARGER_CALLS,
     LARGER_STEPS,
     LAUNCH_AT_ONCE,
@@ -34,10 +32,7 @@ from lightning_memprof.judge.remedies import (
     MERGE_ALL_TRACES,
     MOVE_OUT_OF_STEP,
     RECORD_HOST,
-    RECORD_LATER,
-    RECORD_LATER_IN_TORCH,
     RECORD_PYTHON_STACKS,
-    RECORD_REPLAY,
     RECORD_WITHOUT,
     REPLAY_GRAPHS,
     RUN_ON_GPU,
@@ -84,7 +79,7 @@ UNSURE: Final[Mapping[Part, tuple[float, float]]] = dict.fromkeys((Part.IDLE_QUE
 ACTION: Final = "[pl][profile]"
 WHOLE_BATCH: Final = "run_training_batch"
 NEXT: Final[Mapping[Part, tuple[Remedy, ...]]] = {
-    Part.IDLE_SYNCHRONIZATION: (KEEP_ON_DEVICE, KEEP_ON_DEVICE_IN_TORCH),
+    Part.IDLE_SYNCHRONIZATION: (KEEP_ON_DEVICE,),
     Part.IDLE_GC_PAUSES: (COLLECT_BETWEEN_STEPS,),
     Part.IDLE_QUEUE: (MERGE_ALL_TRACES,),
 }
@@ -313,7 +308,7 @@ def recordings(facts: Facts) -> Iterator[Found]:
             Fact(source=trace, ledger=ledger, lines=lines),
             Detail(
                 measured=f"{measured}{', recorded with ' if options else ''}{', '.join(options)}",
-                remedies=remedies(trace, *without, COMPARE_WITH_PULSE, COMPARE_WITH_BARE),
+                remedies=remedies(trace, *without, COMPARE_WITH_PULSE),
                 is_note=True,
                 numbers={
                     "profiler_ns": known_ns,
@@ -347,21 +342,6 @@ ROWS: Final = (
         of=WAITS,
         find=idle_devices,
         says="The GPU is idle {share}{rank}.",
-        offers=(
-            *LAUNCH_NEXT,
-            *(remedy for _, remedy in BY_NAME),
-            RUN_ON_GPU,
-            MAKE_ON_GPU,
-            CALL_ONCE,
-            MOVE_OUT_OF_STEP,
-            CALL_LESS_OFTEN,
-            SAVE_IN_BACKGROUND,
-            COLLECT_BETWEEN_STEPS,
-            COPY_FROM_PINNED,
-            MERGE_ALL_TRACES,
-            RECORD_PYTHON_STACKS,
-            RECORD_HOST,
-        ),
         saves=SAVED,
     ),
     Rule(
@@ -375,7 +355,6 @@ ROWS: Final = (
         of=(Part.COLD_START,),
         find=cold_starts,
         says="Cold start: the GPU is idle {share}{rank}; {what}.",
-        offers=(RECORD_LATER, RECORD_LATER_IN_TORCH, RECORD_REPLAY),
         saves=None,
     ),
     Rule(
@@ -390,7 +369,6 @@ ROWS: Final = (
         of=LAUNCHING,
         find=recordings,
         says="The profiler leaves the GPU idle for up to {share}{rank}.",
-        offers=(RECORD_WITHOUT, COMPARE_WITH_PULSE, COMPARE_WITH_BARE),
         saves=None,
     ),
 )

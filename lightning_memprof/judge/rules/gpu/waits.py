@@ -18,9 +18,7 @@ from lightning_memprof.judge.remedies import (
     COPY_INTO_PINNED,
     FIND_SYNC_CALLS,
     KEEP_ON_DEVICE,
-    KEEP_ON_DEVICE_IN_TORCH,
     MOVE_RESULTS_LESS_OFTEN,
-    MOVE_RESULTS_LESS_OFTEN_IN_TORCH,
     NO_BOOLEAN_INDEX,
     NO_BRANCH,
     NO_MASKED_SELECT,
@@ -28,7 +26,6 @@ from lightning_memprof.judge.remedies import (
     NON_BLOCKING_COPY,
     NON_BLOCKING_TO,
     PIN_BATCHES,
-    PIN_BATCHES_IN_TORCH,
     PIN_OWN_TENSORS,
     READ_EVENTS_LATER,
     STAY_ON_GPU,
@@ -49,7 +46,7 @@ from lightning_memprof.judge.traces import (
 )
 from lightning_memprof.units import format_bytes, format_ns
 
-READS: Final = (KEEP_ON_DEVICE, KEEP_ON_DEVICE_IN_TORCH)
+READS: Final = (KEEP_ON_DEVICE,)
 # A gap after a wait: the end of the call, and what the host then does up to the next launch.
 AFTER_WAITS: Final = tuple(part for part in CAUSES if part != Part.IDLE_DATA)
 ADVICE: Final[Mapping[str, tuple[Remedy, ...]]] = {
@@ -106,8 +103,8 @@ def _named(calls: Sequence[Synchronization]) -> str:
 
 
 COPY_NEXT: Final = {
-    "HtoD": (PIN_BATCHES, PIN_BATCHES_IN_TORCH, PIN_OWN_TENSORS),
-    "DtoH": (MOVE_RESULTS_LESS_OFTEN, MOVE_RESULTS_LESS_OFTEN_IN_TORCH, COPY_INTO_PINNED),
+    "HtoD": (PIN_BATCHES, PIN_OWN_TENSORS),
+    "DtoH": (MOVE_RESULTS_LESS_OFTEN, COPY_INTO_PINNED),
 }
 DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
 SUMS: Final = ("total_ns", "count", "bytes")
@@ -177,7 +174,6 @@ ROWS: Final = (
         of=AFTER_WAITS,
         find=synchronizations,
         says="Waits for the GPU ({often}) leave it idle {share}{rank}.",
-        offers=tuple(dict.fromkeys((*itertools.chain(*ADVICE.values()), COPY_FROM_PINNED, FIND_SYNC_CALLS))),
         saves=(0.5, 1.0),
     ),
     Rule(
@@ -193,7 +189,6 @@ ROWS: Final = (
         find=partial(copied, is_pageable=True),
         says="blocking copies {direction} take {share}{rank}.",
         bound="Transfer-bound",
-        offers=(*itertools.chain(*COPY_NEXT.values()), STAY_ON_GPU),
         saves=(0.5, 1.0),
     ),
     Rule(
@@ -207,7 +202,6 @@ ROWS: Final = (
         find=partial(copied, is_pageable=False),
         says="pinned copies {direction} take {share}{rank}.",
         bound="Transfer-bound",
-        offers=(COPY_IN_STREAM, COPY_FEWER_BYTES),
         saves=(0.5, 1.0),
     ),
 )

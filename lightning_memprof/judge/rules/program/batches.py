@@ -119,7 +119,6 @@ ROWS: Final = (
         of=(*PASSES, Part.OPTIMIZER, Part.CALLBACK, Part.UNTRACKED),
         find=small_batches,
         says="Small batch ({samples}): {share} does not depend on the batch size{rank}.",
-        offers=(LARGER_BATCHES, JOIN_BATCHES, STEP_LESS_OFTEN),
         saves=LARGER_BATCH,
         # Each step has some such work, whatever the size of its batch.
         note=POLICY.severe,

@@ -152,7 +152,6 @@ ROWS: Final = (
         of=(*PASSES, Part.OPTIMIZER, Part.RANK_WAIT, Part.UNTRACKED),
         find=synced_passes,
         says="DDP all-reduces in each of {passes} backward passes per optimizer step: {share}{rank}.",
-        offers=(REDUCE_LAST, TRAINER_ACCUMULATES),
         saves=OF_THE_OTHERS,
     ),
 )

@@ -327,18 +327,6 @@ ROWS: Final = (
         find=hot_lines,
         says="{owner} takes {share}{rank}.",
         each=True,
-        offers=(
-            WORK_LESS,
-            WAIT_OUTSIDE,
-            *dict.fromkeys(family.remedy for family in FAMILIES),
-            VECTORIZE,
-            CACHE_PARAMETERS,
-            COMPILE_LOOP,
-            WHOLE_TENSORS,
-            NO_TEXT,
-            LOG_AT_ONCE,
-            RECORD_FUNCTIONS,
-        ),
         saves=SAVED,
     ),
 )

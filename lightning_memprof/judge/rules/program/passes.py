@@ -206,7 +206,6 @@ ROWS: Final = (
         of=(Part.BACKWARD,),
         find=unused_gradients,
         says="Unused gradients take {share}{rank}.",
-        offers=(FREEZE, DETACH_PARTS, TOGGLE_OPTIMIZER),
         saves=FROZEN,
     ),
     Rule(

@@ -124,7 +124,6 @@ ROWS: Final = (
         find=slower_steps,
         says="Steps get slower, {start} to {end}{rank}, most in {phase}: {name}.",
         unnamed="Steps get slower, {start} to {end}{rank}, most in {phase}.",
-        offers=(*dict.fromkeys(phase.remedy for phase in PHASES.values()), REMOVE_AFTER_USE, RECORD_BOTH_ENDS, SHUFFLE),
         # Without what each step adds, the steps are as long as the first ones; some of it may have to stay.
         saves=(0.5, 1.0),
     ),

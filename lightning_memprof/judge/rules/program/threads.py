@@ -70,7 +70,6 @@ ROWS: Final = (
         find=busy_threads,
         says="Busy thread: {thread} uses {busy} of a core; the training thread waits {asleep} of each step{rank}.",
         each=True,
-        offers=(THREAD_LESS, THREAD_AS_PROCESS),
         # The training thread may sleep for another reason: a disk, a lock of a library.
         saves=(0.25, 1.0),
     ),

@@ -526,13 +526,6 @@ def test_a_fault_of_the_training_and_cores_that_others_take_come_by_their_share_
     assert fault.recovers.whole == Facts.of(run).ledgers[0].step_ns
 
 
-def test_of_the_notes_cores_that_others_take_come_by_what_they_are_worth(tmp_path: Path) -> None:
-    data = {"num_workers": 0, "data_bytes": 280 * MIB, "data_largest": "Clips.clips", "data_dtype": "uint8"}
-    training = {"dataloaders": [data]}
-    found = waits_for_a_core(tmp_path, 0.45, load=OTHERS_BUSY, training=training, rss_bytes=lambda _: 1024 * MIB)
-    assert list(found)[:3] == ["nothing_found", "core_wait", "data_memory"]
-
-
 def test_a_wait_of_unknown_cause_comes_before_what_a_training_is_bound_by(tmp_path: Path) -> None:
     assert next(iter(waits_for_a_core(tmp_path, 0.4))) == "core_wait"
 
