@@ -15,6 +15,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Final
@@ -71,7 +72,7 @@ def plain(markdown: str) -> list[str]:
 
 def named(value: object, seen: dict[int, object]) -> Iterator[Remedy]:
     """Yield the remedies that a value is, contains, or names in its code, each once."""
-    value = inspect.unwrap(value) if callable(value) else value
+    value = value.func if isinstance(value, partial) else value
     if id(value) in seen:
         return
     seen[id(value)] = value

@@ -53,7 +53,7 @@ def test_a_trace_is_a_file_that_speedscope_s_format_allows(trace: Path) -> None:
     document = json.loads(out.getvalue())
     validate(document)
     assert sum(len(profile["events"]) for profile in document["profiles"]) == 2 * sum(
-        len(lane.start) for lane in lanes.lanes
+        len(lane.starts) for lane in lanes.lanes
     )
 
 

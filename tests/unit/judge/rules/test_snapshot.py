@@ -115,7 +115,7 @@ BACKWARD = frame("/venv/lib/python3.11/site-packages/torch/autograd/graph.py", "
     [
         ((), ("accumulate_grad_batches=2", "Trainer(precision='bf16-mixed')")),
         ((TRAINING_STEP, LIGHTNING), ("accumulate_grad_batches=2", "Trainer(precision='bf16-mixed')")),
-        ((BACKWARD, TRAIN), ("step the optimizer after several", "torch.autocast")),
+        ((BACKWARD, TRAIN), ("an optimizer step after several", "torch.autocast")),
         ((MODEL, LIGHTNING), ("shorter inputs", "dtype=torch.bfloat16")),
         ((MODEL, TRAIN), ("shorter inputs", "dtype=torch.bfloat16")),
     ],
