@@ -69,6 +69,9 @@ PHASES: Final = tuple(
 )
 TORCH_PROFILER: Final = 1
 PYTHON_PROFILER: Final = 2
+# Why a trace is missing or ends early: of a profiler that the pulse does not see, as ours had Kineto until it started.
+STARTED_PROFILER: Final = "the program started its own torch profiler; the trace ends there"
+LIGHTNING_PROFILER: Final = "Lightning's PyTorchProfiler owns torch.profiler in this run"
 # In the column ``other_profiler``.
 PROFILERS: Final = {TORCH_PROFILER: "torch.profiler", PYTHON_PROFILER: "a Python profiler, such as cProfile,"}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
+from lightning_memprof.artifacts.series import LIGHTNING_PROFILER
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.capture.base import RunContext, TimedPart, no_training_step
 from lightning_memprof.capture.budget import Ledger
@@ -123,7 +124,7 @@ def _unavailable(collector: Collector, run: RunContext) -> str | None:
 
 def _profiler_conflict(profiler: Any) -> str | None:
     if lightning_class(profiler, "PyTorchProfiler") and not getattr(profiler, "idle_actions", False):
-        return "Lightning's PyTorchProfiler owns torch.profiler in this run"
+        return LIGHTNING_PROFILER
     return None
 
 

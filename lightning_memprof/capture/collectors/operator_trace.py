@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_memprof.artifacts.naming import TraceName, numbered, series_path, temporary_name
 from lightning_memprof.artifacts.remote import local_path
+from lightning_memprof.artifacts.series import STARTED_PROFILER
 from lightning_memprof.artifacts.sink import ArtifactSpec
 from lightning_memprof.artifacts.trace_rewriting import write_trace
 from lightning_memprof.capture.base import Collector, OnMark, OnStep, RunContext, SkipWindow
@@ -143,9 +144,8 @@ class OperatorTrace(Collector):
         with run.faults.caught(self.name, "mark", window.index):
             was_running = trace.finish()
         if was_running:
-            reason = "the program started its own torch profiler; the trace ends there"
-            run.note_unavailable(self.name, reason, window)
-            log.info("window %d: %s", window.index, reason)
+            run.note_unavailable(self.name, STARTED_PROFILER, window)
+            log.info("window %d: %s", window.index, STARTED_PROFILER)
         return was_running
 
     def _release(self, profiler: profile) -> None:

@@ -8,7 +8,14 @@ from statistics import median
 from typing import Final
 
 from lightning_memprof.account.parts import Part
-from lightning_memprof.artifacts.series import PROFILERS, PYTHON_PROFILER, TORCH_PROFILER, PulseRow
+from lightning_memprof.artifacts.series import (
+    LIGHTNING_PROFILER,
+    PROFILERS,
+    PYTHON_PROFILER,
+    STARTED_PROFILER,
+    TORCH_PROFILER,
+    PulseRow,
+)
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
@@ -25,6 +32,7 @@ from lightning_memprof.units import format_ns
 PROFILED: Final = (
     *PASSES, Part.OPTIMIZER, Part.CALLBACK, Part.MODULE_HOOK, Part.LOGGING, Part.GC_PAUSES, Part.UNTRACKED, Part.STALL,
 )  # fmt: skip
+OWNERS: Final = (STARTED_PROFILER, LIGHTNING_PROFILER)
 REMOVE: Final = {TORCH_PROFILER: REMOVE_TORCH_PROFILER, PYTHON_PROFILER: REMOVE_PYTHON_PROFILER}
 
 
@@ -38,13 +46,14 @@ def _profiled(facts: Facts, rank: Rank) -> Found | None:
     steps = [row for row in rank.pulse if row.window is None and row.duration_ns is not None]
     kinds = [row.other_profiler for row in steps if row.other_profiler]
     ledger = facts.ledgers.get(rank.rank)
-    if ledger is None or len(kinds) < POLICY.calls:
+    refused = any(row.rank == rank.rank and row.reason in OWNERS for row in facts.run.unavailable)
+    if ledger is None or (len(kinds) < POLICY.calls and not refused):
         return None
-    kind = TORCH_PROFILER if TORCH_PROFILER in kinds else PYTHON_PROFILER
+    kind = TORCH_PROFILER if refused or TORCH_PROFILER in kinds else PYTHON_PROFILER
     excess, others = _beyond_others(steps)
     passes, pauses, work = ledger.ns(*PASSES), ledger.ns(Part.GC_PAUSES), ledger.ns(*PROFILED)
     part = ""
-    if others >= POLICY.steps:
+    if others >= POLICY.steps and len(kinds) >= POLICY.calls:
         part = f" in {len(kinds)} of {len(steps)} steps"
         least = most = min(excess, work)
         why = f"{len(kinds)} steps and those after them take {format_ns(excess)} of {ledger.length_text}"
