@@ -211,7 +211,7 @@ def pauses_detail(facts: Facts, fact: Fact) -> Detail:
     words += [f"mostly in fetches, {how}"] if how else []
     words += [f"cycles held {format_bytes(found.tensor_bytes)} of tensors"] if found and found.tensor_bytes else []
     # Python itself starts a full collection in one step of many.
-    explicit = (FIND_COLLECT,) if recorded and full >= POLICY.most * recorded else ()
+    explicit = (FIND_COLLECT,) if recorded and full >= POLICY.each * recorded else ()
     cycles = (BREAK_CYCLES,) if found and found.tensor_bytes else ()
     text = "; ".join(words)
     return Detail(
