@@ -93,7 +93,13 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def straggler(facts: Facts) -> Finding | None:
-    """Find the rank that the others wait for, and its activity meanwhile."""
+    """Find the rank that the others wait for, and its activity meanwhile.
+
+    All ranks are as slow as the slowest one. Its own collectives are short: on the other ranks the communication looks
+    slow.
+
+    Recovers the time that another rank waits for this one, at most the time that this one causes.
+    """
     found = facts.ranks.straggler if facts.ranks else None
     if found is None:
         return _in_traces(facts.steady_traces)

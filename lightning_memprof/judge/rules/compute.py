@@ -394,10 +394,10 @@ ROWS: Final = (
     Rule(
         id="anomaly_detection",
         about=(
-            "Autograd's anomaly detection is on when the fit starts, or in a recorded forward: it keeps a stack for "
-            "each forward operator and checks every gradient for NaN, which takes 1.4 to 3 times the time."
+            "Autograd's anomaly detection is on: it stores a stack for each forward operator and checks every gradient "
+            "for NaN. A step takes 1.4 to 3 times as long."
         ),
-        trade_off="No stack of the forward when a gradient becomes NaN.",
+        trade_off="No stack of the forward operator when a gradient becomes NaN.",
         of=PASSES,
         find=anomaly_detection,
         says="Anomaly detection is on: forward and backward take {share}{rank}.",
@@ -406,11 +406,11 @@ ROWS: Final = (
     Rule(
         id="double_precision",
         about=(
-            "Saved activations, else parameters, are float64, or modules return it. Half as many numbers fit into a "
-            "vector register and through memory: operators take twice the time on a CPU, and up to 64 times on GPUs "
+            "Saved activations, parameters or outputs of modules are float64. Operators take twice the time on a CPU, "
+            "since half as many numbers fit into a vector register and through memory, and up to 64 times on GPUs "
             "without float64 units."
         ),
-        trade_off="Lower precision, which training does not need.",
+        trade_off="Lower precision; training rarely needs float64.",
         of=WORK,
         find=in_double,
         says="Double precision takes {share}{rank}.",
@@ -424,7 +424,7 @@ ROWS: Final = (
             "as (N, 1) and (N,), and compares all pairs: the model learns the mean of the targets. Needs an operator "
             "trace."
         ),
-        trade_off="None: with two targets per prediction half of the work is needless, with thousands nearly all.",
+        trade_off="None.",
         of=PASSES,
         find=broadcast_loss,
         says="The loss broadcasts: {loss} gets tensors of two shapes: {share}{rank}.",
@@ -434,10 +434,10 @@ ROWS: Final = (
     Rule(
         id="thread_oversubscription",
         about=(
-            "On a CPU, the threads of all ranks of a host are at least twice the cores that the process may use. A "
-            "parallel region ends with its last thread, and waits for threads that do not run."
+            "On a CPU, the ranks of a host together have at least twice as many threads as cores. A parallel region "
+            "ends with its last thread, and waits for threads that have no core."
         ),
-        trade_off="None; at most the share of the threads without a core is recovered.",
+        trade_off="None. It recovers at most the share of the threads without a core.",
         of=COMPUTED,
         find=too_many_threads,
         says="Thread oversubscription: operators use {given} on {cores}.",
@@ -447,11 +447,11 @@ ROWS: Final = (
     Rule(
         id="idle_cores",
         about=(
-            "On a CPU, operators that take 0.1 ms per call or longer use at most half of the physical cores that other "
-            "programs, ranks and DataLoader workers leave in recorded steps: torch.set_num_threads(1), or "
-            "OMP_NUM_THREADS=1, which torchrun sets by default. Needs an operator trace and the use of the cores."
+            "On a CPU, operators of 0.1 ms per call or longer use at most half of the free physical cores, usually "
+            "after torch.set_num_threads(1) or with OMP_NUM_THREADS=1, the default of torchrun. Needs an operator "
+            "trace and the load of the cores."
         ),
-        trade_off="The cores; 1 - threads / cores of these shares is recovered.",
+        trade_off="Fewer cores for other programs. It recovers 1 - threads / cores of these shares.",
         of=PASSES,
         find=on_few_cores,
         says="Operators use {given} on {cores} free cores{rank}: {share} can run in parallel.",
@@ -461,10 +461,10 @@ ROWS: Final = (
     Rule(
         id="dense_embedding",
         about=(
-            "The largest parameter is an Embedding without sparse=True and at least half of all parameters: the "
-            "optimizer updates every row in every step, also those that no sample used."
+            "An Embedding without sparse=True is the largest parameter and has at least half of all parameters: the "
+            "optimizer updates every row in every step, even rows that no sample uses."
         ),
-        trade_off="Momentum and weight decay of rows that the batch does not use.",
+        trade_off="No momentum and weight decay for rows that the batch does not use.",
         of=(Part.OPTIMIZER,),
         find=dense_embedding,
         says="The optimizer updates all rows of the embedding {embedding}: {share}{rank}.",
@@ -479,6 +479,10 @@ ROWS: Final = (
             "with the same settings. Without a faster form it is reported from half of the step on. A loop over fewer "
             "tensors counts for Adam, AdamW and Adagrad where the largest parameters are 16 MiB or more. Without a "
             "run, an operator trace shows the kernels of such a loop on a device."
+        ),
+        when=(
+            "Fewer tensors count for Adam, AdamW and Adagrad if the largest parameters are at least 16 MiB. Without a "
+            "faster form, it is reported from 50% of each step."
         ),
         trade_off="None, or fewer optimizer steps, which recovers half to three quarters of the time.",
         of=(Part.OPTIMIZER,),

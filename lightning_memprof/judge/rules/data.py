@@ -483,18 +483,17 @@ ROWS: Final = (
     Rule(
         id="input_bound",
         about=(
-            "The training loop waits for its batches: fetching the next batch is not hidden behind the step. Every "
-            "step pays the wait, and so do all ranks at the next collective."
+            "The training loop waits for its batches: the next batch is not ready when the step ends. Every step pays "
+            "the wait, and so do all ranks at the next collective."
         ),
         when=(
-            "Waits of a few steps that a busy machine explains are a note. In an operator trace without a pulse, of "
-            "any program, it is the time of DataLoader ranges in which no device is busy, and of one step with three "
-            "quarters of all loading, as at the start of an epoch, a note; without a device the trace needs two steps"
-            " of 10 ms."
+            "`info` if only a few steps wait and a busy machine explains it. In an operator trace alone, the time is "
+            "that of DataLoader ranges in which no device is busy: `info` if one step has three quarters of it, as at "
+            "the start of an epoch; without a device, the trace needs two steps of 10 ms."
         ),
         trade_off=(
-            "none, or memory of the workers. More workers count as far as their measured times, and the cores that "
-            "other programs leave, show that they help."
+            "None, or memory of the workers. More workers count only as far as measured times and free cores show that "
+            "they help."
         ),
         of=(Part.DATA_WAIT, Part.IDLE_DATA),
         find=data_waits,
@@ -511,8 +510,8 @@ ROWS: Final = (
             "again (with spawn) or copies the process, and the first batches are not prefetched."
         ),
         when=(
-            "It is the untracked time of the last step of each epoch, beyond that of the median step, of three epochs"
-            " or more."
+            "Counts the untracked time of the last step of each epoch beyond that of the median step, in at least "
+            "three epochs."
         ),
         trade_off="idle workers keep their memory.",
         of=(Part.DATA_WAIT,),
@@ -525,15 +524,15 @@ ROWS: Final = (
         id="worker_start",
         about=(
             "A DataLoader has more workers than the process has cores, and their start delays the first batches: all "
-            "import, copy and build their tables at the same time, and the first one is ready about as late as the "
+            "of them import and build their tables at the same time, so the first one is ready about as late as the "
             "last."
         ),
         when=(
-            "It is the time of the whole run that fewer workers save: what the first batch of each worker waits "
-            "beyond the mean wait of later steps, at most the mean time that a worker had waited for a core when "
-            "first measured. Workers that wait for disk or network start together and are not counted."
+            "Counts the wait for the first batch of each worker beyond the mean wait of later steps, at most the mean "
+            "time that a worker waited for a core until it was first measured. Workers that wait for disk or network "
+            "do not count."
         ),
-        trade_off="none. It is saved once per run, in steps that the ledger does not contain.",
+        trade_off="None. It recovers this time once per run, in steps that the ledger does not contain.",
         of=(Part.DATA_WAIT,),
         find=starts,
         says="{workers} DataLoader workers for {cores}{rank}: their start takes {delay}, {share} of the run.",
@@ -547,9 +546,8 @@ ROWS: Final = (
             "takes time in proportion to the square of the length."
         ),
         when=(
-            f"At least {percent(POLICY.padding)} of the positions in the recorded batches are padding, by a mask, "
-            "else by a run of one token number, or of zeros, at the end or the start of the sequences. It is their "
-            "share of these parts."
+            "At least 20% of the positions in the recorded batches are padding: by a mask, else by a run of one token "
+            "or of zeros at the start or end of the sequences. Counts their share of forward and backward."
         ),
         trade_off="batches of samples of similar length are less random.",
         of=PASSES,

@@ -54,7 +54,10 @@ class Told(NamedTuple):
 
 
 def worker_died(facts: Facts) -> list[Finding]:
-    """Find a DataLoader worker that a signal killed, or that ended with an exit code of its own."""
+    """Find a DataLoader worker that a signal killed, or that ended with an exit code other than 0.
+
+    The DataLoader raises an error without the reason.
+    """
     dead = [(rank, worker) for rank in facts.run.ranks if rank.in_full for worker in workers(rank) if worker.exit_code]
     if not dead:
         return []
@@ -90,7 +93,7 @@ def _end(worker: Worker) -> str:
 
 
 def hang(facts: Facts) -> list[Finding]:
-    """Find a step that does not end, or one rank that fails, by the rank that the others wait for."""
+    """Find a step that does not end, or a rank that fails, and the rank that the others wait for."""
     found = places(facts.run.ranks)
     if not found:
         return []

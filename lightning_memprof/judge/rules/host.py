@@ -239,8 +239,8 @@ ROWS: Final = (
     Rule(
         id="callback_bound",
         about=(
-            "Hooks of a callback run between batches, on the thread that launches work; an accelerator that has "
-            "finished its queue waits. This package's own callback is not counted."
+            "Hooks of a callback run between batches, on the thread that launches work; an accelerator with an empty "
+            "queue waits. MemProfilerCallback does not count."
         ),
         trade_off="It runs less often.",
         of=(Part.CALLBACK,),
@@ -313,8 +313,8 @@ ROWS: Final = (
     Rule(
         id="metric_bound",
         about=(
-            "update and compute of torchmetrics take much of the step. Curves such as the area under the ROC curve "
-            "sort all predictions since the last reset, which becomes slower with every step."
+            "Calls of update and compute of torchmetrics take much of the step. Curves, such as the area under the ROC "
+            "curve, sort all predictions since the last reset and become slower with every step."
         ),
         trade_off="No values in every step.",
         of=(Part.METRIC,),
@@ -349,9 +349,9 @@ ROWS: Final = (
     Rule(
         id="logging_bound",
         about=(
-            "The logger's log_metrics and save, or the calls of self.log, take much of the step. Reading a logged "
-            "value from the device waits for all work before it, and a logger that sends, draws or rewrites its file "
-            "takes time in addition."
+            "The logger's log_metrics and save, or calls of self.log, take much of the step. Reading a logged value "
+            "from the device waits for all work before it; a logger that uploads, draws or rewrites its file takes "
+            "more."
         ),
         trade_off="No values for the steps that are not logged.",
         of=(Part.LOGGING, Part.SELF_LOG),
@@ -365,7 +365,7 @@ ROWS: Final = (
         id="between_steps",
         about=(
             "Much of the time is outside all phases, callbacks, hooks and loggers: code of the program around the "
-            "batches, or Lightning's loop, which takes 1 to 4 ms."
+            "batches, or Lightning's loop, which takes 1 to 4 ms per step."
         ),
         trade_off="None.",
         of=(Part.UNTRACKED,),

@@ -45,7 +45,7 @@ from lightning_memprof.units import format_bytes, format_count, format_ns, perce
 
 
 def out_of_memory(facts: Facts) -> Finding | None:
-    """Find out-of-memory errors: where the run ended, or how often it continued."""
+    """Find out-of-memory errors: the step and phase, the failed allocation, and why it did not fit."""
     # The page itself shows what the allocator's snapshot says.
     found = autopsies(facts.run, max_bytes=0)
     if not found:
@@ -295,9 +295,9 @@ ROWS: Final = (
     ByteRule(
         id="activation_peak",
         about=(
-            "Activations that autograd saves for backward grow with batch size and sequence length; the rest does not. "
-            "They limit the batch size. The modules that save the most are named, and what checkpointing the repeated "
-            "blocks saves and costs."
+            "Saved activations limit the batch size: they grow with batch size and sequence length. The finding names "
+            "the modules that save the most, and how much memory and time checkpointing of the repeated blocks saves "
+            "and costs."
         ),
         trade_off="Checkpointing computes each block twice; smaller batches are less efficient.",
         of=("activation",),
@@ -309,10 +309,11 @@ ROWS: Final = (
     ByteRule(
         id="optimizer_state",
         about=(
-            "The first optimizer step allocates the optimizer's state, which stays: a model whose first forward and "
-            "backward fit may not fit in its second step. Adam's moments are as large as two copies of the parameters."
+            "The first optimizer step allocates the optimizer's state, which stays live: a model whose first forward "
+            "and backward fit may not fit in its second step. Adam's moments are as large as two copies of the "
+            "parameters."
         ),
-        trade_off="Communication, or convergence of another optimizer.",
+        trade_off="More communication, or slower convergence of another optimizer.",
         of=("optimizer_state",),
         says="Optimizer state is {share} of the peak{rank}: {size}.",
         remedies=(LESS_STATE,),
@@ -323,10 +324,10 @@ ROWS: Final = (
     ByteRule(
         id="data_memory",
         about=(
-            "Tensors and arrays to which the training data set refers, without mapped files. Each rank has its own, "
-            "and with spawn each worker too."
+            "The training data set refers to tensors and arrays in memory; mapped files do not count. Each rank has "
+            "its own copy, and with spawn each worker too."
         ),
-        trade_off="Each sample is converted, or read, every time that it is used.",
+        trade_off="Each sample is converted, or read, whenever it is used.",
         of=("data_set",),
         says="The data set is {share} of the peak RSS{rank}: {size}, mostly {owner}.",
         remedies=(MAP_FILE,),
@@ -337,8 +338,8 @@ ROWS: Final = (
     ByteRule(
         id="validation_memory",
         about=(
-            "The resident memory rises steadily over the batches of a validation: something of each batch is kept. It "
-            "grows with the validation set."
+            "RSS rises steadily over the batches of a validation: something of each batch stays live. It grows with "
+            "the size of the validation set."
         ),
         trade_off="None.",
         of=("validation",),
@@ -356,7 +357,7 @@ ROWS: Final = (
             "while a checkpoint is saved; or the device peak is in a step that was not recorded. The tables of memory "
             "by module and category do not explain this peak."
         ),
-        trade_off="Time, where the same is computed in parts.",
+        trade_off="More time, if the work is split into parts.",
         of=("outside_steps", "unattributed"),
         find=beyond_steps,
         says="The peak RSS is reached in {owner}{rank}, {size} above the training steps.",

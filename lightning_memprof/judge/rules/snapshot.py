@@ -324,7 +324,11 @@ def unused_in_pools(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSn
 
 
 def allocator_retries(facts: Facts) -> Finding | None:
-    """Find retries of the allocator, in the recorded steps or before them."""
+    """Find retries of the allocator: device memory is nearly full, and it frees its cache to serve an allocation.
+
+    A retry waits for all kernels of the device, and the other ranks wait in the next collective. The next stage is an
+    out-of-memory error.
+    """
     found = [
         (max(counts[-1] - counts[0], 0), counts[-1], rank, window)
         for rank in facts.run.in_full.ranks

@@ -127,7 +127,7 @@ ROWS: Final = (
         id="buffer_broadcast",
         about=(
             "DistributedDataParallel sends buffers of 1 MiB or more to all ranks before each forward, and no operator "
-            "hides it. The statistics of BatchNorm, which training changes, do not count. Needs an operator trace."
+            "hides it. Statistics of BatchNorm, which training changes, do not count. Needs an operator trace."
         ),
         trade_off="The ranks' buffers may differ.",
         of=(*PASSES, Part.OPTIMIZER, Part.RANK_WAIT, Part.UNTRACKED),

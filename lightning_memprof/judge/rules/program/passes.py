@@ -198,11 +198,11 @@ ROWS: Final = (
     Rule(
         id="unused_gradients",
         about=(
-            "Backward computes gradients that no optimizer uses: of modules in no optimizer or with a learning rate of "
-            "0; of several optimizers in each pass, although one steps after it; or of one part in the passes of two. "
-            "Needs an operator trace, and optimizers that share no module."
+            "Backward computes gradients that no optimizer uses: for modules in no optimizer or with a learning rate "
+            "of 0, for several optimizers although only one steps after the pass, or for one part in the passes of two "
+            "optimizers. Needs an operator trace, and optimizers that share no module."
         ),
-        trade_off="None; where modules before them train, or passes share them, less of the time is recovered.",
+        trade_off="None. It recovers less if modules before them train, or passes share them.",
         of=(Part.BACKWARD,),
         find=unused_gradients,
         says="Unused gradients take {share}{rank}.",
@@ -211,8 +211,8 @@ ROWS: Final = (
     Rule(
         id="double_backward",
         about=(
-            "Each recorded step builds a graph of gradients (create_graph=True) and runs it. Always a note: a loss of "
-            "derivatives, as in a physics-informed network, needs them. Needs an operator trace of a CPU."
+            "Each recorded step builds a graph of gradients (create_graph=True) and runs it. Always `info`: a loss of "
+            "derivatives, as in a physics-informed network, needs it. Needs an operator trace of a CPU."
         ),
         trade_off="A gradient penalty applies less often.",
         of=PASSES,
@@ -224,8 +224,8 @@ ROWS: Final = (
     Rule(
         id="repeated_backward",
         about=(
-            "Several backward passes run through the same graph for one optimizer, as those of several losses with "
-            "retain_graph=True. The time is that of the passes after the first one. Needs the series saved_tensors."
+            "Several backward passes run through the same graph for one optimizer, such as one per loss with "
+            "retain_graph=True. Counts the passes after the first one. Needs the series saved_tensors."
         ),
         trade_off="None: the gradients of the sum are the same.",
         of=(Part.BACKWARD,),
@@ -238,8 +238,8 @@ ROWS: Final = (
     Rule(
         id="recomputation",
         about=(
-            "Activation checkpointing runs forwards of modules again in backward. A note if the peak is more than a "
-            "quarter of what the memory can hold: the activations may not fit. Needs an operator trace."
+            "Activation checkpointing runs forwards of modules again in backward. `info` if the peak exceeds a quarter "
+            "of the memory: the activations may not fit. Needs an operator trace."
         ),
         trade_off="Memory for the activations that checkpointing does not save.",
         of=PASSES,
