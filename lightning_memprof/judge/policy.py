@@ -45,7 +45,7 @@ class Policy:
         apart: by how many times slow steps exceed the 90th percentile of the others: lengths of batches make a spread
             without a gap.
         few: share of the steps from which on they are not few: the phase is slow in general.
-        stands_out: by how many times a step exceeds the median of a phase to stand out.
+        stands_out: multiple of the median of a phase from which on a step stands out.
         regular: share of the distances between slow steps that are equal: a validation breaks the count.
         each: share of the places of a period that are slow; chance does not hit so many.
         one_step: share of the loading in one step that is a start of workers or of an epoch, not the usual step.
