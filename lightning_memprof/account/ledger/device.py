@@ -172,7 +172,6 @@ class _Host:
         outer: ``(n,)`` row of the event that names the activity: in Python the place around it, else the outermost one
             of the same part.
         shaped: ``(n,)`` row of the innermost operator with recorded inputs; one -1 where the trace has none.
-        modules: the trace's.
         training: lane of the training thread, -1 where the trace has none.
     """
 

@@ -139,8 +139,7 @@ class Rank(_Reader, frozen=True, dict=True):
 
     Of thousands of ranks most are not read ``in_full``: they have no pulse and no artifacts here. ``profiler_pauses``
     are the long ones between two steps of any rank of several, ``(begin, end)`` in nanoseconds since the epoch.
-    ``high_water_bytes`` is the kernel's maximum of the resident memory,
-    of the whole process, when the run ended.
+    ``high_water_bytes`` is the kernel's maximum of the resident memory, of the whole process, when the run ended.
     """
 
     rank: int
