@@ -266,13 +266,12 @@ def without_collections() -> Iterator[None]:
 def test_thousands_of_samples_that_are_fetched_one_by_one_are_named(shown: Any, at_once: bool) -> None:
     table = TensorDataset(torch.randn(3000, 32), torch.randn(3000))
     # Of so many recorded steps, one in which the sampler loses its core does not decide.
-    drawn = {"num_samples": 3000 * 40, "replacement": True}
-    sampler = BatchSampler(RandomSampler(table, **drawn), 3000, drop_last=True)
-    one = RandomSampler(table, **drawn)
+    drawn = RandomSampler(table, num_samples=3000 * 40, replacement=True)
+    sampler = BatchSampler(drawn, 3000, drop_last=True)
     loader = (
         DataLoader(table, sampler=sampler, batch_size=None)
         if at_once
-        else DataLoader(table, batch_size=3000, sampler=one)
+        else DataLoader(table, batch_size=3000, sampler=drawn)
     )
     found = shown("run", Model(), loader)
     steps = [finding["remedies"][0]["text"] for finding in found.values()]

@@ -13,8 +13,8 @@ from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.manifest import OptimizerFacts, ParameterFacts
 from lightning_memprof.artifacts.series import SavedTensorsRow
+from lightning_memprof.judge.cores import core_load, is_oversubscribed, ranks_on_host, torch_threads
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.measures import core_load, is_oversubscribed, ranks_on_host, torch_threads
 from lightning_memprof.judge.operators import DECOMPOSES
 from lightning_memprof.judge.optimizers import FOREACH, FUSED, OF_TORCH
 from lightning_memprof.judge.policy import POLICY

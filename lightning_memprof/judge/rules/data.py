@@ -17,21 +17,17 @@ from lightning_memprof.account.steps.workers import loading, private_memory, wor
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.artifacts.manifest import DataLoaderFacts
 from lightning_memprof.artifacts.series import ProcessRow, ThroughputRow
+from lightning_memprof.judge.cores import free_cores, ranks_on_host, torch_threads
 from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.measures import (
-    Rhythm,
+from lightning_memprof.judge.loading import (
     cores_of_loading,
-    free_cores,
     in_workers,
     line_of_samples,
     loaders_of,
     one_by_one,
-    ranks_on_host,
-    rhythm,
     sample_method,
     slow_function,
     takes_turns,
-    torch_threads,
     wanted_workers,
     worker_method,
     workers_of,
@@ -55,6 +51,7 @@ from lightning_memprof.judge.remedies import (
     WORKERS,
     Remedy,
 )
+from lightning_memprof.judge.rhythm import Rhythm, rhythm
 from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.judge.traces import (
     longest_in,

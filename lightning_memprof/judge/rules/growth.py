@@ -20,7 +20,7 @@ from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule, Fo
 from lightning_memprof.judge.causes import Cause, dataset_name, file_of, growth_text, holder_cause, rank_memory
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Severity
-from lightning_memprof.judge.measures import sample_method, steps_until_full
+from lightning_memprof.judge.loading import sample_method
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     BOUND_SAMPLES,
@@ -338,6 +338,18 @@ def _outliving(device: DeviceAllocations) -> int:
     """Return the bytes at the peak of a window that the forward of an earlier step allocated."""
     peak = device.peak_step or 0
     return sum(site.bytes for site in device.sites if site.phase == "forward" and (site.step or peak) < peak)
+
+
+def steps_until_full(facts: Facts, rank: Rank, bytes_per_step: float, *, on_host: bool) -> int | None:
+    """Return how many more steps growing memory lasts; None if longer than the training, or if either is unknown."""
+    ledger, training = facts.byte_ledgers.get(rank.rank), rank.training
+    if ledger is None or training is None or (ledger.place == "host") != on_host or not ledger.limit_bytes:
+        return None
+    steps = (training.max_steps or 0) * (training.accumulate_grad_batches or 1)
+    ends = min((end for end in (steps, (training.num_batches or 0) * (training.max_epochs or 0)) if end > 0), default=0)
+    free = (ledger.limit_bytes - ledger.outside_bytes) / ledger.sharing - ledger.peak_bytes
+    left = max(free, 0) / bytes_per_step
+    return round(left) if left < ends - len(rank.pulse) else None
 
 
 ROWS: Final = (

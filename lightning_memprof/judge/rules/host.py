@@ -13,19 +13,16 @@ from lightning_memprof.account.steps.pauses import pauses
 from lightning_memprof.account.steps.statistics import typical_steps
 from lightning_memprof.artifacts.series import GC_PAUSE
 from lightning_memprof.judge.actions import work_of_action, work_of_checkpoint, work_of_transfer
-from lightning_memprof.judge.facts import Facts
-from lightning_memprof.judge.measures import (
+from lightning_memprof.judge.cores import (
     CoreLoad,
     core_load,
-    few_steps,
     free_cores,
     is_oversubscribed,
-    loaders_of,
-    one_by_one,
     ranks_on_host,
-    slow_function,
     torch_threads,
 )
+from lightning_memprof.judge.facts import Facts
+from lightning_memprof.judge.loading import loaders_of, one_by_one, slow_function
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     BREAK_CYCLES,
@@ -63,6 +60,7 @@ from lightning_memprof.judge.remedies import (
     VALIDATE_PER_EPOCH,
     Remedy,
 )
+from lightning_memprof.judge.rhythm import few_steps
 from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_count, format_ns, percent

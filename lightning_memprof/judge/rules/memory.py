@@ -16,7 +16,7 @@ from lightning_memprof.judge.byte_rule import ByteDetail, ByteRule, FoundBytes, 
 from lightning_memprof.judge.causes import dataset_name, file_of, growth_text, holder_cause, rank_memory
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Severity, titled
-from lightning_memprof.judge.measures import sample_method
+from lightning_memprof.judge.loading import sample_method
 from lightning_memprof.judge.out_of_memory import remedies_for
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (

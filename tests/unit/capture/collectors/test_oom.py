@@ -328,7 +328,8 @@ def test_the_time_of_recording_is_no_time_of_the_step(
     cuda: FakeCuda, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 1 µs between two readings, and what recording takes.
-    readings, recorded = itertools.count(step=1_000), []
+    readings = itertools.count(step=1_000)
+    recorded: list[int] = []
 
     def reading() -> int:
         return next(readings) + sum(recorded)

@@ -12,7 +12,7 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.workers import calls
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.judge import Facts, Finding, examine, examine_files
-from lightning_memprof.judge.measures import wanted_workers
+from lightning_memprof.judge.loading import wanted_workers
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.schedule import Window
 from trace_reports import MS, idle, trace

@@ -14,7 +14,7 @@ from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
 from lightning_memprof.account.ledger.growth import Growth, left_by_windows, steady_growth
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.judge import Facts, Finding, Severity, examine, verdict_of
-from lightning_memprof.judge.measures import rhythm
+from lightning_memprof.judge.rhythm import rhythm
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.schedule import Window
 from lightning_memprof.units import GIB, MIB, format_ns, percent

@@ -34,8 +34,8 @@ def with_lines(directory: Path, *lines: TimeLine) -> Facts:
 
 
 def forward(share: float, operator: str | None, called: float = 0.0) -> TimeLine:
-    calls = {"called": called, "count": called}
-    return TimeLine(part=Part.FORWARD, module="", operator=operator, ns=share * STEP_NS, **calls)
+    ns = share * STEP_NS
+    return TimeLine(part=Part.FORWARD, module="", operator=operator, ns=ns, called=called, count=called)
 
 
 def looped(operator: str) -> Make:
