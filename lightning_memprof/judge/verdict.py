@@ -19,20 +19,29 @@ from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import RECORD_RUN, REPORT_ERROR
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.rules import (
+    allocator,
+    batches,
+    collectives,
     communication,
     compute,
     data,
+    ddp,
     growth,
     hangs,
+    holders,
     host,
+    idle,
     kernels,
+    lines,
     memory,
+    passes,
     profiler,
+    slowing,
     snapshot,
+    threads,
+    waits,
 )
-from lightning_memprof.judge.rules.gpu import allocator, collectives, holders, idle, waits
-from lightning_memprof.judge.rules.gpu.holders import nothing_in_snapshot
-from lightning_memprof.judge.rules.program import batches, ddp, lines, passes, slowing, threads
+from lightning_memprof.judge.rules.holders import nothing_in_snapshot
 from lightning_memprof.read.run.model import Run
 
 # About memory and the end of a run: valid after any number of steps.

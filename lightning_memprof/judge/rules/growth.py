@@ -33,7 +33,7 @@ from lightning_memprof.judge.remedies import (
     STORE_LESS,
     TRACE_NATIVE,
 )
-from lightning_memprof.judge.rules.snapshot import freed_growth, released
+from lightning_memprof.judge.snapshots import freed_growth, released
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, format_count, percent
 

@@ -8,8 +8,6 @@ from itertools import accumulate
 from typing import Final
 
 from lightning_memprof.account.oom.causes import CAUSES, Cause
-from lightning_memprof.account.snapshot.frames import is_lightning, is_training
-from lightning_memprof.account.snapshot.growth import Growth
 from lightning_memprof.account.snapshot.replay import GROWS, SHRINKS, free_ranges
 from lightning_memprof.account.snapshot.report import DeviceReport, FailedRequest, HeldLine, SnapshotReport, held_lines
 from lightning_memprof.artifacts.series import AllocatorRow
@@ -23,56 +21,21 @@ from lightning_memprof.judge.remedies import (
     FIND_ALLOCATIONS,
     FREE_MEMORY,
     GROW_SEGMENTS,
-    HALF_PRECISION,
     LESS_FRAGMENTATION,
     LIMIT_ALL_GATHERS,
     LOOK_AT_SITE,
-    NAME_HOLDER,
     NO_EMPTY_CACHE,
     ONE_POOL,
-    RELEASE_TENSORS,
     RETURN_CACHE,
     ROUND_ALLOCATIONS,
-    SMALLER_BATCH,
-    SMALLER_INPUT,
-    SMALLER_WEIGHTS_OR_CACHE,
     WAIT_FOR_EVENT,
-    Need,
     Remedy,
-    applicable,
 )
+from lightning_memprof.judge.snapshots import FEWER_BYTES, SMALLER, calls, fitting, freed_growth
 from lightning_memprof.judge.traces import times
 from lightning_memprof.read.run.model import RecordedWindow
 from lightning_memprof.read.stacks import user_frame
 from lightning_memprof.units import format_bytes, format_count, percent
-
-
-def calls(line: HeldLine) -> str:
-    """Return the function that a line of code called for most of its bytes, and whether it called others."""
-    others = " and others" if len(line.called) > 1 else ""
-    return f" (in {line.called[0]}{others})" if line.called else ""
-
-
-# Of these, one applies to each program.
-SMALLER: Final = (SMALLER_BATCH, SMALLER_INPUT)
-FEWER_BYTES: Final = (HALF_PRECISION, SMALLER_WEIGHTS_OR_CACHE)
-
-
-def fitting(device: DeviceReport, *choices: Remedy) -> tuple[Remedy, ...]:
-    """Return the remedies that apply to the program of a snapshot."""
-    lightning: Need = "lightning" if is_lightning(device.snapshot) else "other program"
-    training: Need = "training" if is_training(device.snapshot) else "inference"
-    return applicable({lightning, training}, *choices)
-
-
-def released(growth: Growth) -> Remedy:
-    """Return how to free blocks that pile up."""
-    return RELEASE_TENSORS.filled(made=f"the tensors of {growth.site}", record="")
-
-
-def freed_growth(device: DeviceReport, growth: Growth) -> tuple[Remedy, ...]:
-    """Return the same for the program of a snapshot."""
-    return fitting(device, released(growth), NAME_HOLDER)
 
 
 def _setting(snapshot: SnapshotReport, step: Remedy, setting: str) -> tuple[Remedy, ...]:

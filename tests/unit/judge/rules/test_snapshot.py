@@ -8,7 +8,7 @@ import pytest
 from lightning_memprof.account.snapshot.report import snapshot_report
 from lightning_memprof.judge import Finding, Severity, examine_files
 from lightning_memprof.judge.finding import Recovery
-from lightning_memprof.judge.rules.gpu.holders import nothing_in_snapshot
+from lightning_memprof.judge.rules.holders import nothing_in_snapshot
 from lightning_memprof.units import GIB, MIB
 from snapshots import (
     EMPTY_CACHE,

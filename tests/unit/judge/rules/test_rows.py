@@ -15,7 +15,7 @@ from lightning_memprof.account.ledger.model import TimeLine, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.naming import processes_name
 from lightning_memprof.judge import Facts, Finding, examine
-from lightning_memprof.judge.rules.program import batches, lines, slowing, threads
+from lightning_memprof.judge.rules import batches, lines, slowing, threads
 from lightning_memprof.read.run.load import load_run
 
 MS = 1_000_000

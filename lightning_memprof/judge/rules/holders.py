@@ -30,7 +30,7 @@ from lightning_memprof.judge.remedies import (
     WITHOUT_GRADIENTS,
     Remedy,
 )
-from lightning_memprof.judge.rules.snapshot import (
+from lightning_memprof.judge.snapshots import (
     SMALLER,
     calls,
     fitting,
