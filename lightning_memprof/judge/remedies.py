@@ -211,8 +211,12 @@ SAVE_ASYNC: Final = Remedy(
 )
 LOG_LESS_OFTEN: Final = Remedy(
     id="log_less_often",
-    text="Log less often: Trainer(log_every_n_steps=50), self.log(name, value, on_step=False, on_epoch=True).",
+    text="Log less often: Trainer(log_every_n_steps=50).",
     change="log_every=50",
+)
+SELF_LOG_LESS_OFTEN: Final = Remedy(
+    id="self_log_less_often",
+    text="Call self.log in every Nth batch (if batch_idx % 50 == 0): log_every_n_steps does not make calls cheaper.",
 )
 LOG_AT_ONCE: Final = Remedy(
     id="log_at_once",

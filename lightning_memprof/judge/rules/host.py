@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
+from msgspec.structs import replace
+
 from lightning_memprof.account.ledger.model import TimeLedger
 from lightning_memprof.account.ledger.modules import operator_family
 from lightning_memprof.account.parts import Part
@@ -54,6 +56,7 @@ from lightning_memprof.judge.remedies import (
     SAVE_ASYNC,
     SAVE_LESS,
     SAVE_LESS_OFTEN,
+    SELF_LOG_LESS_OFTEN,
     SKIP_HOOK,
     VALIDATE_LESS_OFTEN,
     VALIDATE_ON_LESS,
@@ -233,6 +236,14 @@ def _in_fetch(rank: Rank) -> bool:
 
 
 # What an action does it can do less often, or in the background: half to all of its time. Lost: as many of its runs.
+def work_of_logging(facts: Facts, fact: Fact) -> Detail:
+    """Return what logging does: calls of self.log cost time in each step, a logger in those that it writes."""
+    found = work_of_action(facts, fact)
+    writes = (LOG_LESS_OFTEN, LOG_CHEAPLY.filled(owner=fact.owner or "the logger"))
+    usual = (SELF_LOG_LESS_OFTEN, LOG_AT_ONCE) if fact.lines[0].part == Part.SELF_LOG else writes
+    return replace(found, remedies=(*found.remedies, *usual))
+
+
 ROWS: Final = (
     Rule(
         id="callback_bound",
@@ -355,9 +366,8 @@ ROWS: Final = (
         of=(Part.LOGGING, Part.SELF_LOG),
         says="Logging takes {share}{rank}, mostly {owner}.",
         unnamed="Logging takes {share}{rank}.",
-        remedies=(LOG_LESS_OFTEN, LOG_AT_ONCE, LOG_CHEAPLY),
         saves=(0.5, 1.0),
-        detail=work_of_action,
+        detail=work_of_logging,
     ),
     Rule(
         id="between_steps",
