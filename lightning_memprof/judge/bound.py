@@ -47,12 +47,13 @@ from lightning_memprof.judge.remedies import (
     RECORD_OPERATORS,
     RECORD_PYTHON_STACKS,
     RECORD_RANKS,
+    RECORD_REPLAY,
     SAVE_IN_BACKGROUND,
     VIEW_TRACE,
     Remedy,
 )
 from lightning_memprof.judge.rule import PASSES
-from lightning_memprof.judge.traces import LATER, fitting, span, times
+from lightning_memprof.judge.traces import LATER, fitting, graph_made, span, times
 from lightning_memprof.read.run.locate import shown_place
 from lightning_memprof.read.run.model import Rank, Run
 from lightning_memprof.units import format_count, format_ns, percent, quoted
@@ -190,10 +191,11 @@ def _sentence(takes: _Takes, ledger: TimeLedger, of: str, more: str = "") -> str
     )
     place = ", mostly {place}" if takes.place else takes.part
     share = percent(takes.ns / ledger.step_ns)
+    title = f"{takes.bound if is_bound else 'No bottleneck'}: {{subject}} {share} of {of}{{size}}{more}{place}."
+    # A name says more than a size: the size goes where the title would be too long with both.
+    whole = title.format(subject=takes.subject, place=takes.place, size=size)
     return titled(
-        f"{takes.bound if is_bound else 'No bottleneck'}: {{subject}} {share} of {of}{size}{more}{place}.",
-        subject=takes.subject,
-        place=takes.place,
+        title.replace("{size}", size if len(whole) <= POLICY.title else ""), subject=takes.subject, place=takes.place
     )
 
 
@@ -327,7 +329,13 @@ def nothing_on_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     span_ns = max(trace.end_ns - trace.start_ns, 1)
     why = f"In {format_ns(span_ns)} the trace has {format_count(trace.host_events, 'event')} on the host."
     remedies: tuple[Remedy, ...] = ()
-    if trace.device_use:
+    if made := graph_made(trace):
+        title, why, remedies = (
+            f"No kernel was recorded: {made}.",
+            f"{why} Its kernels run in replays.",
+            (RECORD_REPLAY,),
+        )
+    elif trace.device_use:
         title = f"Device activity was not recorded: the host {trace.device_use}."
         why, remedies = f"{why} No kernel is in the trace.", (RECORD_DEVICE,)
     elif trace.host_ledger is None:

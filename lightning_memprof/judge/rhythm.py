@@ -135,7 +135,7 @@ def _period_of_places(steps: Sequence[int], seen: Sequence[int]) -> int | None:
     """Return the distance at which nearly each step is slow, for periods with other slow steps in between."""
     slow, known, found = set(steps), set(seen), Counter[int]()
     first, last = min(known), max(known)
-    for before, after in itertools.combinations(steps[:COMPARED], 2):
+    for before, after in itertools.combinations(sorted(slow)[:COMPARED], 2):
         period = after - before
         places = [step for step in range(first + (before - first) % period, last + 1, period) if step in known]
         hits = sum(step in slow for step in places)

@@ -202,11 +202,21 @@ _GRAPH: Final = re.compile("StreamBeginCapture|GraphInstantiate")
 
 def cold_start_of(cause: IdleCause) -> str:
     """Return what the program does in a cold start, as a clause."""
-    if _GRAPH.search(cause.example):
-        return f"the host records a {'HIP' if cause.example.startswith('hip') else 'CUDA'} graph"
+    if made := _graph_made_by(cause.example):
+        return made
     if cause.example.endswith(COMPILES):
         return "torch.compile compiles"
     return f"the host is in {shorter_name(cause.example)}" if cause.example else "the host is in its first calls"
+
+
+def _graph_made_by(call: str) -> str:
+    """Return what a call of the driver does to a graph of kernels, as a clause; empty for other calls."""
+    return f"the host records a {'HIP' if call.startswith('hip') else 'CUDA'} graph" if _GRAPH.search(call) else ""
+
+
+def graph_made(trace: TraceReport) -> str:
+    """Return that the host records a graph of kernels, as a clause, empty if it does not: no kernel runs meanwhile."""
+    return next(filter(None, (_graph_made_by(call.name) for call in trace.runtime_calls)), "")
 
 
 def after_start(trace: TraceReport, cause: IdleCause) -> tuple[Remedy, ...]:

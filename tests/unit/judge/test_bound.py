@@ -172,6 +172,27 @@ def test_a_trace_with_launches_and_no_kernel_asks_for_the_devices_activity(tmp_p
     assert "ProfilerActivity.CUDA" in finding.next_steps[0]
 
 
+def test_a_recording_of_a_graph_without_a_kernel_asks_for_its_replay(tmp_path: Path) -> None:
+    made = Recording()
+    made.call("hipStreamBeginCapture", 5)
+    for _ in range(5):
+        made.work(20, "aten::addmm")
+        made.call("hipLaunchKernel", 5)
+    made.call("hipStreamEndCapture", 5)
+    made.call("hipGraphInstantiate", 400)
+    finding = bound(made, tmp_path)
+    assert finding.title == "No kernel was recorded: the host records a HIP graph."
+    assert finding.remedies[0].id == "record_replay"
+
+
+def test_a_name_is_whole_where_the_size_is_what_makes_a_title_too_long(tmp_path: Path) -> None:
+    made = Recording()
+    made.work(8_000, "aten::addmm")
+    made.work(100, "aten::add")
+    title = bound(made, tmp_path).title
+    assert title == "Compute-bound on the host: matrix multiplication takes 99% of the recorded time."
+
+
 def test_collectives_of_a_host_that_overlap_count_once(tmp_path: Path) -> None:
     made = Recording()
     with made.inside("ProfilerStep#1"):

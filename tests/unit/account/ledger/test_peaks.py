@@ -127,6 +127,14 @@ def test_float32_faster_than_float32_can_be_is_tf32() -> None:
     assert fast.share == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize(("ns", "share"), [(1e6, 1.04), (0.9e6, None)])
+def test_more_than_a_device_can_reach_is_no_share_of_it(ns: float, share: float | None) -> None:
+    achieved = achieved_by([work(ns=ns, flops=104e9)], PEAKS, on_device=True)
+    assert achieved is not None
+    assert achieved.share == pytest.approx(share)
+    assert (" of the " in achieved.text) == (share is not None)
+
+
 def test_without_peaks_the_rate_alone_is_known_and_without_inputs_nothing() -> None:
     achieved = achieved_by([work(ns=1e4, count=10)], None, on_device=True)
     assert achieved is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
 from lightning_memprof.account.ledger.growth import Growth, left_by_windows, steady_growth
@@ -221,6 +222,16 @@ def test_few_steps_are_named_by_their_rhythm(tmp_path: Path, steps: tuple[int, .
     assert few is not None
     assert few.subject == subject
     assert few.steps == steps
+
+
+def test_steps_of_one_number_have_no_distance(tmp_path: Path) -> None:
+    slow = {**HEALTHY, "other": 9 * 10**9}
+    directory = make_run(tmp_path, FakeRun(steps=60, windows=(), phases=lambda _, step: slow if step == 9 else HEALTHY))
+    lead = load_run(directory).lead
+    (row,) = (row for row in lead.pulse if row["step"] == 9)
+    few = rhythm(structs.replace(lead, pulse=(*lead.pulse, row, row)), "other")
+    assert few is not None
+    assert few.period is None
 
 
 def test_a_phase_that_is_slow_in_each_step_has_no_rhythm(tmp_path: Path) -> None:
