@@ -252,7 +252,7 @@ def _change(difference: Difference, style: Style = "") -> Cell:
 
 
 def _group(name: str, changes: Sequence[NamedChange]) -> Section:
-    lead = "warnings that only one side has; the other may have the finding below a warning" if name == "findings" else GROUPS[name][1]
+    lead = "warnings that only one side has" if name == "findings" else GROUPS[name][1]
     if name == "kernels":
         shown = kernel_names(changed.name for changed in changes)
         changes = [replace(changed, name=short) for changed, short in zip(changes, shown, strict=True)]
