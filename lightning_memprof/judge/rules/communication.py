@@ -320,7 +320,7 @@ def fullest_rank(facts: Facts) -> FoundBytes | None:
     return fact, ByteDetail(
         fields={"peak": format_bytes(fact.whole), "others": format_bytes(others)},
         why=(
-            f"That is {fact.size} above the median of the {len(peaks) - 1} other ranks; the fullest rank limits the "
+            f"This is {fact.size} above the median of the {len(peaks) - 1} other ranks; the fullest rank limits the "
             "memory of a step on all."
         ),
         remedies=(FIND_TENSORS.filled(rank=highest), LOAD_TO_HOST)
@@ -349,7 +349,7 @@ BYTE_ROWS: Final = (
             "One rank needs much more memory than the others, on its device or, without one, on the host. The fullest "
             "rank limits the batch size of all; the others' memory is unused."
         ),
-        when="On the host from 20% on: rank 0 also writes logs and checkpoints.",
+        when="On the host at least 20%: rank 0 also writes logs and checkpoints.",
         trade_off="None.",
         find=fullest_rank,
         says="{owner} peaks at {peak} on {place}, the other ranks at {others}.",

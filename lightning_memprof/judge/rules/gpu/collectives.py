@@ -229,8 +229,8 @@ ROWS: Final = (
             "long for fewer bytes, waits for a late rank."
         ),
         trade_off=(
-            "Memory for parameters that stay gathered, bits of gradients that are sent as bfloat16, or larger batches;"
-            " nothing is recovered where the next kernel needs the result."
+            "Memory for parameters that stay gathered, lower precision of gradients sent as bfloat16, or larger "
+            "batches; nothing is recovered where the next kernel needs the result."
         ),
         of=(Part.COLLECTIVE,),
         find=exposed_collectives,
