@@ -181,7 +181,7 @@ FEW_SHAPES: Final = Remedy(
     id="few_shapes", text="Use few shapes: pad to a multiple of 64, or group samples of similar length."
 )
 LOG_RECOMPILES: Final = Remedy(
-    id="log_recompiles", text="See what changes: set TORCH_LOGS=recompiles in the environment."
+    id="log_recompiles", text="Log the cause of each recompilation: set TORCH_LOGS=recompiles in the environment."
 )
 METRIC_PER_EPOCH: Final = Remedy(
     id="metric_per_epoch",
@@ -739,7 +739,7 @@ COMPARE_LINE: Final = Remedy(
 )
 COMPARE_BATCHES: Final = Remedy(
     id="compare_batches",
-    text="Compare rank {rank}{host} with the others: its batch lengths, and what else runs on its cores.",
+    text="Compare rank {rank}{host} with the others: its batch lengths, and other processes on its cores.",
 )
 COMPARE_PART: Final = Remedy(
     id="compare_part",
@@ -1301,7 +1301,7 @@ STAY_ON_GPU: Final = Remedy(
 )
 COPY_FEWER_BYTES: Final = Remedy(
     id="copy_fewer_bytes",
-    text="Copy fewer bytes: uint8 images, bfloat16 tensors, int32 indices; keep what fits on the GPU.",
+    text="Copy fewer bytes: uint8 images, bfloat16 tensors, int32 indices; keep data on the GPU if it fits.",
 )
 COPY_IN_STREAM: Final = Remedy(
     id="copy_in_stream",

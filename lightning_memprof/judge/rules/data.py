@@ -313,7 +313,7 @@ def _loading(trace: TraceReport) -> Iterator[Found]:
     if not has_device and (steps < 2 or ledger.step_ns * ledger.steps < steps * POLICY.short_step_ns):
         return
     in_one = steps > 1 and max(loads) >= POLICY.one_step * loading_ns
-    where = f", {percent(max(loads) / loading_ns)} of it in one of {steps} steps" if in_one else ""
+    where = f", {percent(max(loads) / loading_ns)} of this time in one of {steps} steps" if in_one else ""
     longest = next((cause for cause in trace.idle if cause.cause == Part.IDLE_DATA), None)
     idle = f"; the GPU is idle for {format_ns(ledger.steps * total(lines))} meanwhile" if has_device else ""
     whole = stretch(trace, ledger)[1]

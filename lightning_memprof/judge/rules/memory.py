@@ -111,7 +111,7 @@ def growing_workers(facts: Facts) -> FoundBytes | None:
             "copies": ": they copy objects of the main process" if is_copy else "",
         },
         measured=f"The memory of {format_count(workers, 'worker')} {growth_text(growth)}",
-        why=f"{percent(copied)} of it was shared before: pages are copied when a reference count changes."
+        why=f"{percent(copied)} of this memory was shared before: pages are copied when a reference count changes."
         if is_copy
         else f"{format_bytes(held)} are private, and not part of the RSS of the main process.",
         remedies=(SAMPLES_IN_ARRAYS,) if is_copy else (bound, SHARE_CACHE),

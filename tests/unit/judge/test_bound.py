@@ -396,7 +396,9 @@ def test_a_busy_device_says_what_its_operators_reach_and_what_makes_them_faster(
             made.events[-1]["args"] = arguments
             made.synchronize()
     finding = bound(made, tmp_path)
-    assert finding.why.startswith("aten::mm in float32 reaches 6.87 TFLOP/s, 35% of the 19.5 TFLOP/s of NVIDIA A100")
+    assert finding.why.startswith(
+        "aten::mm in float32 reaches 6.87 TFLOP/s, 35% of the 19.5 TFLOP/s in the NVIDIA A100"
+    )
     assert finding.numbers["flops_per_s"] == pytest.approx(2 * 4096**3 / 0.02)
     assert finding.next_steps[0] == 'Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).'
 

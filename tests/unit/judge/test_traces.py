@@ -211,7 +211,7 @@ def test_exposed_communication_names_the_collective_its_size_and_overlap() -> No
     finding = found(report)["communication_exposed"]
     assert finding.severity is Severity.WARNING
     assert finding.title == "Exposed collectives take 40% of each step on rank 1, mostly all_reduce."
-    assert "20% of all communication overlaps kernels; all_reduce of 25.0 MiB, 10 times" in finding.why
+    assert "20% of all communication overlaps kernels; all_reduce of 25.0 MiB (count 10): " in finding.why
     most = trace(gpu_window=gpu_times(500 * MS, 5 * MS, exposed_ns=250 * MS), collectives=(worst,))
     assert found(most)["communication_exposed"].title.startswith("Communication-bound: ")
     assert "bucket_cap_mb" in finding.next_steps[0]

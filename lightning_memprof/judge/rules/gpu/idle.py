@@ -334,7 +334,7 @@ ROWS: Final = (
             "The time is that of the main cause. If the main cause is Python, operators or launches, and half of "
             f"its time is in gaps shorter than {POLICY.launch_gap_ns / 1e6:g} ms ({POLICY.call_gap_ns / 1000:g} "
             "µs if the named operator or place launches nothing), the host prepares kernels, and the time of all "
-            "three counts: launch-bound from half of the step on. In a trace alone, what it recovers excludes "
+            "three counts: launch-bound from half of the step on. In a trace alone, the recovered time excludes "
             f"the cost of recording. Device events within less than {POLICY.brief_ns / 1e6:g} ms, or mostly in a "
             "cold start, are too few for a finding."
         ),

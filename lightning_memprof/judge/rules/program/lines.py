@@ -156,7 +156,7 @@ def _loops(rank: Rank, ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Ho
         line = spot if loop.module == ROOT else None
         is_named = line is not None and line.is_helper
         least, of_work = IN_BATCHES
-        computing = f", {format_ns(made)} of it to compute parameters" if made else ""
+        computing = f"; computing parameters takes {format_ns(made)} of this time" if made else ""
         detail = Detail(
             says="Python loop: {owner} runs {repeated} {times} times in each forward: {share}{rank}.",
             fields={"repeated": loop.repeated, "times": f"{loop.times:,.0f}"},

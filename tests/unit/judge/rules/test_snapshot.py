@@ -238,7 +238,7 @@ def test_pieces_that_forced_nothing_are_worth_knowing_only(tmp_path):
 
 def test_unused_memory_is_found_without_a_history_too(tmp_path):
     finding = found(tmp_path, snapshot([segment(*pieces(10, 100 * MIB, 100 * MIB))], []))["fragmentation"]
-    assert finding.title == "50% of reserved memory of cuda:0 is unused, all of it between live blocks."
+    assert finding.title == "50% of reserved memory of cuda:0 is unused, all between live blocks."
     assert "expandable_segments:True" in finding.next_steps[0]
     assert finding.recovers is not None
     assert finding.recovers.max == 1000 * MIB
