@@ -244,7 +244,7 @@ def test_unused_memory_is_found_without_a_history_too(tmp_path):
     assert finding.recovers.max == 1000 * MIB
     cached = [segment(*pieces(10, 100 * MIB, 20 * MIB)), segment(unused(64 * GIB, GIB))]
     finding = found(tmp_path, snapshot(cached, []))["fragmentation"]
-    assert "16% of it between live blocks" in finding.title
+    assert "16% of this between live blocks" in finding.title
     assert "empty_cache()" in finding.next_steps[0]
     assert "fragmentation" not in found(tmp_path, snapshot([segment(*pieces(10, 400 * MIB, 100 * MIB))], []))
 
