@@ -130,15 +130,15 @@ def section_of_row(row: Row, functions: Iterable[Judge]) -> str:
     least, most = (percent(share) for share in row.saves or (0, 0))
     shares = most if least == most else f"{least.removesuffix('%')}–{most}"
     if isinstance(row, ByteRule):
-        of = f" is {_listed(row.of)}" if row.of else ""
-        at_least = f", and {format_bytes(row.least)}" if row.least else ""
-        when, unit = f"At least {percent(row.note)} of the peak{of}{at_least}.", "these bytes"
+        of = f", in {_listed(row.of)}" if row.of else ""
+        at_least = f" and {format_bytes(row.least)}" if row.least else ""
+        when, unit = f"At least {percent(row.note)} of the peak{at_least}{of}." if row.note < 1 else "", "these bytes"
     else:
         of = _listed(row.of)
         when, unit = f"At least {percent(row.note)} of each step, in {of}", "this time"
         when += ", and in several steps." if row.repeats else "."
         when += " Each owner is a finding." if row.each else ""
-    when += f" {marked(row.when)}" if row.when else ""
+    when = f"{when} {marked(row.when)}".strip()
     loses = f" Trade-off: {row.trade_off[:1].lower()}{row.trade_off[1:]}" if row.trade_off else ""
     return section(
         marked(row.about),

@@ -53,7 +53,7 @@ from lightning_memprof.judge.remedies import (
     Remedy,
 )
 from lightning_memprof.judge.rule import PASSES
-from lightning_memprof.judge.traces import LATER, fitting, graph_made, span, times
+from lightning_memprof.judge.traces import LATER, fitting, graph_made, span
 from lightning_memprof.read.run.locate import shown_place
 from lightning_memprof.read.run.model import Rank, Run
 from lightning_memprof.units import format_count, format_ns, percent, quoted
@@ -224,8 +224,9 @@ def _place(ledger: TimeLedger, part: Part, ns: float) -> str:
 
 def _work(heaviest: Heaviest, more: str = "") -> str:
     """Return the operators that take most of a module."""
-    leads = f"; {heaviest.leader} has {percent(heaviest.leader_ns / heaviest.ns)} of it" if heaviest.leader else ""
-    return f"{percent(heaviest.family_ns / heaviest.ns)} of {heaviest.module} is {heaviest.family}{more or leads}."
+    leads = f"; {percent(heaviest.leader_ns / heaviest.ns)} is in {heaviest.leader}" if heaviest.leader else ""
+    part = percent(heaviest.family_ns / heaviest.ns)
+    return f"{part} of the time in {heaviest.module} is {heaviest.family}{more or leads}."
 
 
 def _bound(facts: Facts, rank: Rank, early: str) -> Finding:
@@ -327,7 +328,7 @@ def _look_further(run: Run) -> Remedy:
 def nothing_on_host(trace: TraceReport, *, is_alone: bool) -> Finding:
     """Return the largest part of the host's time in a trace without device events."""
     span_ns = max(trace.end_ns - trace.start_ns, 1)
-    why = f"In {format_ns(span_ns)} the trace has {format_count(trace.host_events, 'event')} on the host."
+    why = f"The trace has {format_count(trace.host_events, 'host event')} in {format_ns(span_ns)}."
     remedies: tuple[Remedy, ...] = ()
     if made := graph_made(trace):
         title, why, remedies = (
@@ -374,7 +375,7 @@ def _host(trace: TraceReport, ledger: TimeLedger, *, is_alone: bool) -> tuple[st
         why, remedies = _work(heaviest), (*fitting_line(heaviest.family, None), *able)
     elif trace.program.trains and not _has_backward(ledger):
         outside = f"{percent(takes.ns / ledger.step_ns)} of {span(trace)} is outside operators"
-        return f"Backward was not recorded: {outside}: in backward or in Python.", "", (RECORD_DEVICE,)
+        return f"Backward was not recorded: {outside}, in backward or in Python.", "", (RECORD_DEVICE,)
     else:
         why = ""
         remedies = (MOVE_OUT_OF_STEP.filled(place=takes.place) if takes.place else RECORD_PYTHON_STACKS,)
@@ -388,8 +389,8 @@ def _collectives(trace: TraceReport) -> tuple[str, str]:
     if most is None:
         return "", ""
     count = sum(found.count for found in trace.collectives if found.name == most.name)
-    longest = f"the longest {format_ns(most.max_ns)}, any wait for other ranks included"
-    return most.name, f"{most.name} runs {times(count)}, {longest}."
+    longest = f"the longest takes {format_ns(most.max_ns)}, waits for other ranks included"
+    return most.name, f"The trace has {format_count(count, 'call')} of {most.name}; {longest}."
 
 
 def _has_backward(ledger: TimeLedger) -> bool:

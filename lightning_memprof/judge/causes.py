@@ -38,7 +38,7 @@ def holder_cause(holder: HolderRow) -> Cause:
     count = f"{holder.added:,} " if holder.added else ""
     line = f" ({holder.line})" if holder.line else ""
     size = format_bytes(holder.added_bytes or 0)
-    why = f"{place} gained {count}{holder.content} ({size}) since step {holder.since_step}"
+    why = f"since step {holder.since_step}, {place} gained {count}{holder.content} ({size})"
     detached = (
         "; store .detach() or .item() where the tensor is not needed" if "Tensor" in (holder.content or "") else ""
     )

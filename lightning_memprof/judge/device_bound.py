@@ -75,7 +75,7 @@ def device_bound(trace: TraceReport) -> Finding:
     length = max(window.window_ns, 1)
     named = ", ".join(f"{name} {percent(ns / length)}" for name, ns in parts.items() if ns)
     steps = trace.work_window
-    of_steps = f" (a step takes {format_ns(steps.mean_step_ns)})" if steps is not None else ""
+    of_steps = f" (mean step: {format_ns(steps.mean_step_ns)})" if steps is not None else ""
     family, sentence = _device_bound(trace)
     in_turns = _take_turns(trace)
     sentence = in_turns or sentence
@@ -214,7 +214,7 @@ def _most_work(ledger: TimeLedger, span: str) -> tuple[str | None, str | None]:
     elif compute_ns >= POLICY.bound * ledger.step_ns:
         title = f"Compute-bound: kernels take {percent(compute_ns / ledger.step_ns)} of {span}, {{name}} {share}."
     else:
-        title = f"No bottleneck found: the largest part of {span} is {{name}}, {share}."
+        title = f"No bottleneck: the largest part of {span} is {{name}}, {share}."
     return name, titled(title, name=copies[0] if copies else kernel_name(shown))
 
 

@@ -115,8 +115,8 @@ PIN_MEMORY: Final = Remedy(
 FASTER_FETCH: Final = Remedy(
     id="faster_fetch",
     text=(
-        "Make {owner} faster: read, decode and tokenize once, before training; compute once what stays the same; "
-        "copy and draw only what is used."
+        "Make {owner} faster: read, decode and tokenize once, before training; cache results that do not "
+        "change; skip copies and random numbers that are not used."
     ),
 )
 FASTER_COLLATE: Final = Remedy(
@@ -126,23 +126,21 @@ FASTER_COLLATE: Final = Remedy(
 FASTER_SAMPLER: Final = Remedy(
     id="faster_sampler",
     text=(
-        "Make the sampler faster: draw the indices of an epoch at once, as in torch.multinomial(weights, count)"
-        ".tolist(): workers do not run it."
+        "Make the sampler faster: draw all indices of an epoch at once, such as torch.multinomial(weights, "
+        "count).tolist(). Workers do not run the sampler."
     ),
 )
 FETCH_AT_ONCE: Final = Remedy(
     id="fetch_at_once",
     text=(
-        "Fetch all samples of a batch at once: DataLoader(dataset, sampler=BatchSampler(RandomSampler(dataset), "
-        "{samples}, drop_last=True), batch_size=None); the data set is indexed with a list then."
+        "Fetch all samples of a batch at once: DataLoader(dataset, "
+        "sampler=BatchSampler(RandomSampler(dataset), {samples}, drop_last=True), batch_size=None); the "
+        "data set is then indexed with a list."
     ),
 )
 WITHOUT_LOCK: Final = Remedy(
     id="without_lock",
-    text=(
-        "Let each worker load without the lock in {owner}, through a file or connection of its own that "
-        "worker_init_fn opens."
-    ),
+    text="Remove the lock in {owner}: give each worker its own file or connection, opened in worker_init_fn.",
 )
 SLOW_BATCH: Final = Remedy(
     id="slow_batch", text="Look at the samples of the slow batch; if it starts an epoch, set persistent_workers=True."
@@ -170,18 +168,20 @@ IN_WORKERS: Final = Remedy(
 )
 REMOVE_HOOK: Final = Remedy(
     id="remove_hook",
-    text="Remove the hook {owner}: call remove() of the handle that its registration returned.",
+    text="Remove the hook {owner}: call remove() on the handle that its registration returned.",
 )
-SKIP_HOOK: Final = Remedy(id="skip_hook", text="Do the work of {owner} every N batches: return at once in the others.")
+SKIP_HOOK: Final = Remedy(
+    id="skip_hook", text="Run the hook {owner} every N batches: return at once in the other batches."
+)
 DYNAMIC_SHAPES: Final = Remedy(
     id="dynamic_shapes",
     text="Compile for all shapes: dynamic=True in torch.compile, or torch._dynamo.mark_dynamic(tensor, dimension).",
 )
 FEW_SHAPES: Final = Remedy(
-    id="few_shapes", text="Let few shapes occur: pad to a multiple of 64, or group samples of similar length."
+    id="few_shapes", text="Use few shapes: pad to a multiple of 64, or group samples of similar length."
 )
 LOG_RECOMPILES: Final = Remedy(
-    id="log_recompiles", text="See what changes: set TORCH_LOGS=recompiles in the environment."
+    id="log_recompiles", text="Log the cause of each recompilation: set TORCH_LOGS=recompiles in the environment."
 )
 METRIC_PER_EPOCH: Final = Remedy(
     id="metric_per_epoch",
@@ -224,7 +224,7 @@ LOG_AT_ONCE: Final = Remedy(
 )
 LOG_CHEAPLY: Final = Remedy(
     id="log_cheaply",
-    text="Let {owner} append to its file, or write in a thread, and log no images, histograms or gradients.",
+    text="Make {owner} append to its file or write in a thread; log no images, histograms or gradients.",
 )
 CODE_AROUND_BATCHES: Final = Remedy(
     id="code_around_batches",
@@ -237,7 +237,7 @@ FIND_COLLECT: Final = Remedy(
 )
 FREEZE_OBJECTS: Final = Remedy(
     id="freeze_objects",
-    text="Exempt permanent objects from collections: gc.collect(); gc.freeze() in on_train_start.",
+    text="Exempt permanent objects from collections: call gc.collect() and gc.freeze() in on_train_start.",
     change="gc_freeze",
 )
 CHOOSE_COLLECTIONS: Final = Remedy(
@@ -251,7 +251,7 @@ BREAK_CYCLES: Final = Remedy(
 
 NO_BENCHMARK: Final = Remedy(
     id="no_benchmark",
-    text="Leave cuDNN's benchmark off, Trainer(benchmark=False), or pad batches to a few shapes.",
+    text="Disable cuDNN's benchmark: Trainer(benchmark=False), or pad batches to a few shapes.",
 )
 COMPARE_STEPS: Final = Remedy(
     id="compare_steps",
@@ -275,7 +275,9 @@ GRADIENTS_AT_ONCE: Final = Remedy(
 )
 BUILD_ONCE: Final = Remedy(
     id="build_once",
-    text="Build it once: read the data in setup(), and leave Trainer(reload_dataloaders_every_n_epochs=0) as it is.",
+    text=(
+        "Build it once: read the data in setup(), and keep Trainer(reload_dataloaders_every_n_epochs=0), the default."
+    ),
 )
 SCHEDULE_ONCE: Final = Remedy(
     id="schedule_once",
@@ -293,7 +295,7 @@ RETURN_TENSORS: Final = Remedy(
     text="Return tensors from collate_fn, not lists of numbers: the transfer visits each object of a batch.",
 )
 WHOLE_BATCH: Final = Remedy(
-    id="whole_batch", text="Handle the whole batch at once in {owner}: it calls {often}, for one sample or part each."
+    id="whole_batch", text="Handle the whole batch at once in {owner}: it calls {often}, once per sample or part."
 )
 REUSE_OUTPUTS: Final = Remedy(
     id="reuse_outputs",
@@ -305,29 +307,29 @@ REUSE_OUTPUTS: Final = Remedy(
 READ_ONE_VALUE: Final = Remedy(
     id="read_one_value",
     text=(
-        "Read one value in {owner}: stack the tensors, reduce them on the GPU, then .item(). Every N batches is enough "
-        "where nothing depends on it."
+        "Read one value in {owner}: stack the tensors, reduce them on the GPU, then .item(). If no code "
+        "needs the value in every batch, read it every N batches."
     ),
 )
 NO_SYNC: Final = Remedy(
     id="no_sync",
     text=(
-        "Log without sync_dist=True in the steps, or average one stacked tensor over ranks: each of these values is a "
-        "collective of its own."
+        "Log without sync_dist=True in the steps, or average one stacked tensor over ranks: each synced "
+        "value is a separate collective."
     ),
 )
 NO_BUFFERS: Final = Remedy(
     id="no_buffers",
     text=(
-        "Leave fixed tensors out of checkpoints: self.register_buffer(name, tensor, persistent=False); make them again "
-        "in __init__."
+        "Leave fixed tensors out of checkpoints: self.register_buffer(name, tensor, persistent=False); "
+        "recreate them in __init__."
     ),
 )
 
 LEAVE_OUT: Final = Remedy(
     id="leave_out",
     text=(
-        "Leave large objects out of the checkpoint: self.save_hyperparameters(ignore=[...]), and less in "
+        "Leave large objects out of the checkpoint: self.save_hyperparameters(ignore=[...]); store less in "
         "on_save_checkpoint."
     ),
 )
@@ -336,63 +338,66 @@ LEAVE_OUT: Final = Remedy(
 
 WORK_LESS: Final = Remedy(
     id="work_less",
-    text="Do the work of {owner} once, less often, or on whole tensors; keep what stays the same (register_buffer).",
+    text="Do the work of {owner} once, less often, or on whole tensors; cache constant tensors (register_buffer).",
 )
 WAIT_OUTSIDE: Final = Remedy(
     id="wait_outside",
-    text="Take the wait of {owner} out of the step: do it before training, or in a thread (ThreadPoolExecutor.submit).",
+    text=(
+        "Move the wait in {owner} out of the step: do it before training, or in a thread (ThreadPoolExecutor.submit)."
+    ),
 )
 DECOMPOSE_LESS: Final = Remedy(
     id="decompose_less",
     text=(
-        "Decompose matrices less often, as in every 10th step, or approximate: a power iteration (spectral_norm) for "
-        "the largest singular value, torch.svd_lowrank for a few; solve(A, b) instead of an inverse."
+        "Decompose matrices less often, such as every 10th step, or approximate: power iteration "
+        "(spectral_norm) for the largest singular value, torch.svd_lowrank for a few; solve(A, b) instead "
+        "of an inverse."
     ),
 )
 SORT_LESS: Final = Remedy(
     id="sort_less",
     text=(
-        "Sort less: torch.topk or kthvalue for a few values, torch.bincount or histc for counts, and once what stays "
-        "the same."
+        "Sort less: torch.topk or kthvalue for a few values, torch.bincount or histc for counts; sort "
+        "constant data once."
     ),
 )
 DRAW_FEWER: Final = Remedy(
-    id="draw_fewer", text="Draw fewer random numbers: dropout in fewer places, noise only for what uses it."
+    id="draw_fewer", text="Draw fewer random numbers: dropout in fewer places, noise only where it is used."
 )
 MOVE_LESS: Final = Remedy(
     id="move_less",
     text=(
-        "Copy less: write into one tensor that exists, keep one dtype and layout instead of .to(), .contiguous() and "
-        ".clone() in each step, and stack once instead of a cat for each part."
+        "Copy less: write into one existing tensor, keep one dtype and layout instead of .to(), "
+        ".contiguous() and .clone() in each step, and stack once instead of calling cat for each part."
     ),
 )
 ACCUMULATE_ONCE: Final = Remedy(
-    id="accumulate_once", text="Compute running sums once for all positions, or only for those that are used."
+    id="accumulate_once", text="Compute running sums once for all positions, or only for the positions that are used."
 )
 FUSED_ATTENTION: Final = Remedy(
     id="fused_attention",
     text=(
         "Use the fused kernel: torch.nn.functional.scaled_dot_product_attention(query, key, value), or "
-        "MultiheadAttention(need_weights=False) where nobody reads the weights."
+        "MultiheadAttention(need_weights=False) if the weights are not used."
     ),
 )
 FUSED_MODULE: Final = Remedy(
     id="fused_module",
-    text="Use torch.nn.{fused} instead of {owner}: one fused operator, which also saves less for backward.",
+    text="Use torch.nn.{fused} instead of {owner}: one fused operator that also saves fewer activations for backward.",
 )
 COPY_LESS: Final = Remedy(
     id="copy_less",
     text=(
-        "Copy less in {owner}: refer to what does not change, copy tensors in place (torch._foreach_copy_), or copy in "
-        "every Nth batch."
+        "Copy less in {owner}: keep references to unchanged tensors, copy in place (torch._foreach_copy_), "
+        "or copy every N batches."
     ),
 )
 WRITE_LESS: Final = Remedy(id="write_less", text="Write less often in {owner}: every N batches, or in a thread.")
 KEEP_ITERATOR: Final = Remedy(
     id="keep_iterator",
     text=(
-        "Keep the iterator: make it once, as iterator = iter(loader) in on_train_start, and call next(iterator) in the "
-        "steps; or let the Trainer load both: CombinedLoader."
+        "Keep the iterator: create it once, iterator = iter(loader) in on_train_start, and call "
+        "next(iterator) in the steps; or let the Trainer load both: CombinedLoader."
     ),
 )
 LOAD_BOTH: Final = Remedy(
@@ -401,18 +406,18 @@ LOAD_BOTH: Final = Remedy(
 )
 WHOLE_TENSORS: Final = Remedy(
     id="whole_tensors",
-    text="Compute on whole tensors, and read values back (.item(), .tolist()) once in many steps.",
+    text="Compute on whole tensors, and read values back (.item(), .tolist()) every N steps only.",
 )
 NO_TEXT: Final = Remedy(
     id="no_text",
-    text='Write tensors as text once in many steps, and in messages that are read: logger.debug("%s", tensor).',
+    text='Format tensors as text every N steps only, and in log messages lazily: logger.debug("%s", tensor).',
 )
 RECORD_FUNCTIONS: Final = Remedy(
     id="record_functions", text="See the functions: ExtendedPyTorchProfiler(with_stack=True)."
 )
 CACHE_PARAMETERS: Final = Remedy(
     id="cache_parameters",
-    text="Compute the parameters of {owner} once: with torch.nn.utils.parametrize.cached(): around the loop.",
+    text="Compute the parameters of {owner} once: run the loop under torch.nn.utils.parametrize.cached().",
 )
 VECTORIZE: Final = Remedy(
     id="vectorize",
@@ -422,7 +427,7 @@ VECTORIZE: Final = Remedy(
 )
 COMPILE_LOOP: Final = Remedy(
     id="compile_loop",
-    text="Compile it, so that the loop becomes a few fused kernels: torch.compile(module).",
+    text="Compile the loop into a few fused kernels: torch.compile(module).",
     change="compile",
 )
 LARGER_BATCHES: Final = Remedy(
@@ -453,41 +458,53 @@ TRAINER_ACCUMULATES: Final = Remedy(
 )
 SUM_LOSSES: Final = Remedy(
     id="sum_losses",
-    text="Run one backward for the sum of the losses: each of several with retain_graph=True runs through the graph.",
+    text=(
+        "Run one backward on the sum of the losses: each backward with retain_graph=True runs through the whole graph."
+    ),
 )
-THREAD_LESS: Final = Remedy(id="thread_less", text="Let {owner} do less, or sleep longer between its turns.")
+THREAD_LESS: Final = Remedy(
+    id="thread_less", text="Reduce the work of {owner}, or make it sleep longer between iterations."
+)
 THREAD_AS_PROCESS: Final = Remedy(
     id="thread_as_process",
     text="Run it in a separate process: multiprocessing.get_context('spawn').Process(target=...).",
 )
 REMOVE_AFTER_USE: Final = Remedy(
     id="remove_after_use",
-    text="Remove the hook {owner} after use (handle.remove()), or register it once: each one runs in all later steps.",
+    text=(
+        "Remove the hook {owner} after use (handle.remove()), or register it once: every registered hook "
+        "runs in all later steps."
+    ),
 )
 FIND_IN_DATA: Final = Remedy(
     id="find_in_data",
-    text="Find what the data set keeps, or reads from its start again for each batch: a list, a file, a cache.",
+    text=(
+        "Find data that the data set accumulates, or rereads from the start for each batch: a list, a file, a cache."
+    ),
 )
 FIND_IN_FORWARD: Final = Remedy(
     id="find_in_forward",
     text=(
-        "Find what forward goes through and each step adds to: hooks that are not removed, a list, a cache, a metric."
+        "Find state that each step adds to and forward iterates over: hooks that are not removed, a list, "
+        "a cache, a metric."
     ),
 )
 DETACH_STATE: Final = Remedy(
     id="detach_state",
     text=(
-        "Detach what one step hands to the next (hidden states, losses): backward runs through earlier steps, too. "
-        "Remove hooks that each step registers: handle.remove()."
+        "Detach the state that one step passes to the next (hidden states, losses): backward also runs "
+        "through earlier steps. Remove hooks that each step registers: handle.remove()."
     ),
 )
 FIND_IN_OPTIMIZER: Final = Remedy(
     id="find_in_optimizer",
-    text="Find what is added to the optimizer in each step: parameter groups (add_param_group), hooks.",
+    text="Find additions to the optimizer in each step: parameter groups (add_param_group), hooks.",
 )
 FIND_KEPT: Final = Remedy(
     id="find_kept",
-    text="Find what {owner} keeps from step to step and goes through each time: a list of outputs, a file.",
+    text=(
+        "Find state that {owner} accumulates from step to step and iterates over each time: a list of outputs, a file."
+    ),
 )
 RECORD_BOTH_ENDS: Final = Remedy(
     id="record_both_ends",
@@ -496,15 +513,16 @@ RECORD_BOTH_ENDS: Final = Remedy(
         "MemProfilerCallback(schedule=Schedule(steps=({first}, {last}), active=1))."
     ),
 )
-SHUFFLE: Final = Remedy(id="shuffle", text="Where batches get longer from step to step, shuffle them.")
+SHUFFLE: Final = Remedy(id="shuffle", text="If batches get longer from step to step, shuffle them.")
 
 # Operators, modules, optimizers, cores
 
 FLOAT32: Final = Remedy(
     id="float32",
     text=(
-        "Compute in float32: cast inputs with .float(), remove .double(), torch.set_default_dtype(torch.float64) and "
-        "Trainer(precision='64-true'); NumPy makes float64."
+        "Compute in float32: cast inputs with .float(); remove .double(), "
+        "torch.set_default_dtype(torch.float64) and Trainer(precision='64-true'); NumPy defaults to "
+        "float64."
     ),
 )
 THREADS: Final = Remedy(
@@ -514,14 +532,14 @@ THREADS: Final = Remedy(
 )
 NO_ANOMALY_DETECTION: Final = Remedy(
     id="no_anomaly_detection",
-    text="Switch it off: Trainer(detect_anomaly=False), torch.autograd.set_detect_anomaly(False).",
+    text="Disable it: Trainer(detect_anomaly=False), torch.autograd.set_detect_anomaly(False).",
     change="no_anomaly_detection",
 )
 NO_ANOMALY_REGION: Final = Remedy(
     id="no_anomaly_region",
     text=(
-        "Remove torch.autograd.detect_anomaly() or set_detect_anomaly(True) from the program: it is on in forward, and "
-        "off when the fit starts."
+        "Remove torch.autograd.detect_anomaly() or set_detect_anomaly(True) from the program: it is on in "
+        "forward, but not when the fit starts."
     ),
 )
 FUSED_OPTIMIZER: Final = Remedy(
@@ -544,20 +562,17 @@ FOREACH_OPTIMIZER: Final = Remedy(
 FOREACH_IN_STEP: Final = Remedy(
     id="foreach_in_step",
     text=(
-        "Update all tensors at once in {optimizer}.step: torch._foreach_add_, torch._foreach_mul_ and the like on "
-        "lists of them."
+        "Update all tensors at once in {optimizer}.step: torch._foreach_add_, torch._foreach_mul_ and "
+        "similar, on lists of tensors."
     ),
 )
 JOIN_GROUPS: Final = Remedy(
     id="join_groups",
-    text=(
-        "Join the parameter groups that have the same settings: {settings} instead of {groups}, each with all of its "
-        "parameters."
-    ),
+    text="Merge the parameter groups that have the same settings: {settings} instead of {groups}.",
 )
 DECOMPOSE_IN_STEP: Final = Remedy(
     id="decompose_in_step",
-    text="Decompose in {optimizer}.step less often, as in every 20th step, and reuse the factors in between.",
+    text=("Decompose in {optimizer}.step less often, such as every 20th step, and reuse the factors in between."),
 )
 ACCUMULATE: Final = Remedy(
     id="accumulate",
@@ -599,13 +614,14 @@ TOGGLE_OPTIMIZER: Final = Remedy(
 FREEZE: Final = Remedy(
     id="freeze",
     text=(
-        "Freeze it: self.{module}.requires_grad_(False); where nothing before it trains, call it under torch.no_grad()."
+        "Freeze it: self.{module}.requires_grad_(False); if no module before it trains, call it under torch.no_grad()."
     ),
 )
 LAZY_PENALTY: Final = Remedy(
     id="lazy_penalty",
     text=(
-        "If they are a gradient penalty, apply it in every 16th step, with 16 times its weight (lazy regularization)."
+        "If these gradients are for a penalty, apply it every 16th step, with 16 times its weight (lazy "
+        "regularization)."
     ),
 )
 NO_CREATE_GRAPH: Final = Remedy(
@@ -614,8 +630,8 @@ NO_CREATE_GRAPH: Final = Remedy(
 SAVE_ACTIVATIONS: Final = Remedy(
     id="save_activations",
     text=(
-        "Save the activations: call the modules without torch.utils.checkpoint (gradient_checkpointing=False), or "
-        "checkpoint every second one."
+        "Save the activations: call the modules without torch.utils.checkpoint "
+        "(gradient_checkpointing=False), or checkpoint only every second module."
     ),
 )
 FORWARD_ONCE: Final = Remedy(
@@ -652,8 +668,8 @@ COMPARE_CHANNELS_LAST: Final = Remedy(
 WITH_LIBRARY: Final = Remedy(
     id="with_library",
     text=(
-        "Use a build of torch with oneDNN (torch.backends.mkldnn.is_available()), or a GPU, on a Mac the device mps: "
-        "these convolutions have no library."
+        "Use a build of torch with oneDNN (torch.backends.mkldnn.is_available()), a GPU, or on a Mac the "
+        "device mps: these convolutions run without a library."
     ),
 )
 COMPILE_ALL: Final = Remedy(id="compile_model", text="Fuse its operators: torch.compile(model).", change="compile")
@@ -666,7 +682,7 @@ LESS_WORK: Final = Remedy(
 )
 NO_PAIRS: Final = Remedy(
     id="no_pairs",
-    text="Make no tensor of all pairs: use torch.cdist, a matrix product, or a part of the pairs at a time.",
+    text="Avoid a tensor of all pairs: use torch.cdist, a matrix product, or chunks of the pairs.",
 )
 MORE_WORK: Final = Remedy(
     id="more_work", text="Give each step more work, such as a larger batch, before looking for a bottleneck."
@@ -701,8 +717,8 @@ EQUAL_DATA: Final = Remedy(
 EQUAL_BATCHES: Final = Remedy(
     id="equal_batches",
     text=(
-        "Give all ranks batches of equal size: sort samples by length, and deal them out to the ranks in turn. Rank "
-        "{rank} gets {own} elements per batch, the others {others}."
+        "Give all ranks batches of equal size: sort samples by length, and distribute them round-robin "
+        "over the ranks. Rank {rank} gets {own} elements per batch, the others {others}."
     ),
 )
 COLLECT_TOGETHER: Final = Remedy(
@@ -723,11 +739,11 @@ COMPARE_DEVICES: Final = Remedy(
 )
 COMPARE_LINE: Final = Remedy(
     id="compare_line",
-    text="Do less in {owner} on rank {rank}{host}, or the same on all ranks: the others wait for it.",
+    text="Do less in {owner} on rank {rank}{host}, or the same amount on all ranks: the others wait for it.",
 )
 COMPARE_BATCHES: Final = Remedy(
     id="compare_batches",
-    text="Compare rank {rank}{host} with the others: its batch lengths, and what else runs on its cores.",
+    text="Compare rank {rank}{host} with the others: its batch lengths, and other processes on its cores.",
 )
 COMPARE_PART: Final = Remedy(
     id="compare_part",
@@ -739,7 +755,7 @@ MERGE_TRACES: Final = Remedy(
 )
 FIND_TENSORS: Final = Remedy(
     id="find_tensors",
-    text="Find device tensors of rank {rank} only: rank_zero_only code, longer batches, more layers.",
+    text="Find device tensors that only rank {rank} has: rank_zero_only code, longer batches, more layers.",
 )
 LOAD_TO_HOST: Final = Remedy(
     id="load_to_host",
@@ -749,7 +765,10 @@ LOAD_TO_HOST: Final = Remedy(
 )
 FIND_HOST_MEMORY: Final = Remedy(
     id="find_host_memory",
-    text=("Find host memory of rank {rank} only: gathered outputs of all ranks, rank_zero_only caches, more workers."),
+    text=(
+        "Find host memory that only rank {rank} has: gathered outputs of all ranks, rank_zero_only caches, "
+        "more workers."
+    ),
 )
 FREE_CORES: Final = Remedy(
     id="free_cores",
@@ -773,8 +792,8 @@ FEWER_THREADS: Final = Remedy(
 CHEAPER_FETCH: Final = Remedy(
     id="cheaper_fetch",
     text=(
-        "Make {owner} cheaper, which takes {share} of the fetches: do its work once, before training, or on the part "
-        "of a sample that is used (crop first)."
+        "Make {owner} cheaper: it takes {share} of the fetches. Do its work once, before training, or only "
+        "on the part of a sample that is used (crop first)."
     ),
 )
 
@@ -814,7 +833,9 @@ LESS_STATE: Final = Remedy(
 )
 SMALLER_DTYPE: Final = Remedy(
     id="smaller_dtype",
-    text="Keep the samples as they are stored ({small}) and convert each one in {method}: they are {dtype} in {name}.",
+    text=(
+        "Keep the samples in the dtype of their files ({small}) and convert each one in {method}: {name} is {dtype}."
+    ),
 )
 MAP_FILE: Final = Remedy(
     id="map_file",
@@ -822,7 +843,10 @@ MAP_FILE: Final = Remedy(
 )
 IN_PARTS: Final = Remedy(
     id="in_parts",
-    text="Compute in parts, or add up in each batch, what {owner} needs: it takes {size} beyond the training steps.",
+    text=(
+        "Split the work of {owner} into parts, or accumulate it in each batch: it needs {size} beyond the "
+        "training steps."
+    ),
 )
 VALIDATE_IN_SMALLER_BATCHES: Final = Remedy(
     id="validate_in_smaller_batches",
@@ -846,7 +870,8 @@ SAMPLES_IN_ARRAYS: Final = Remedy(
 BOUND_WORKER_CACHE: Final = Remedy(
     id="bound_worker_cache",
     text=(
-        "Find what {sample} or a function it calls keeps (attribute, global, lru_cache(maxsize=None)), and bound it."
+        "Find the data that {sample} or a function it calls keeps (attribute, global, "
+        "lru_cache(maxsize=None)), and bound it."
     ),
 )
 SHARE_CACHE: Final = Remedy(id="share_cache", text="Each worker has its own copy: cache on disk or in a shared tensor.")
@@ -866,8 +891,8 @@ STORE_LESS: Final = Remedy(
 RELEASE_TENSORS: Final = Remedy(
     id="release_tensors",
     text=(
-        "Find what keeps {made}, such as a list: store numbers (.item()) or copies on the host (.detach().cpu()), or "
-        "clear it.{record}"
+        "Find the object that keeps {made}, such as a list: store numbers (.item()) or copies on the host "
+        "(.detach().cpu()), or clear it{record}."
     ),
 )
 RELEASE_NATIVE: Final = Remedy(
@@ -1027,7 +1052,10 @@ RECORD_LATER: Final = Remedy(
 )
 RECORD_REPLAY: Final = Remedy(
     id="record_replay",
-    text="Record a replay of the graph: start the profiler when the graph is made. An idle GPU is expected here.",
+    text=(
+        "Record a replay of the graph: start the profiler after the capture. During the capture an idle "
+        "GPU is expected."
+    ),
 )
 RECORD_ALL_EVENTS: Final = Remedy(
     id="record_all_events",
@@ -1035,7 +1063,7 @@ RECORD_ALL_EVENTS: Final = Remedy(
 )
 RECORD_SHAPES: Final = Remedy(
     id="record_shapes",
-    text="Record the inputs of operators, for the FLOP/s that they reach: profile(record_shapes=True).",
+    text="Record the input shapes of operators to get their FLOP/s: profile(record_shapes=True).",
 )
 RECORD_HOST: Final = Remedy(
     id="record_host",
@@ -1063,7 +1091,7 @@ ALL_AT_ONCE: Final = Remedy(
 )
 FUSE_MEMORY_BOUND: Final = Remedy(
     id="fuse_memory_bound",
-    text="Fuse operators that are bound by memory: torch.compile(model).",
+    text="Fuse memory-bound operators: torch.compile(model).",
     needs=frozenset({"eager"}),
     change="compile",
 )
@@ -1104,8 +1132,8 @@ COMBINE_OPERATORS: Final = Remedy(
 COMPILE_ONCE: Final = Remedy(
     id="compile_once",
     text=(
-        "Compile once, not in each step: TORCH_LOGS=recompiles prints why torch.compile starts again; for varying "
-        "sizes torch.compile(dynamic=True), for a number that changes a tensor."
+        "Compile once, not in each step: TORCH_LOGS=recompiles prints why torch.compile recompiles; for "
+        "varying sizes use torch.compile(dynamic=True), for a number that changes, a tensor."
     ),
 )
 CHECK_FEWER_GUARDS: Final = Remedy(
@@ -1184,13 +1212,11 @@ UNDER_AUTOCAST: Final = Remedy(
 )
 DEVICES_AT_ONCE: Final = Remedy(
     id="devices_at_once",
-    text=(
-        "Let the GPUs work at once: a part of each batch on each one, or micro-batches in torch.distributed.pipelining."
-    ),
+    text=("Run the GPUs in parallel: split each batch over them, or use micro-batches (torch.distributed.pipelining)."),
 )
 COPY_BETWEEN_LESS: Final = Remedy(
     id="copy_between_less",
-    text="Copy less between GPUs: keep a layer and its inputs on one, and copy each tensor once per step.",
+    text=("Copy less between GPUs: keep a layer and its inputs on one GPU, and copy each tensor once per step."),
 )
 FILL_LESS: Final = Remedy(
     id="fill_less",
@@ -1271,7 +1297,7 @@ COPY_INTO_PINNED: Final = Remedy(
 )
 KEEP_PINNED: Final = Remedy(
     id="keep_pinned",
-    text="Keep pinned memory from step to step: make the tensor once with pin_memory=True, and copy into it.",
+    text=("Keep pinned memory from step to step: make the tensor once with pin_memory=True, and copy into it."),
 )
 STAY_ON_GPU: Final = Remedy(
     id="stay_on_gpu",
@@ -1279,7 +1305,7 @@ STAY_ON_GPU: Final = Remedy(
 )
 COPY_FEWER_BYTES: Final = Remedy(
     id="copy_fewer_bytes",
-    text="Copy fewer bytes: uint8 images, bfloat16 tensors, int32 indices; keep what fits on the GPU.",
+    text="Copy fewer bytes: uint8 images, bfloat16 tensors, int32 indices; keep data on the GPU if it fits.",
 )
 COPY_IN_STREAM: Final = Remedy(
     id="copy_in_stream",
@@ -1351,7 +1377,7 @@ CACHING_ALLOCATOR: Final = Remedy(
 )
 NATIVE_ALLOCATOR: Final = Remedy(
     id="native_allocator",
-    text="Use PyTorch's native allocator: unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF.",
+    text="Use PyTorch's native allocator: remove backend:cudaMallocAsync from PYTORCH_CUDA_ALLOC_CONF.",
 )
 
 SMALLER_BUCKETS: Final = Remedy(
@@ -1379,8 +1405,8 @@ EARLY_ALL_TO_ALL: Final = Remedy(
 FILL_PIPELINE: Final = Remedy(
     id="fill_pipeline",
     text=(
-        "Fill the pipeline: more micro-batches per step, stages that take as long, or an interleaved schedule "
-        "(torch.distributed.pipelining.ScheduleInterleaved1F1B)."
+        "Fill the pipeline: more micro-batches per step, stages of equal duration, or an interleaved "
+        "schedule (torch.distributed.pipelining.ScheduleInterleaved1F1B)."
     ),
 )
 EARLY_TRANSFER: Final = Remedy(
@@ -1430,7 +1456,7 @@ SEND_HALF: Final = Remedy(
 )
 STAY_IN_NODE: Final = Remedy(
     id="stay_in_node",
-    text="Keep more of what is sent on the same node.",
+    text="Keep more of the traffic within a node.",
 )
 SEND_FEWER_BYTES: Final = Remedy(
     id="send_fewer_bytes",
@@ -1511,7 +1537,7 @@ CLEAR_GRADIENTS: Final = Remedy(
     id="clear_gradients",
     text=(
         "Gradients of the last backward are live in forward: unless you accumulate them, call "
-        "optimizer.zero_grad(set_to_none=True) before it."
+        "optimizer.zero_grad(set_to_none=True) before forward."
     ),
 )
 NAME_HOLDER: Final = Remedy(
@@ -1579,7 +1605,7 @@ RECORD_ALLOCATION_STACKS: Final = Remedy(
 )
 RECORD_STACKS_FROM_START: Final = Remedy(
     id="record_stacks_from_start",
-    text="Record stacks from the start of the program: {share} of the {whole} has none.",
+    text="Record stacks from the start of the program: {share} of the {whole} has no stack.",
 )
 
 # Recording
@@ -1609,8 +1635,8 @@ RECORD_WITHOUT: Final = Remedy(
 )
 COMPARE_WITH_PULSE: Final = Remedy(
     id="compare_with_pulse",
-    text="Compare with the steps outside windows, which the pulse has, before acting on idle times.",
-    in_torch="Compare with the step time without the profiler before acting on idle times.",
+    text="Before acting on idle times, compare with the steps outside windows (in the pulse).",
+    in_torch="Before acting on idle times, compare with the step time without the profiler.",
 )
 REPORT_ERROR: Final = Remedy(
     id="report_error",
@@ -1620,7 +1646,7 @@ REPORT_ERROR: Final = Remedy(
 # Hangs
 
 TIMEOUT: Final = Remedy(
-    id="loader_timeout", text="Let a stuck worker raise: DataLoader(timeout=60); num_workers=0 shows its line."
+    id="loader_timeout", text="Make a stuck worker raise: DataLoader(timeout=60); num_workers=0 shows the line."
 )
 SAME_CALLS: Final = Remedy(
     id="same_collectives",
@@ -1632,13 +1658,13 @@ SAME_BATCHES: Final = Remedy(
 )
 LOOK_AT_NETWORK: Final = Remedy(
     id="look_at_network",
-    text="All ranks wait in one collective: look at the network of the nodes; for NCCL set NCCL_DEBUG=INFO.",
+    text="All ranks wait in one collective: check the network of the nodes; for NCCL set NCCL_DEBUG=INFO.",
 )
 LOOK_AT_LINE: Final = Remedy(id="look_at_line", text="Look at {place}: {what}.")
 READ_STACKS: Final = Remedy(id="read_stacks", text="Read the stacks of all threads in {file}.")
 READ_OUTPUT: Final = Remedy(id="read_output", text="Read the end of the output of rank {rank}{kernel}.")
 CONTINUE_PROCESS: Final = Remedy(id="continue_process", text="Continue it: `kill -CONT {pid}` on {host}.")
-DUMP_STACKS: Final = Remedy(id="dump_stacks", text="Look where it is: `py-spy dump --pid {pid}` on {host}.")
+DUMP_STACKS: Final = Remedy(id="dump_stacks", text="Dump its stacks: `py-spy dump --pid {pid}` on {host}.")
 WITHOUT_WORKERS: Final = Remedy(
     id="without_workers",
     text="Run with DataLoader(num_workers=0): the main process then shows the error with its line.",

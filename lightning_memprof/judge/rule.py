@@ -83,9 +83,10 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
         if not self.count:
             return why
         longest = f", the longest {format_ns(self.longest_ns)}" if self.longest_ns else ""
+        noun = "pause" if self.lines[0].part == Part.GC_PAUSES else "call"
         if self.count >= POLICY.calls:
-            return f"{why}: {self.count:,.0f} calls per step{longest}"
-        calls = format_count(round(self.count * self.ledger.steps), "call")
+            return f"{why}: {self.count:,.0f} {noun}s per step{longest}"
+        calls = format_count(round(self.count * self.ledger.steps), noun)
         return f"{why}: {calls} in {format_count(self.ledger.steps, 'step')}{longest}"
 
 

@@ -447,7 +447,7 @@ def test_figures_that_rest_on_recorded_steps_are_told(tmp_path: Path, healthy: d
     finding = found["profiler_overhead"]
     assert finding.severity > Severity.INFO
     assert finding.numbers["share"] > 0.2
-    assert finding.title.startswith("Recording takes")
+    assert finding.title.startswith("Profiler overhead is")
     assert "dear took the most" in finding.next_steps[1]
     # Our own marks lie between the phases, and nobody is told to log less for them.
     assert "between_steps" not in found

@@ -183,7 +183,7 @@ def achieved_by(work: Sequence[OperatorWork], peaks: Peaks | None, *, on_device:
         rate, limit = _flops(flops), _flops(peak or 0)
     if share is not None and share > _MOST:
         share = None
-    against = f", {percent(share)} of the {limit} of {peaks.source}" if peaks and share is not None else ""
+    against = f", {percent(share)} of the {limit} in the {peaks.source}" if peaks and share is not None else ""
     return Achieved(
         on=f" on {first.shapes} tensors",
         text=f"{first.operator} in {first.dtype} reaches {rate}{against}; a call takes {format_ns(ns / count)}.",

@@ -148,12 +148,12 @@ ROWS: Final = (
             "ranks then wait in the next collective."
         ),
         when=(
-            "Calls of a cold start do not count, and where no memory is returned it is a note: the first steps request"
-            f" memory. A collective waits for such a call if it takes {POLICY.multiple} times its median during one. "
-            f"The caching allocator is off if each step requests memory {POLICY.requests} times or more, once for four"
-            " kernels or more often, and returns at least half as often."
+            "Calls of a cold start do not count, and if no memory is returned the finding is `info`: the first "
+            f"steps request memory. A collective waits for such a call if it takes {POLICY.multiple} times its "
+            "median during one. The caching allocator is off if each step requests memory at least "
+            f"{POLICY.requests} times, at least once per four kernels, and returns it at least half as often."
         ),
-        trade_off="A smaller batch, or time to compute activations again.",
+        trade_off="A smaller batch, or time to recompute activations.",
         of=(Part.IDLE_ALLOCATOR, Part.COLLECTIVE),
         find=allocator_calls,
         says="Allocator calls leave the GPU idle {share}{rank}, mostly {owner}.",

@@ -48,7 +48,7 @@ def small_batches(facts: Facts) -> Iterator[Found]:
     detail = Detail(
         fields={"samples": format_count(samples, "sample")},
         measured=(
-            f"Of {ledger.length_text}, "
+            f"In {ledger.length_text}, "
             f"{f'the optimizer takes {format_ns(optimizer)}, the Trainer' if joined == 1 else 'the Trainer takes'} "
             f"{format_ns(around)}, and calling {called:,.0f} operators {format_ns(calling)}"
         ),
@@ -101,9 +101,9 @@ ROWS: Final = (
     Rule(
         id="small_batch",
         about=(
-            "Steps of few samples take much time for work that does not depend on the number of samples: an optimizer "
-            "updates all parameters, Python calls all operators, and these read the parameters, for 2 samples as for "
-            "200."
+            "Steps of few samples spend much time on work that does not depend on the number of samples: the "
+            "optimizer updates all parameters, Python calls all operators, and the operators read the "
+            "parameters, for 2 samples as for 200."
         ),
         when=(
             "A batch has at most 8 samples (or positions, if it is of sequences). The time is that of the optimizer, "
@@ -113,8 +113,8 @@ ROWS: Final = (
             "batches must fit into 70% of the memory as one. Needs an operator trace."
         ),
         trade_off=(
-            "Optimizer steps for the same number of samples, and the memory of larger activations. Where gradients "
-            "accumulate, there are as many optimizer steps, and BatchNorm sees more samples."
+            "Fewer optimizer steps for the same number of samples, and memory for larger activations. Where "
+            "gradients accumulate, the number of optimizer steps stays the same, and BatchNorm sees more samples."
         ),
         of=(*PASSES, Part.OPTIMIZER, Part.CALLBACK, Part.UNTRACKED),
         find=small_batches,

@@ -31,7 +31,7 @@ from lightning_memprof.judge.remedies import (
     Remedy,
 )
 from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
-from lightning_memprof.judge.traces import device_traces, longest_in, remedies, shorter_name, stretch, times
+from lightning_memprof.judge.traces import device_traces, longest_in, remedies, shorter_name, stretch
 from lightning_memprof.units import MIB, format_bytes, format_ns, percent
 
 SHOWN: Final = 3
@@ -162,7 +162,7 @@ def _shown(collective: CollectiveTotals) -> str:
     # A small one takes as long as its start-up.
     if collective.bus_bytes_per_s is not None and (collective.bytes_each or 0) >= POLICY.small_bytes:
         fastest = f", up to {format_bytes(collective.bus_bytes_per_s)}/s of bus bandwidth"
-    return f"{_plain(collective.name)}{size}, {times(collective.count)}, {each}{exposed} exposed{fastest}"
+    return f"{_plain(collective.name)}{size} (count {collective.count:,}): {each}{exposed} exposed{fastest}"
 
 
 def _kind(collective: CollectiveTotals) -> str:
@@ -229,8 +229,8 @@ ROWS: Final = (
             "long for fewer bytes, waits for a late rank."
         ),
         trade_off=(
-            "Memory for parameters that stay gathered, bits of gradients that are sent as bfloat16, or larger batches;"
-            " nothing is recovered where the next kernel needs the result."
+            "Memory for parameters that stay gathered, lower precision of gradients sent as bfloat16, or larger "
+            "batches; nothing is recovered where the next kernel needs the result."
         ),
         of=(Part.COLLECTIVE,),
         find=exposed_collectives,

@@ -115,7 +115,7 @@ def straggler(facts: Facts) -> Finding | None:
         others=[ledger for number, ledger in facts.ledgers.items() if number != found.rank],
         title=_sentence(found),
         owner=found.callback or "",
-        why=_why(found, at_stake) + (f" {SHARED}" if by_chance else line),
+        why=_why(facts, found, at_stake) + (f" {SHARED}" if by_chance else line),
         remedies=_remedies(facts, found, spot),
         evidence=_evidence(facts, rank),
         numbers={
@@ -182,12 +182,13 @@ def _sentence(found: Straggler) -> str:
     return f"{words} {format_ns(found.own_ns)} per step, {format_ns(found.others_ns)} on the others"
 
 
-def _why(found: Straggler, at_stake: float) -> str:
+def _why(facts: Facts, found: Straggler, at_stake: float) -> str:
     part = f"{percent(min(1.0, at_stake / (found.step_ns or 1)))} of a {format_ns(found.step_ns)} step"
     if found.pulse_steps is not None and found.caused_ns is not None:
+        excluded = ", waits for a core excluded" if any(each.ns("core_wait") for each in facts.ledgers.values()) else ""
         return (
             f"Over {found.pulse_steps:,} steps, rank {found.rank} is {format_ns(found.caused_ns)} later than any other "
-            f"rank ({part}), {percent(found.caused_share)} of all lateness; the others wait in collectives."
+            f"rank ({part}{excluded}), {percent(found.caused_share)} of all lateness; the others wait in collectives."
         )
     if found.caused_ns is None:
         return (
@@ -320,7 +321,7 @@ def fullest_rank(facts: Facts) -> FoundBytes | None:
     return fact, ByteDetail(
         fields={"peak": format_bytes(fact.whole), "others": format_bytes(others)},
         why=(
-            f"That is {fact.size} above the median of the {len(peaks) - 1} other ranks; the fullest rank limits the "
+            f"This is {fact.size} above the median of the {len(peaks) - 1} other ranks; the fullest rank limits the "
             "memory of a step on all."
         ),
         remedies=(FIND_TENSORS.filled(rank=highest), LOAD_TO_HOST)
@@ -349,7 +350,7 @@ BYTE_ROWS: Final = (
             "One rank needs much more memory than the others, on its device or, without one, on the host. The fullest "
             "rank limits the batch size of all; the others' memory is unused."
         ),
-        when="On the host from 20% on: rank 0 also writes logs and checkpoints.",
+        when="On the host at least 20%: rank 0 also writes logs and checkpoints.",
         trade_off="None.",
         find=fullest_rank,
         says="{owner} peaks at {peak} on {place}, the other ranks at {others}.",

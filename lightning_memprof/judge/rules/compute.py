@@ -55,7 +55,7 @@ def in_double(facts: Facts) -> Iterator[Found]:
     detail = Detail(
         says=says,
         fields={"doubles": percent(share), "module": module},
-        why="On float64, operators take about twice the time and memory.",
+        why="With float64, operators take about twice the time and memory of float32.",
         numbers={"double_share": share},
         evidence=facts.recorded(rank, "saved_tensors"),
     )
@@ -163,7 +163,7 @@ def anomaly_detection(facts: Facts) -> Iterator[Found]:
     if not in_fit and not any(row.detects_anomaly for row in rows):
         return
     detail = Detail(
-        why="It keeps a stack for each forward operator and checks every gradient for NaN.",
+        why="Autograd stores a stack for each forward operator and checks every gradient for NaN.",
         remedies=(NO_ANOMALY_DETECTION if in_fit else NO_ANOMALY_REGION,),
     )
     yield Fact(source=rank, ledger=ledger, lines=ledger.of(*PASSES)), detail
@@ -200,7 +200,7 @@ def slow_optimizers(facts: Facts) -> Iterator[Found]:
                 says="{optimizer}, one parameter at a time, takes {share}{rank}.",
                 fields={"optimizer": program.loop_optimizer},
                 measured=f"Its kernels take {format_ns(spent)} of {format_ns(ledger.step_ns)}",
-                why="None updates several parameters.",
+                why="No kernel updates several parameters.",
                 remedies=remedies_for(trace, ALL_AT_ONCE),
                 evidence=seen_in(trace),
                 numbers={"optimizer": program.loop_optimizer},
@@ -384,7 +384,7 @@ def broadcast_loss(facts: Facts) -> Iterator[Found]:
     loss = max(found, key=lambda line: line.ns)
     detail = Detail(
         fields={"loss": (loss.operator or "").removeprefix("aten::")},
-        why="It compares each value with several of the other tensor; torch warns of incorrect results.",
+        why="Each value is compared with several values of the other tensor; torch warns of incorrect results.",
         numbers={"loss": loss.operator, "module": loss.module},
     )
     yield Fact(source=rank, ledger=ledger, lines=lines), detail
@@ -397,7 +397,7 @@ ROWS: Final = (
             "Autograd's anomaly detection is on: it stores a stack for each forward operator and checks every gradient "
             "for NaN. A step takes 1.4 to 3 times as long."
         ),
-        trade_off="No stack of the forward operator when a gradient becomes NaN.",
+        trade_off="No forward stack when a gradient becomes NaN.",
         of=PASSES,
         find=anomaly_detection,
         says="Anomaly detection is on: forward and backward take {share}{rank}.",
@@ -406,9 +406,9 @@ ROWS: Final = (
     Rule(
         id="double_precision",
         about=(
-            "Saved activations, parameters or outputs of modules are float64. Operators take twice the time on a CPU, "
-            "since half as many numbers fit into a vector register and through memory, and up to 64 times on GPUs "
-            "without float64 units."
+            "Saved activations, parameters or module outputs are float64. Operators take twice the time on a "
+            "CPU, because vector registers and memory bandwidth hold half as many numbers, and up to 64 times on "
+            "GPUs without float64 units."
         ),
         trade_off="Lower precision; training rarely needs float64.",
         of=WORK,
@@ -427,7 +427,7 @@ ROWS: Final = (
         trade_off="None.",
         of=PASSES,
         find=broadcast_loss,
-        says="The loss broadcasts: {loss} gets tensors of two shapes: {share}{rank}.",
+        says="The loss broadcasts: {loss} gets tensors of different shapes: {share}{rank}.",
         remedies=(SAME_SHAPE,),
         saves=(0.5, 1.0),
     ),
@@ -437,7 +437,7 @@ ROWS: Final = (
             "On a CPU, the ranks of a host together have at least twice as many threads as cores. A parallel region "
             "ends with its last thread, and waits for threads that have no core."
         ),
-        trade_off="None. It recovers at most the share of the threads without a core.",
+        trade_off="None. The remedy saves at most the share of the threads without a core.",
         of=COMPUTED,
         find=too_many_threads,
         says="Thread oversubscription: operators use {given} on {cores}.",
@@ -451,7 +451,7 @@ ROWS: Final = (
             "after torch.set_num_threads(1) or with OMP_NUM_THREADS=1, the default of torchrun. Needs an operator "
             "trace and the load of the cores."
         ),
-        trade_off="Fewer cores for other programs. It recovers 1 - threads / cores of these shares.",
+        trade_off="Fewer cores for other programs. The remedy saves 1 - threads / cores of this time.",
         of=PASSES,
         find=on_few_cores,
         says="Operators use {given} on {cores} free cores{rank}: {share} can run in parallel.",
@@ -474,15 +474,14 @@ ROWS: Final = (
     Rule(
         id="optimizer_bound",
         about=(
-            "An optimizer updates 20 tensors or more one by one although a form for all tensors exists (fused and "
-            "foreach of torch's own, torch._foreach_ functions in one of the program), or in many parameter groups "
-            "with the same settings. Without a faster form it is reported from half of the step on. A loop over fewer "
-            "tensors counts for Adam, AdamW and Adagrad where the largest parameters are 16 MiB or more. Without a "
-            "run, an operator trace shows the kernels of such a loop on a device."
+            "An optimizer updates 20 tensors or more one by one although a faster implementation exists (fused "
+            "or foreach of torch.optim, torch._foreach_ functions in an optimizer of the program), or has many "
+            "parameter groups with the same settings. Without a run, an operator trace shows the kernels of such "
+            "a loop on a device."
         ),
         when=(
-            "Fewer tensors count for Adam, AdamW and Adagrad if the largest parameters are at least 16 MiB. Without a "
-            "faster form, it is reported from 50% of each step."
+            "Adam, AdamW and Adagrad also count with fewer tensors if the largest parameters are at least 16 "
+            "MiB. Without a faster implementation, the optimizer is reported from 50% of each step."
         ),
         trade_off="None, or fewer optimizer steps, which recovers half to three quarters of the time.",
         of=(Part.OPTIMIZER,),

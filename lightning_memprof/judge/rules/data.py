@@ -198,7 +198,7 @@ def _cause(rank: Rank, ledger: TimeLedger, starts: float, few: Rhythm | None) ->
         restart = bool(loaders) and loaders[0].persistent_workers is False
         return Cause(
             how=", as workers restart" if restart else ", as epochs start",
-            why=f"{percent(starts)} of it is at the start of epochs",
+            why=f"{percent(starts)} of the wait is at the start of epochs",
         )
     if (turns := takes_turns(rank)) is not None:
         place = f" in {turns.lock}" if turns.lock else ""
@@ -224,10 +224,8 @@ def _in_workers(rank: Rank, workers: int) -> Cause:
     """Return the function in which workers spend most of a fetch, or that they cannot keep up."""
     cost, (named, state), slow = loading(rank), in_workers(rank), slow_function(rank)
     times = [f"a worker needs {format_ns(cost.fetch_ns)} per batch, mostly {state}"] if cost is not None else []
-    takes = (
-        f"it takes {percent(slow.share)} of a fetch" if slow else f"{format_count(workers, 'worker')} cannot keep up"
-    )
-    why = "; ".join([takes[0].upper() + takes[1:], *times])
+    takes = f"{slow.function} takes {percent(slow.share)} of a fetch" if slow else None
+    why = "; ".join([takes or f"{format_count(workers, 'worker')} cannot keep up", *times])
     owner = slow.function if slow else named
     return Cause(how=", in " if owner else f", with {format_count(workers, 'worker')}", owner=owner, why=why)
 
@@ -251,7 +249,7 @@ def _slowest_part(rank: Rank, ledger: TimeLedger, few: Rhythm | None) -> Cause:
         "sampler": ("the sampler", FASTER_SAMPLER),
     }[part]
     spot, many = line_of_samples(rank, (owner, part)), one_by_one(rank, ledger)[0]
-    found = [f"{spot.text} has {percent(spot.share)} of it{spot.at}"] if spot is not None else []
+    found = [f"{spot.text} has {percent(spot.share)} of this time{spot.at}"] if spot is not None else []
     found += [f"Samples are fetched {many}"] if many else []
     faster = faster.filled(owner=spot.text if spot is not None else named)
     return Cause(how=", in ", owner=named, why="; ".join(found), faster=faster)
@@ -315,7 +313,7 @@ def _loading(trace: TraceReport) -> Iterator[Found]:
     if not has_device and (steps < 2 or ledger.step_ns * ledger.steps < steps * POLICY.short_step_ns):
         return
     in_one = steps > 1 and max(loads) >= POLICY.one_step * loading_ns
-    where = f", {percent(max(loads) / loading_ns)} of it in one of {steps} steps" if in_one else ""
+    where = f", {percent(max(loads) / loading_ns)} of this time in one of {steps} steps" if in_one else ""
     longest = next((cause for cause in trace.idle if cause.cause == Part.IDLE_DATA), None)
     idle = f"; the GPU is idle for {format_ns(ledger.steps * total(lines))} meanwhile" if has_device else ""
     whole = stretch(trace, ledger)[1]
@@ -347,7 +345,9 @@ def restarts(facts: Facts) -> Iterator[Found]:
         return
     loaders = loaders_of(fact.rank)
     settings = f"; {_settings(loaders)}" if loaders else ""
-    between = f"{format_ns(fact.ns / fact.count)} between epochs, once every {1 / fact.count:,.0f} steps"
+    between = (
+        f"{format_ns(fact.ns / fact.count)} between epochs, once every {format_count(round(1 / fact.count), 'step')}"
+    )
     yield fact, Detail(measured=between + settings, numbers={"restart_ns": fact.ns, "epochs_per_step": fact.count})
 
 
@@ -414,8 +414,8 @@ def starts(facts: Facts) -> Iterator[Found]:
     ledger, steps = facts.ledgers[rank.rank], len(rank.pulse)
     lines = (TimeLine(part=Part.DATA_WAIT, ns=stats.mean(start.saved_ns) / steps),)
     private, cost = max(private_memory(rank), default=0), loading(rank)
-    needs = f", which needs {format_ns(cost.fetch_ns)} per batch" if cost else ""
-    held = f"; all workers have {format_bytes(private)} of private memory" if private else ""
+    needs = f"; a worker needs {format_ns(cost.fetch_ns)} per batch" if cost else ""
+    held = f"; the workers together have {format_bytes(private)} of private memory" if private else ""
     yield (
         Fact(source=rank, ledger=replace(ledger, step_ns=start.run_ns / steps, lines=lines), lines=lines),
         Detail(
@@ -427,8 +427,8 @@ def starts(facts: Facts) -> Iterator[Found]:
                 "wanted": start.wanted,
             },
             measured=(
-                f"When first measured, a worker{needs}, had waited {format_ns(start.waited_ns)} for a core; later "
-                f"steps wait {format_ns(start.usual_ns)} for a batch{held}"
+                f"By its first measurement, a worker had waited {format_ns(start.waited_ns)} for a core (mean)"
+                f"{needs}; later steps wait {format_ns(start.usual_ns)} for a batch{held}"
             ),
             numbers={
                 "workers": start.workers,
@@ -484,13 +484,14 @@ ROWS: Final = (
             "the wait, and so do all ranks at the next collective."
         ),
         when=(
-            "`info` if only a few steps wait and a busy machine explains it. In an operator trace alone, the time is "
-            "that of DataLoader ranges in which no device is busy: `info` if one step has three quarters of it, as at "
-            "the start of an epoch; without a device, the trace needs two steps of 10 ms."
+            "`info` if only a few steps wait and a busy machine explains it. In an operator trace alone, the "
+            "time is that of DataLoader ranges in which the device is idle: `info` if one step has three "
+            "quarters of it, such as the start of an epoch. Without a device, the trace needs at least two steps "
+            "of 10 ms."
         ),
         trade_off=(
-            "None, or memory of the workers. More workers count only as far as measured times and free cores show that "
-            "they help."
+            "None, or memory of the workers. More workers count only as far as measured times and free cores "
+            "show that they help."
         ),
         of=(Part.DATA_WAIT, Part.IDLE_DATA),
         find=data_waits,
@@ -510,26 +511,26 @@ ROWS: Final = (
             "Counts the untracked time of the last step of each epoch beyond that of the median step, in at least "
             "three epochs."
         ),
-        trade_off="idle workers keep their memory.",
+        trade_off="Idle workers keep their memory.",
         of=(Part.DATA_WAIT,),
         find=restarts,
-        says="DataLoader workers restart in every epoch: {share}{rank} (persistent_workers=False).",
+        says="DataLoader workers restart every epoch: {share}{rank} (persistent_workers=False).",
         remedies=(PERSISTENT_WORKERS, LONGER_EPOCHS),
         saves=(0.5, 1.0),
     ),
     Rule(
         id="worker_start",
         about=(
-            "A DataLoader has more workers than the process has cores, and their start delays the first batches: all "
-            "of them import and build their tables at the same time, so the first one is ready about as late as the "
-            "last."
+            "A DataLoader has more workers than the process has cores, and their start delays the first batches: "
+            "all workers import and build their tables at the same time, so the first one is ready about as late "
+            "as the last."
         ),
         when=(
             "Counts the wait for the first batch of each worker beyond the mean wait of later steps, at most the mean "
             "time that a worker waited for a core until it was first measured. Workers that wait for disk or network "
             "do not count."
         ),
-        trade_off="None. It recovers this time once per run, in steps that the ledger does not contain.",
+        trade_off="None. The remedy saves this time once per run, in steps that are not in the ledger.",
         of=(Part.DATA_WAIT,),
         find=starts,
         says="{workers} DataLoader workers for {cores}{rank}: their start takes {delay}, {share} of the run.",
@@ -539,14 +540,15 @@ ROWS: Final = (
     Rule(
         id="padding",
         about=(
-            "Much of each batch of sequences is padding: the model computes on positions that hold no data. Attention "
-            "takes time in proportion to the square of the length."
+            "Much of each batch of sequences is padding: the model computes on positions without data. The time "
+            "of attention grows with the square of the length."
         ),
         when=(
-            "At least 20% of the positions in the recorded batches are padding: by a mask, else by a run of one token "
-            "or of zeros at the start or end of the sequences. Counts their share of forward and backward."
+            "At least 20% of the positions in the recorded batches are padding, according to a mask, or else a "
+            "run of one token or of zeros at the start or end of the sequences. Counts their share of forward "
+            "and backward."
         ),
-        trade_off="batches of samples of similar length are less random.",
+        trade_off="Batches of samples of similar length are less random.",
         of=PASSES,
         find=padding,
         says="Padding: {share} of the positions in a batch are padding{rank}.",

@@ -148,7 +148,7 @@ ROWS: Final = (
             "are added to those of the pass before, and the run has at least 1.75 backward passes per optimizer step. "
             "Not if the optimizer evaluates a closure several times, as LBFGS does."
         ),
-        trade_off="None; of n passes per step, (n - 1) / n of these shares are recovered.",
+        trade_off="None; of n passes per step, (n - 1) / n of this time is recovered.",
         of=(*PASSES, Part.OPTIMIZER, Part.RANK_WAIT, Part.UNTRACKED),
         find=synced_passes,
         says="DDP all-reduces in each of {passes} backward passes per optimizer step: {share}{rank}.",

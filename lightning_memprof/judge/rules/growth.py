@@ -201,7 +201,7 @@ def _cause(facts: Facts, rank: Rank, growth: Growth, survivors: Sequence[_Surviv
         if native is not None:
             remedy = RELEASE_NATIVE.filled(made=made)
             return Cause(f"tensors of {owner}, {native.owner}", f"{survivor.shown}; {native.why}", remedy)
-        record = "" if site.line else " ExtendedPyTorchProfiler(with_stack=True) records its line."
+        record = "" if site.line else "; ExtendedPyTorchProfiler(with_stack=True) records its line"
         return Cause(f"tensors of {owner}", survivor.shown, RELEASE_TENSORS.filled(made=made, record=record))
     memory = rank_memory(facts, rank)
     saved = memory.activations if memory is not None else None
@@ -229,7 +229,7 @@ def _outside(holders: Holders) -> Cause | None:
     if row is None or row.kind not in OUTSIDE:
         return None
     link, owner, why, remedy = OUTSIDE[row.kind]
-    evidence = f"no Python object refers to {format_bytes(row.added_bytes or 0)} of it: {why}"
+    evidence = f"no Python object refers to {format_bytes(row.added_bytes or 0)}: {why}"
     return Cause(owner, evidence, remedy, link=link)
 
 
@@ -356,20 +356,20 @@ ROWS: Final = (
     ByteRule(
         id="memory_growth",
         about=(
-            "Memory grows with every step, on the host (RSS), on the device (peak), or on the device of a snapshot, in "
-            "the blocks of one function. The run runs out of memory, often hours later and in a step unrelated to the "
-            "cause. Named are the variable that keeps the memory, with the line that assigns it, if the search for "
-            "holders found it; else a hook or the fetch that adds it, the function whose blocks outlive their steps, "
-            "or the saved activations of whole steps."
+            "Memory grows with every step, on the host (RSS), on the device (peak), or in a snapshot in the "
+            "blocks of one function. The run runs out of memory, often hours later and in a step unrelated to "
+            "the cause. The finding names the variable that keeps the memory, with the line that assigns it, if "
+            "the search for holders found it; otherwise the hook or fetch that adds it, the function whose "
+            "blocks outlive their steps, or the saved activations of whole steps."
         ),
         when=(
-            "In a run, over 16 steps or more without the first tenth and windows, the medians of the four quarters "
-            "rise one after the other, by 32 MiB and 5% (10% in a run below 100 steps); in a snapshot, blocks of one "
-            "function come from five steps or more and stay, with 32 MiB and 10% of the peak. It is at least a warning "
-            "if memory is full before the training ends. Silent where it ends: a cache or deque with a limit, a "
-            "container that fills more and more slowly, freed memory that the C allocator keeps in a short run. Such "
-            "memory is a note in other runs, and so is RSS in a short run whose batches vary in length, unless "
-            "something recorded explains it."
+            "In a run, over at least 16 steps without the first tenth and windows, the medians of the four "
+            "quarters rise one after the other, by 32 MiB and 5% (10% in a run below 100 steps); in a snapshot, "
+            "blocks of one function come from at least five steps and stay, with 32 MiB and 10% of the peak. At "
+            "least `warning` if memory is full before the training ends. Not reported for growth that ends: a "
+            "cache or deque with a limit, a container that fills more and more slowly, freed memory that the C "
+            "allocator keeps in a short run. In longer runs such memory is `info`; so is RSS in a short run "
+            "whose batches vary in length, unless a recorded cause explains it."
         ),
         trade_off="None.",
         of=("growth", "requested"),
@@ -386,7 +386,7 @@ ROWS: Final = (
         id="retained_graph",
         about=(
             "Saved activations of a step are live during the next one: its backward did not free the graph. Two "
-            "graphs at once need twice the memory: half of the batch size fits."
+            "graphs at once need twice the memory, which halves the batch size that fits."
         ),
         when=(
             "The trace needs allocations: at the peak of a window, the forward of an earlier step holds half of the "

@@ -56,7 +56,7 @@ def largest_line(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnaps
 def _detail_of_line(snapshot: SnapshotReport, device: DeviceReport, line: HeldLine) -> ByteDetail:
     peak, has_peak = format_bytes(device.peak_requested_bytes), _has_peak(device)
     reserved = format_bytes(device.peak_reserved_bytes)
-    missing = f"The history has no allocation: the peak was not recorded; {reserved} are reserved."
+    missing = f"The history has no allocation, so the peak was not recorded; {reserved} are reserved."
     return ByteDetail(
         fields={"whole": "peak" if has_peak else "live memory"},
         measured=f"{format_bytes(line.bytes)} of {peak}, in {format_count(line.blocks, 'block')}{calls(line)}",
@@ -159,10 +159,10 @@ ROWS: Final = (
     ByteRule(
         id="peak_holder",
         about=(
-            "One line of the program allocated at least half of the peak: nothing else can save as much. It is the "
-            "innermost line of user code; in backward's threads, which have no Python stack, the autograd node. "
-            "Without a recorded allocation the live memory replaces the peak, which is unknown. The remedy is that for "
-            "the category of most of its blocks."
+            "One line of the program allocated at least half of the peak: no other change can save as much. It "
+            "is the innermost line of user code; in backward's threads, which have no Python stack, the autograd "
+            "node. Without a recorded allocation the peak is unknown, and the live memory replaces it. The "
+            "remedy depends on the category of most of its blocks."
         ),
         trade_off="Depends on the category.",
         of=("requested",),

@@ -96,7 +96,7 @@ def core_users(facts: Facts, fact: Fact) -> Detail:
     )
     return Detail(
         says=f"{owner}: the training thread waits {{share}} for a core{{rank}}." if owner else "",
-        measured=f"It is ready but has no core for {format_ns(fact.ns)} of {fact.ledger.length_text}",
+        measured=f"The thread is ready to run but has no core for {format_ns(fact.ns)} of {fact.ledger.length_text}",
         why=used,
         remedies=remedies,
         saves=BY_OTHERS if by_others and fact.share >= POLICY.bound else None,
@@ -166,7 +166,7 @@ def stalls(facts: Facts) -> Iterator[Found]:
     is_regular = few.repeats and len(few.steps) >= POLICY.rhythm
     in_passes = longest.owner in PASSES and not rank.facts.is_cpu and _may_convolve(ledger)
     tries = in_passes and rank.training is not None and bool(rank.training.cudnn_benchmark)
-    cause = "" if is_regular else "Without a period, a busy machine may be the cause."
+    cause = "" if is_regular else "They have no period: a busy machine may be the cause."
     cause = "cuDNN tries its algorithms for each new shape of the batches (benchmark=True)." if tries else cause
     yield (
         fact,
@@ -177,8 +177,8 @@ def stalls(facts: Facts) -> Iterator[Found]:
                 "part": longest.owner.label,
             },
             measured=(
-                f"{len(few.steps)} of {few.seen} steps take {format_ns(few.mean_ns)}, the median step "
-                f"{format_ns(ledger.median_ns)}: their excess is {fact.share_text}"
+                f"The mean of these steps is {format_ns(few.mean_ns)}, the median of all {few.seen} steps "
+                f"{format_ns(ledger.median_ns)}; the excess without waits for a core is {fact.share_text}"
             ),
             why=cause,
             remedies=(
@@ -210,7 +210,9 @@ def pauses_detail(facts: Facts, fact: Fact) -> Detail:
     recorded = sum(len(window.steps) for window in rank.windows)
     words = [f"{format_count(full, 'full collection')} in recorded steps took {format_ns(full_ns)}"] if full else []
     words += [f"mostly in fetches, {how}"] if how else []
-    words += [f"cycles held {format_bytes(found.tensor_bytes)} of tensors"] if found and found.tensor_bytes else []
+    words += (
+        [f"reference cycles held {format_bytes(found.tensor_bytes)} of tensors"] if found and found.tensor_bytes else []
+    )
     # Python itself starts a full collection in one step of many.
     explicit = (FIND_COLLECT,) if recorded and full >= POLICY.each * recorded else ()
     cycles = (BREAK_CYCLES,) if found and found.tensor_bytes else ()
@@ -251,7 +253,7 @@ ROWS: Final = (
             "Hooks of a callback run between batches, on the thread that launches work; an accelerator with an empty "
             "queue waits. MemProfilerCallback does not count."
         ),
-        trade_off="It runs less often.",
+        trade_off="The callback runs less often.",
         of=(Part.CALLBACK,),
         says="The callback {owner} takes {share}{rank}.",
         unnamed="Callbacks take {share}{rank}; which ones was not recorded.",
@@ -266,7 +268,7 @@ ROWS: Final = (
             "A hook of the LightningModule (on_train_batch_end, on_before_optimizer_step) or of the data module "
             "(train_dataloader) takes much of the step; lr_scheduler_step is the time of the learning rate schedules."
         ),
-        trade_off="It runs less often.",
+        trade_off="The hook runs less often.",
         of=(Part.MODULE_HOOK,),
         says="The hook {owner} of the module takes {share}{rank}.",
         unnamed="Hooks of the module take {share}{rank}; which ones was not recorded.",
@@ -280,7 +282,7 @@ ROWS: Final = (
         about=(
             "batch_to_device, or one of the hooks on_before_batch_transfer, transfer_batch_to_device and "
             "on_after_batch_transfer, runs on the training thread between loading and forward. Without a device "
-            "nothing is copied, but each object of a batch is visited."
+            "it copies nothing, but visits each object of a batch."
         ),
         trade_off="None, or the time in worker processes.",
         of=(Part.TRANSFER,),
@@ -297,7 +299,7 @@ ROWS: Final = (
             "torch.compile compiles again and again during the run. A compilation takes as long as tens or hundreds "
             "of steps; at the limit of recompilations torch runs the code uncompiled."
         ),
-        trade_off="Code for all shapes is somewhat slower than code for one.",
+        trade_off="Code for all shapes is slightly slower than code for one shape.",
         of=(Part.COMPILE,),
         says="torch.compile recompiles: compiling takes {share}{rank}.",
         remedies=(DYNAMIC_SHAPES, FEW_SHAPES, LOG_RECOMPILES),
@@ -307,8 +309,8 @@ ROWS: Final = (
     Rule(
         id="registered_hook_bound",
         about=(
-            "A hook that the program registered on modules or parameters runs in each forward or backward of each of "
-            "its modules. It is named with its file and line. Needs an operator trace."
+            "A hook that the program registered on modules or parameters runs in each forward or backward of "
+            "these modules. The finding has its file and line. Needs an operator trace."
         ),
         trade_off="The hook's results.",
         of=(Part.FORWARD_HOOK, Part.BACKWARD_HOOK),
@@ -322,10 +324,10 @@ ROWS: Final = (
     Rule(
         id="metric_bound",
         about=(
-            "Calls of update and compute of torchmetrics take much of the step. Curves, such as the area under the ROC "
+            "update and compute of torchmetrics take much of the step. Curves, such as the area under the ROC "
             "curve, sort all predictions since the last reset and become slower with every step."
         ),
-        trade_off="No values in every step.",
+        trade_off="Metric values are not available in every step.",
         of=(Part.METRIC,),
         says="Metrics take {share}{rank}, mostly {owner}.",
         unnamed="Metrics take {share}{rank}.",
@@ -335,7 +337,7 @@ ROWS: Final = (
     ),
     Rule(
         id="validation_bound",
-        about="Validation inside fit takes much of the time; nothing is trained meanwhile.",
+        about="Validation inside fit takes much of the time; training stops meanwhile.",
         trade_off="Validation metrics are updated less often.",
         of=(Part.VALIDATION,),
         says="Validation takes {share}{rank}.",
@@ -347,7 +349,9 @@ ROWS: Final = (
     ),
     Rule(
         id="checkpoint_bound",
-        about="Training waits until a checkpoint is written; with several ranks, all wait for the one that writes.",
+        about=(
+            "Training waits until a checkpoint is written; with several ranks, all ranks wait for the one that writes."
+        ),
         trade_off="A failed run loses the steps since its last checkpoint.",
         of=(Part.CHECKPOINT,),
         says="Saving checkpoints takes {share}{rank}.",
@@ -362,7 +366,7 @@ ROWS: Final = (
             "from the device waits for all work before it; a logger that uploads, draws or rewrites its file takes "
             "more."
         ),
-        trade_off="No values for the steps that are not logged.",
+        trade_off="Steps that are not logged have no values.",
         of=(Part.LOGGING, Part.SELF_LOG),
         says="Logging takes {share}{rank}, mostly {owner}.",
         unnamed="Logging takes {share}{rank}.",
@@ -372,8 +376,8 @@ ROWS: Final = (
     Rule(
         id="between_steps",
         about=(
-            "Much of the time is outside all phases, callbacks, hooks and loggers: code of the program around the "
-            "batches, or Lightning's loop, which takes 1 to 4 ms per step."
+            "Much of the time is outside all tracked phases, callbacks, hooks and loggers: code of the program "
+            "around the batches, or Lightning's loop, which takes 1 to 4 ms per step."
         ),
         trade_off="None.",
         of=(Part.UNTRACKED,),
@@ -403,15 +407,17 @@ ROWS: Final = (
     Rule(
         id="core_wait",
         about=(
-            "The training thread is ready to run, but another thread has the core: other processes of the machine, "
-            "its own DataLoader workers and ranks, or a CPU limit of its container. Threads that wait in sleep, for a "
-            "file, a lock or a worker process are not ready to run and do not count. Linux only."
+            "The training thread is ready to run, but another thread has the core: another process of the "
+            "machine, a DataLoader worker or rank of the training, or the CPU limit of the container is reached. "
+            "Threads that wait for a timer, a file, a lock or a worker process are not ready to run and do not "
+            "count. Linux only."
         ),
         when=(
-            "Not where operators use twice as many threads as there are cores. Of a wait that other "
-            "programs cause, fewer threads recover a third at most, and below half of the step it is `info`."
+            "Not reported if operators use at least twice as many threads as there are cores. If other programs "
+            "cause the wait, fewer threads recover at most a third of it, and below half of the step the finding "
+            "is `info`."
         ),
-        trade_off="None; with fewer threads, less computation at once when the cores are free again.",
+        trade_off="None; with fewer threads, less parallelism when the cores are free again.",
         of=(Part.CORE_WAIT,),
         says="The training thread waits {share} for a core{rank}.",
         remedies=(FREE_CORES,),
@@ -424,13 +430,13 @@ ROWS: Final = (
     Rule(
         id="slow_steps",
         about=(
-            "A few steps take a multiple of the others: they raise the mean step, and with several ranks all wait for "
-            "the slow one. Callbacks, validation, checkpoints and data have findings of their own."
+            "A few steps take a multiple of the others: they raise the mean step, and with several ranks all "
+            "ranks wait for the slow one. Callbacks, validation, checkpoints and data have separate findings."
         ),
         when=(
-            f"At most a third of the steps take twice the median or more, {POLICY.apart:g} times the 90th percentile "
-            f"of the others, the longest {format_ns(POLICY.stall_ns)} more than usual. It is a note unless "
-            f"{POLICY.rhythm} of them or more follow a pattern: a busy machine delays single steps of any run."
+            f"At most a third of the steps take at least twice the median and {POLICY.apart:g} times the p90 of "
+            f"the others, the longest {POLICY.stall_ns / 1e6:g} ms more than usual. `info` unless at least "
+            f"{POLICY.rhythm} of them follow a pattern: a busy machine delays single steps of any run."
         ),
         trade_off="None.",
         of=(Part.STALL,),

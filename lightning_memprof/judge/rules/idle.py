@@ -209,9 +209,9 @@ def _measured(trace: TraceReport, ledger: TimeLedger) -> str:
     steps, whole = stretch(trace, ledger)
     parts = [f"{format_ns(steps * ledger.ns(part))} {_mostly(trace, _cause(trace, part))}" for part in largest]
     count = round(sum(kernel.count for kernel in computing(trace)) * steps / ledger.steps)
-    parts += [f"it runs {format_count(count, 'kernel')}"] if count else []
+    runs = f"; it runs {format_count(count, 'kernel')}" if count else ""
     idle_ns = total(line for line in ledger.lines if line.part.group == "device idle")
-    return f"The GPU is idle for {format_ns(steps * idle_ns)} of {whole}: {'; '.join(parts)}"
+    return f"The GPU is idle for {format_ns(steps * idle_ns)} of {whole}, including {' and '.join(parts)}{runs}"
 
 
 def _mostly(trace: TraceReport, cause: IdleCause) -> str:
@@ -221,7 +221,7 @@ def _mostly(trace: TraceReport, cause: IdleCause) -> str:
 
 def _note(trace: TraceReport) -> str:
     if trace.steady is not None:
-        return f"The step is one outside windows, its causes as in {format_count(len(trace.steps), 'recorded step')}."
+        return f"Step time: outside windows. Causes: from {format_count(len(trace.steps), 'recorded step')}."
     return "Recording Python stacks slows the host." if "with_stack" in trace.recorded_with else ""
 
 
@@ -297,7 +297,7 @@ def recordings(facts: Facts) -> Iterator[Found]:
         lines = scaled(ledger.of(*LAUNCHING), max(known_ns, estimated_ns) / ledger.steps)
         if trace.steady is not None or not lines:
             continue
-        measured = f"{trace.host_events:,} host events, about {format_ns(POLICY.event_ns)} of host time each"
+        measured = f"{trace.host_events:,} host events, about {POLICY.event_ns / 1000:g} µs of host time each"
         if known_ns >= estimated_ns:
             calls = (f"{call.name} {times(call.count)}" for call in recording_calls(trace))
             measured = f"{format_ns(known_ns)}: {', '.join(calls)}"
@@ -325,20 +325,20 @@ ROWS: Final = (
     Rule(
         id="gpu_idle",
         about=(
-            "The device is idle: its queue is empty, and it waits for the host, or what is queued waits for another "
-            "stream or rank. Each gap belongs to the activity of the thread that launches the next work up to the "
-            "launch: a blocking call, garbage collection, Python, an operator, a launch. In a run it is the idle time "
-            "of a step outside windows, in the recorded proportion of the causes."
+            "The device is idle: its queue is empty and it waits for the host, or the queued work waits for "
+            "another stream or rank. Each gap belongs to the activity of the thread that launches the next work, "
+            "up to the launch: a blocking call, garbage collection, Python, an operator, a launch. In a run, the "
+            "figure is the idle time of a step outside windows, in the recorded proportion of the causes."
         ),
         when=(
-            "The time is that of the main cause. If it is Python, operators or launches, and half of its time is in "
-            f"gaps of less than {format_ns(POLICY.launch_gap_ns)} ({format_ns(POLICY.call_gap_ns)} where the named "
-            "operator or place launches nothing), the host prepares kernels, and the time of all three counts: "
-            "launch-bound from half of the step on. In a trace alone, the cost of recording is left out of what it "
-            f"recovers. Device events in less than {format_ns(POLICY.brief_ns)}, or mostly in a cold start, are too "
-            "little to tell."
+            "The time is that of the main cause. If the main cause is Python, operators or launches, and half of "
+            f"its time is in gaps shorter than {POLICY.launch_gap_ns / 1e6:g} ms ({POLICY.call_gap_ns / 1000:g} "
+            "µs if the named operator or place launches nothing), the host prepares kernels, and the time of all "
+            "three counts: launch-bound from half of the step on. In a trace alone, the recovered time excludes "
+            f"the cost of recording. Device events within less than {POLICY.brief_ns / 1e6:g} ms, or mostly in a "
+            "cold start, are too few for a finding."
         ),
-        trade_off="The time to compile, once; of queued work it recovers nothing to all of this time.",
+        trade_off="Compile time, once; for queued work the remedy recovers nothing to all of this time.",
         of=WAITS,
         find=idle_devices,
         says="The GPU is idle {share}{rank}.",
@@ -347,11 +347,11 @@ ROWS: Final = (
     Rule(
         id="cold_start",
         about=(
-            "The device is idle in calls that are made once: first launches, code loading, the first memory, "
-            "torch.compile at work, or a graph of kernels being recorded, in no more than half of the steps. A program "
-            "pays it in the first steps only: record later ones, or a replay of the graph."
+            "The device is idle during calls that are made once: first launches, code loading, the first "
+            "allocations, torch.compile, or the capture of a graph of kernels, in no more than half of the "
+            "steps. A program pays this in the first steps only: record later steps, or a replay of the graph."
         ),
-        trade_off="none.",
+        trade_off="None.",
         of=(Part.COLD_START,),
         find=cold_starts,
         says="Cold start: the GPU is idle {share}{rank}; {what}.",
@@ -360,12 +360,12 @@ ROWS: Final = (
     Rule(
         id="recording_overhead",
         about=(
-            "The device waits for the profiler's own work: events of the category overhead (without the driver's), or "
-            f"about {format_ns(POLICY.event_ns)} for each event of the host. Outside the window it costs nothing, but "
-            "idle times look worse than they are, most of all with with_stack=True."
+            "The device waits for the profiler's own work: events of the category overhead (without the "
+            f"driver's), or about {POLICY.event_ns / 1000:g} µs for each host event. Outside the window it costs "
+            "nothing, but recorded idle times are too long, most of all with with_stack=True."
         ),
-        when="It counts at most as the time in which the host runs Python, operators or launches.",
-        trade_off="stacks, shapes or memory events.",
+        when="At most the time in which the host runs Python, operators or launches.",
+        trade_off="Stacks, shapes or memory events.",
         of=LAUNCHING,
         find=recordings,
         says="The profiler leaves the GPU idle for up to {share}{rank}.",

@@ -69,7 +69,7 @@ def small_kernels(facts: Facts) -> Iterator[Found]:
         yield (
             Fact(source=trace, ledger=ledger, lines=(line,)),
             Detail(
-                fields={"number": number, "short": format_ns(POLICY.short_kernel_ns)},
+                fields={"number": number, "short": f"{POLICY.short_kernel_ns / 1000:g} µs"},
                 measured=(
                     f"They take {format_ns(total_ns(small) / count)} on average; the most frequent: "
                     f"{listed((kernel.name, round(kernel.count / steps)) for kernel in most)}"
@@ -183,8 +183,8 @@ def products_in_32_bits(facts: Facts) -> Iterator[Found]:
                 says="32-bit attention takes {share}{inside}{name}{rank}." if is_attention else "",
                 fields={"inside": ", in " if where else "", "name": where},
                 measured=(
-                    f"{format_ns(ordinary_ns)} of {format_ns(compute_ns)} in kernels, "
-                    f"{format_ns(ordinary[0].total_ns)} of it in {shorter_name(ordinary[0].name)}; "
+                    f"They take {format_ns(ordinary_ns)} of {format_ns(compute_ns)} of kernel time, "
+                    f"{format_ns(ordinary[0].total_ns)} in {shorter_name(ordinary[0].name)}; "
                     f"{format_ns(tensor_ns) if tensor_ns else 'none'} with tensor cores"
                 ),
                 why="The program uses half precision elsewhere." if is_mixed else "",
@@ -319,16 +319,16 @@ ROWS: Final = (
     Rule(
         id="tensor_cores_unused",
         about=(
-            "Kernels whose names indicate 32-bit multiplication on ordinary cores (sgemm, scudnn, simt, cuDNN engines "
-            "with float), or attention with 32-bit inputs, run on a device with tensor cores: NVIDIA from compute "
-            "capability 7.0 (Volta) on. They compute the same product in about a quarter of the time in half "
-            "precision, on data-centre GPUs since Ampere in an eighth in TF32 too."
+            "Kernels whose names indicate 32-bit multiplication on ordinary cores (sgemm, scudnn, simt, cuDNN "
+            "engines with float), or attention with 32-bit inputs, run on a device with tensor cores: NVIDIA "
+            "from compute capability 7.0 (Volta) on. In half precision the same product takes about a quarter of "
+            "the time; on data-center GPUs since Ampere, TF32 takes an eighth."
         ),
         when=(
-            f"It is a note where the device works for less than {percent(1 - POLICY.verdict)} of the time: it would "
-            "only wait longer. Kernel names are not a contract."
+            f"`info` if the device is busy for less than {percent(1 - POLICY.verdict)} of the time: it would only "
+            "wait longer. Kernel names are not an API."
         ),
-        trade_off="Bits of the products.",
+        trade_off="Lower precision of the products.",
         of=(Part.COMPUTE,),
         find=products_in_32_bits,
         says="32-bit matrix multiplications without tensor cores take {share}{rank}.",
@@ -338,9 +338,9 @@ ROWS: Final = (
     Rule(
         id="unfused_attention",
         about=(
-            "Attention of separate operators: softmax, dropout, masks and scaling between two batched products read "
-            "and write the whole attention matrix, which has an entry for each pair of positions. The fused kernel "
-            "keeps a block of it on the chip."
+            "Attention in separate operators: softmax, dropout, masks and scaling between two batched products "
+            "read and write the whole attention matrix, which has an entry for each pair of positions. The fused "
+            "kernel keeps a block of the matrix on the chip."
         ),
         when=(
             "An operator counts if it runs as often as aten::_softmax (a scaling also twice, for its backward), and "
@@ -356,29 +356,29 @@ ROWS: Final = (
     Rule(
         id="many_small_kernels",
         about=(
-            f"Kernels that take less than {format_ns(POLICY.short_kernel_ns)} on average, by name: each of them reads "
-            "and writes memory for little work, and its launch takes the host 3 to 10 µs. Fused, they would read and "
-            "write once."
+            f"Kernels that take less than {POLICY.short_kernel_ns / 1000:g} µs on average, by name: each of them "
+            "reads and writes memory for little work, and its launch takes the host 3 to 10 µs. A fused kernel "
+            "reads and writes once."
         ),
-        when="It is a note: a busy device has little to gain.",
-        trade_off="The time of compilation, once.",
+        when="Always `info`: a busy device has little to gain.",
+        trade_off="Compile time, once.",
         of=(Part.COMPUTE,),
         find=small_kernels,
-        says="{number}{rank} below {short} take {share}.",
+        says="{number} shorter than {short} take {share}{rank}.",
         # A fused kernel reads and writes once what four in a row read and write; not all of them can be fused.
         saves=(0.0, 0.75),
     ),
     Rule(
         id="many_small_operators",
         about=(
-            "Without a device, the step mostly calls very short operators: torch takes 1 to 10 µs to find, check and "
-            "call one, and Python as long to reach it; adding a few numbers takes nanoseconds."
+            "Without a device, the step mostly calls very short operators: torch takes 1 to 10 µs to look up, "
+            "check and call an operator, and Python as long to reach it; adding a few numbers takes nanoseconds."
         ),
         when=(
-            "It is the time in ranges shorter than 10 µs inside operators and shorter than 50 µs between them, by the "
-            f"lower median of the steps, without about {format_ns(POLICY.event_ns)} for the recording of each event."
+            "Counts ranges shorter than 10 µs inside operators and shorter than 50 µs between them, by the lower "
+            f"median of the steps, minus about {POLICY.event_ns / 1000:g} µs for the recording of each event."
         ),
-        trade_off="The time of compilation, once, or code without loops.",
+        trade_off="Compile time, once, or code without loops.",
         of=CALLING,
         find=small_operators,
         says="calling {number} takes {share}{rank}.",

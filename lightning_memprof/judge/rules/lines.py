@@ -95,7 +95,7 @@ def _functions(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
         ns = min(scale * sampled, outside_operators) if waits else scale * sampled
         family = _family(ledger, ns) if remedy.id == WORK_LESS.id else (remedy,)
         calls = f"; it calls {longest.called}" if longest.called else ""
-        sleeps = f", of which the training thread sleeps {percent(asleep / sampled)}" if asleep else ""
+        sleeps = f"; the training thread sleeps {percent(asleep / sampled)} of this time" if asleep else ""
         detail = Detail(
             says="{owner} waits {share}{rank}." if waits else "",
             measured=f"{format_ns(ns)} of {ledger.length_text}{sleeps}",
@@ -156,7 +156,7 @@ def _loops(rank: Rank, ledger: TimeLedger, recorded: TimeLedger) -> Iterator[_Ho
         line = spot if loop.module == ROOT else None
         is_named = line is not None and line.is_helper
         least, of_work = IN_BATCHES
-        computing = f", {format_ns(made)} of it to compute parameters" if made else ""
+        computing = f"; computing parameters takes {format_ns(made)} of this time" if made else ""
         detail = Detail(
             says="Python loop: {owner} runs {repeated} {times} times in each forward: {share}{rank}.",
             fields={"repeated": loop.repeated, "times": f"{loop.times:,.0f}"},
@@ -263,21 +263,19 @@ def _python(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
         # In a forward of few operators, a recording explains the remaining time only by a line of the program.
         if called < (1 if spot is not None and spot.place is not None else POLICY.loop):
             continue
-        says, does = "Python code in {owner} takes {share}{rank}.", "Python outside operators"
+        says, does = "Python code in {owner} takes {share}{rank}.", "Python outside operators takes"
         fit = (spot_remedies(spot) or (WORK_LESS.filled(owner=spot.function),)) if spot else ()
         remedies = (*fit, LOG_AT_ONCE, WHOLE_TENSORS)
         if reads:
             says = "Scalar loop: {owner} reads {reads} values one by one: {share}{rank}."
-            does, remedies = "such reads, each an operator and an object", (WHOLE_TENSORS,)
+            does, remedies = "The reads, each an operator call and a Python object, take", (WHOLE_TENSORS,)
         if reads and {line.operator for line in lines if line.called} >= FORMATS:
             says = "Tensors as text: {owner} formats {reads} tensor values: {share}{rank}."
             remedies = (NO_TEXT, WHOLE_TENSORS)
         detail = Detail(
             says=says,
             fields={"reads": f"{reads:,.0f}"},
-            measured=(
-                f"{format_ns(ns)} of {ledger.length_text} are {does}{spot.share_text('this time') if spot else ''}"
-            ),
+            measured=(f"{does} {format_ns(ns)} of {ledger.length_text}{spot.share_text('this time') if spot else ''}"),
             remedies=(*remedies, *((RECORD_FUNCTIONS,) if spot is None else ())),
             saves=SAVED_READS if reads else SAVED,
             numbers={"module": module or None, "reads": reads},
@@ -304,24 +302,24 @@ ROWS: Final = (
     Rule(
         id="hot_line",
         about=(
-            "A function, a loop or Python code of the program takes much of the step: of the time around modules, and "
-            "of that in them, the one whose remedy saves most. The finding has the function with its longest line and "
-            "what this calls, else the module."
+            "A function, a loop or Python code of the program takes much of the step. One finding is about code "
+            "around modules, and one about code in modules: the code whose remedy saves most. The finding has "
+            "the function with its longest line and the call in this line, or else the module."
         ),
         when=(
-            "On a CPU the lines that the training thread runs are sampled each millisecond in the steps of a window; 6 "
-            "samples are needed. A function counts if the thread mostly sleeps in it, if it calls what has a remedy "
-            "(deepcopy, state_dict, an iterator of a loader, writing files), or if training_step calls it outside of "
-            "modules; operators of one family may explain it (decompositions, sorting, random numbers, running sums, "
-            "copies). A loop runs an operator (a view does not count) or a submodule at least 8 times in each forward, "
-            "in calls of less than 0.3 ms. Python is the time outside operators; from 256 tensor values on that a step "
-            "reads one by one (.item(), float(x), if x:, print), it has these reads and the GC pauses of their "
-            "objects. Loops and Python need an operator trace."
+            "On a CPU, lines of the training thread are sampled every millisecond in the steps of a window; 6 "
+            "samples are needed. A function counts if the thread mostly sleeps in it, if it calls code with a "
+            "known remedy (deepcopy, state_dict, an iterator of a loader, writing files), or if training_step "
+            "calls it outside modules; operators of one family may explain it (decompositions, sorting, random "
+            "numbers, running sums, copies). A loop runs an operator (views do not count) or a submodule at "
+            "least 8 times in each forward, in calls of less than 0.3 ms. Python code is the time outside "
+            "operators; if a step reads at least 256 tensor values one by one (.item(), float(x), if x:, print), "
+            "it is these reads and the GC pauses of their objects. Loops and Python code need an operator trace."
         ),
         trade_off=(
-            "None, or older results. Of a function of which nothing else is known at most half of the time is "
-            "recovered; of a loop 20%, up to 70% of calls of 0.1 ms or longer and all of shorter ones; of values that "
-            "are read one by one 80% or more."
+            "None, or older results. A function without a known remedy recovers at most half of its time. A loop "
+            "recovers at least 20%, at most all of its calls shorter than 0.1 ms and 70% of the longer ones. "
+            "Values that are read one by one recover 80% or more."
         ),
         of=(*PASSES, Part.FORWARD_HOOK, Part.SELF_LOG, Part.GC_PAUSES),
         find=hot_lines,

@@ -111,7 +111,7 @@ def growing_workers(facts: Facts) -> FoundBytes | None:
             "copies": ": they copy objects of the main process" if is_copy else "",
         },
         measured=f"The memory of {format_count(workers, 'worker')} {growth_text(growth)}",
-        why=f"{percent(copied)} of it was shared before: pages are copied when a reference count changes."
+        why=f"{percent(copied)} of this memory was shared before: pages are copied when a reference count changes."
         if is_copy
         else f"{format_bytes(held)} are private, and not part of the RSS of the main process.",
         remedies=(SAMPLES_IN_ARRAYS,) if is_copy else (bound, SHARE_CACHE),
@@ -206,7 +206,7 @@ def activation_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
     named = ", ".join(
         f"{module.name or 'the model itself'} ({format_bytes(module.own_activation_bytes)})" for module in largest
     )
-    parts = [f"At the start of backward in step {found.step} they were {format_bytes(found.total_bytes)}"]
+    parts = [f"They are {format_bytes(found.total_bytes)} at the start of backward in step {found.step}"]
     parts += [f"the largest: {named}"] if named else []
     checkpoint: tuple[Remedy, ...] = ()
     if group is not None:
@@ -240,10 +240,10 @@ def state_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
     training, ranks = fact.rank.training, len(facts.run.ranks)
     parameters = fact.ledger.bytes("parameter") if fact.ledger is not None else 0
     name = next((each.name for each in training.optimizers if each.name), None) if training else None
-    ratio = f", {fact.bytes / parameters:.1f} times the parameters' {format_bytes(parameters)}" if parameters else ""
+    ratio = f": {fact.bytes / parameters:.1f} times the parameters ({format_bytes(parameters)})" if parameters else ""
     shards = (ranks - 1) / ranks
     return ByteDetail(
-        why=f"{name or 'The optimizer'} holds it from the first optimizer step on{ratio}.",
+        why=f"{name or 'The optimizer'} allocates it in the first optimizer step{ratio}.",
         remedies=(SHARD_STATE,) if ranks > 1 else (),
         saves_bytes=(fact.bytes * shards,) * 2 if ranks > 1 else None,
         numbers={"parameter_bytes": parameters},
@@ -264,7 +264,7 @@ def data_detail(facts: Facts, fact: RankBytes) -> ByteDetail:  # noqa: ARG001 as
     small = SMALLER_TYPES.get(dtype)
     smaller = SMALLER_DTYPE.filled(small=small, method=sample_method([loader]), dtype=dtype, name=name)
     return ByteDetail(
-        why=f"It counts tensors and arrays, not mapped files; the largest is {name}{f', {dtype}' * bool(dtype)}.",
+        why=f"Tensors and arrays count, mapped files do not; the largest is {name}{f' ({dtype})' * bool(dtype)}.",
         owner=name,
         remedies=(smaller,) if small else (),
         numbers={"dtype": dtype},
@@ -282,8 +282,8 @@ def validation_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
     return ByteDetail(
         owner=cause.owner if cause else "",
         why=(
-            f"RSS rises from {format_bytes(growth.start_bytes)} by {format_bytes(growth.bytes_per_step)} per batch in "
-            f"{growth.steps} batches.{f' {cause.why}{cause.line}.' if cause else ''}"
+            f"From {format_bytes(growth.start_bytes)}, RSS rises by {format_bytes(growth.bytes_per_step)} per batch "
+            f"over {growth.steps} batches.{f' {cause.why}{cause.line}.' if cause else ''}"
         ),
         remedies=(cause.remedy,) if cause else (),
         evidence=(*evidence, file_of(facts, fact.rank, holders_name(fact.rank.rank))) if cause else evidence,
@@ -309,11 +309,11 @@ ROWS: Final = (
     ByteRule(
         id="optimizer_state",
         about=(
-            "The first optimizer step allocates the optimizer's state, which stays live: a model whose first forward "
-            "and backward fit may not fit in its second step. Adam's moments are as large as two copies of the "
+            "The first optimizer step allocates the optimizer's state, which stays live: a model whose first "
+            "step fits may not fit in its second step. Adam's moments are as large as two copies of the "
             "parameters."
         ),
-        trade_off="More communication, or slower convergence of another optimizer.",
+        trade_off="More communication, or slower convergence with another optimizer.",
         of=("optimizer_state",),
         says="Optimizer state is {share} of the peak{rank}: {size}.",
         remedies=(LESS_STATE,),
@@ -327,7 +327,7 @@ ROWS: Final = (
             "The training data set refers to tensors and arrays in memory; mapped files do not count. Each rank has "
             "its own copy, and with spawn each worker too."
         ),
-        trade_off="Each sample is converted, or read, whenever it is used.",
+        trade_off="Each sample is converted or read whenever it is used.",
         of=("data_set",),
         says="The data set is {share} of the peak RSS{rank}: {size}, mostly {owner}.",
         remedies=(MAP_FILE,),
@@ -338,13 +338,13 @@ ROWS: Final = (
     ByteRule(
         id="validation_memory",
         about=(
-            "RSS rises steadily over the batches of a validation: something of each batch stays live. It grows with "
-            "the size of the validation set."
+            "RSS rises steadily over the batches of a validation: data of each batch stays live. The growth "
+            "depends on the size of the validation set."
         ),
         trade_off="None.",
         of=("validation",),
-        says="Validation keeps {size} of memory until its end, in {owner}{rank}.",
-        unnamed="Validation keeps {size} of memory until its end{rank}.",
+        says="Validation keeps {size} live until it ends, in {owner}{rank}.",
+        unnamed="Validation keeps {size} live until it ends{rank}.",
         remedies=(AGGREGATE_VALIDATION,),
         saves=(0.8, 1.0),
         at_most=Severity.WARNING,
@@ -367,14 +367,15 @@ ROWS: Final = (
     ByteRule(
         id="worker_memory",
         about=(
-            "DataLoader workers grow with every step: each keeps something of the samples that it loads, and the RSS "
-            "of the main process does not contain it. The machine runs out of memory, sooner with more workers. Where "
-            "reference counts change, workers copy objects of the main process, until all are copied."
+            "DataLoader workers grow with every step: each worker keeps data of the samples that it loads, and "
+            "the RSS of the main process does not contain it. The machine runs out of memory, sooner with more "
+            "workers. Where reference counts change, workers copy objects of the main process until all are "
+            "copied."
         ),
         when=(
-            "The memory of the workers, private and shared, rises until the end over three samples or more, by 32 MiB "
-            "and 10%, at a steady rate. Copies of objects of the main process are a note unless the memory is nearly "
-            "full."
+            "The memory of the workers, private and shared, rises at a steady rate until the end, over at least "
+            "three samples, by 32 MiB and 10%. Copies of objects of the main process are `info` unless the "
+            "memory is nearly full."
         ),
         trade_off="Samples that a worker does not keep are loaded again.",
         of=("workers",),

@@ -161,14 +161,14 @@ def _to_all(passes: int, optimizers: Sequence[OptimizerFacts], ledger: TimeLedge
     if passes < PAIR:
         return None
     spent = [total(_backward(ledger, optimizer.modules)) for optimizer in optimizers]
-    whole = max(sum(spent), 1.0)
-    parts = (f"{', '.join(each.modules)} {format_ns(ns)}" for each, ns in zip(optimizers, spent, strict=True))
+    whole, number = max(sum(spent), 1.0), "both" if len(optimizers) == PAIR else f"all {len(optimizers)}"
+    parts = (f"{format_ns(ns)} in {', '.join(each.modules)}" for each, ns in zip(optimizers, spent, strict=True))
     detail = Detail(
-        says="Unused gradients: {passes} backward passes per step reach all optimizers, {share}{rank}.",
+        says="Unused gradients: {passes} backward passes per step reach all optimizers: {share}{rank}.",
         fields={"passes": passes},
         why=(
-            f"Each of them reaches all {len(optimizers)} optimizers without detach(), and one steps after it; backward "
-            f"takes {', '.join(parts)}."
+            f"Each pass computes gradients for {number} optimizers (no detach()), and only one optimizer "
+            f"steps after it; backward takes {', '.join(parts)}."
         ),
         remedies=(DETACH_PARTS, TOGGLE_OPTIMIZER),
         saves=(min(spent) / passes / whole, max(spent) * (passes - 1) / passes / whole),
@@ -179,9 +179,9 @@ def _to_all(passes: int, optimizers: Sequence[OptimizerFacts], ledger: TimeLedge
 def _computed_twice(optimizer: OptimizerFacts, ledger: TimeLedger) -> _Unused:
     lines, names = _backward(ledger, optimizer.modules), ", ".join(optimizer.modules)
     detail = Detail(
-        says="Unused gradients: both backward passes of each step reach {modules}, {share}{rank}.",
+        says="Unused gradients: both backward passes of each step reach {modules}: {share}{rank}.",
         fields={"modules": names},
-        why=f"The optimizer of {names} uses the gradients of one pass, and no detach() ends the other.",
+        why=f"The optimizer of {names} uses the gradients of one pass only; the other pass needs a detach().",
         remedies=(DETACH_PARTS, TOGGLE_OPTIMIZER),
         saves=(FROZEN[0] / PAIR, FROZEN[1] / PAIR),
     )
@@ -198,11 +198,11 @@ ROWS: Final = (
     Rule(
         id="unused_gradients",
         about=(
-            "Backward computes gradients that no optimizer uses: for modules in no optimizer or with a learning rate "
-            "of 0, for several optimizers although only one steps after the pass, or for one part in the passes of two "
-            "optimizers. Needs an operator trace, and optimizers that share no module."
+            "Backward computes gradients that no optimizer uses: of modules that are in no optimizer or have a "
+            "learning rate of 0, of several optimizers although only one steps after the pass, or of one part in "
+            "the passes of two optimizers. Needs an operator trace, and optimizers that share no module."
         ),
-        trade_off="None. It recovers less if modules before them train, or passes share them.",
+        trade_off="None. Less is recovered if modules before them train, or passes share them.",
         of=(Part.BACKWARD,),
         find=unused_gradients,
         says="Unused gradients take {share}{rank}.",
@@ -214,7 +214,7 @@ ROWS: Final = (
             "Each recorded step builds a graph of gradients (create_graph=True) and runs it. Always `info`: a loss of "
             "derivatives, as in a physics-informed network, needs it. Needs an operator trace of a CPU."
         ),
-        trade_off="A gradient penalty applies less often.",
+        trade_off="A gradient penalty is applied less often.",
         of=PASSES,
         find=double_backward,
         says="Double backward: gradients of gradients take {share}{rank}.",
@@ -225,12 +225,12 @@ ROWS: Final = (
         id="repeated_backward",
         about=(
             "Several backward passes run through the same graph for one optimizer, such as one per loss with "
-            "retain_graph=True. Counts the passes after the first one. Needs the series saved_tensors."
+            "retain_graph=True. Only the passes after the first one count. Needs the series saved_tensors."
         ),
         trade_off="None: the gradients of the sum are the same.",
         of=(Part.BACKWARD,),
         find=repeated_backward,
-        says="Repeated backward: {passes} passes through one graph, of which one would do: {share}{rank}.",
+        says="Repeated backward: {passes} passes run through one graph; the extra passes take {share}{rank}.",
         remedies=(SUM_LOSSES,),
         # The other passes may have a part of the graph of their own.
         saves=(0.4, 1.0),
@@ -241,10 +241,10 @@ ROWS: Final = (
             "Activation checkpointing runs forwards of modules again in backward. `info` if the peak exceeds a quarter "
             "of the memory: the activations may not fit. Needs an operator trace."
         ),
-        trade_off="Memory for the activations that checkpointing does not save.",
+        trade_off="Memory for the activations.",
         of=PASSES,
         find=recomputation,
-        says="Activation checkpointing: backward runs forwards again, {share}{rank}.",
+        says="Activation checkpointing: backward runs forwards again: {share}{rank}.",
         remedies=(SAVE_ACTIVATIONS,),
         saves=(0.7, 1.0),
     ),

@@ -60,12 +60,12 @@ def _profiled(facts: Facts, rank: Rank) -> Found | None:
     elif kind == TORCH_PROFILER:
         least, most = (pauses + passes * share for share in POLICY.torch_profiler)
         why = (
-            f"It costs time for each operator; forward and backward take {format_ns(passes)}, GC pauses "
+            f"It adds time to each operator; forward and backward take {format_ns(passes)}, GC pauses "
             f"{format_ns(pauses)} of {ledger.length_text}"
         )
     else:
         least, most = (work * share for share in POLICY.python_profiler)
-        why = f"It costs time for each call of a function; the training's own work takes {format_ns(work)}"
+        why = f"It adds time to each function call; the training itself takes {format_ns(work)}"
     return (
         Fact(source=rank, ledger=ledger, lines=scaled(ledger.of(*PROFILED), most)),
         Detail(
@@ -104,14 +104,16 @@ ROWS: Final = (
     Rule(
         id="other_profiler",
         about=(
-            "Another profiler records the training: the program's own, or one of the Trainer (profiler='pytorch', "
-            "'advanced'). It slows down every step that it records; this package records in its windows only."
+            "Another profiler records the training: one that the program starts, or one of the Trainer "
+            "(profiler='pytorch', 'advanced'). It slows down every step that it records; this package records in "
+            "its windows only."
         ),
         when=(
             "torch.profiler, or a Python profiler such as cProfile, was recording at the end of at least 3 steps "
-            "outside windows. If it records some steps only, it recovers how much longer those and the next ones, in "
-            "which it writes the trace, take than the median of the others. If it records all steps: of torch.profiler "
-            "20% to 50% of forward and backward and the GC pauses; of a Python profiler, 2% to 20% of this time."
+            "outside windows. If it records some steps only, the remedy recovers the excess of those and the "
+            "next ones, in which it writes the trace, over the median of the others. If it records all steps: "
+            "for torch.profiler 20% to 50% of forward and backward, and the GC pauses; for a Python profiler 2% "
+            "to 20% of this time."
         ),
         trade_off="The other profiler's output.",
         of=PROFILED,
@@ -122,13 +124,13 @@ ROWS: Final = (
     Rule(
         id="profiler_overhead",
         about=(
-            "Recording takes a notable part of the steps that the figures come from, as too few steps are outside "
-            "windows. It has a line of its own, but operators are slower too while they are recorded: shares in such "
-            "steps are not those of the training."
+            "Recording takes a notable part of the steps that the figures come from, because too few steps are "
+            "outside windows. The ledger has a line for it, but operators are also slower while they are "
+            "recorded: shares of such steps differ from those of unrecorded steps."
         ),
         trade_off="Fewer recorded steps.",
         of=(Part.PROFILER,),
-        says="Recording takes {share} that the figures come from{rank}.",
+        says="Profiler overhead is {share} that the figures come from{rank}.",
         remedies=(FEWER_WINDOWS, RECORD_LESS),
         saves=(0.5, 1.0),
         note=POLICY.verdict,

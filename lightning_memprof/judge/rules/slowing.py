@@ -64,9 +64,9 @@ def slower_steps(facts: Facts) -> Iterator[Found]:
             "end": format_ns(steps.start_ns + steps.added_ns),
             "phase": grown.label,
         },
-        measured=f"Over {steps.steps} steps each takes {format_ns(steps.per_step_ns)} longer than the one before",
+        measured=f"Over {steps.steps} steps, each step takes {format_ns(steps.per_step_ns)} longer than the last",
         why=(
-            f"Of the {format_ns(steps.added_ns)} that they add, {percent(min(added_ns / steps.added_ns, 1.0))} is in "
+            f"{percent(min(added_ns / steps.added_ns, 1.0))} of the added {format_ns(steps.added_ns)} is in "
             f"{grown.label}."
         ),
         remedies=(
@@ -109,21 +109,22 @@ ROWS: Final = (
     Rule(
         id="slower_steps",
         about=(
-            "Steps take longer and longer: something is added in each step, and all later steps go through it. A run "
-            "of ten times as many steps takes up to a hundred times as long."
+            "Steps take longer and longer: each step adds to some state, and all later steps iterate over it. A "
+            "run of ten times as many steps takes up to a hundred times as long."
         ),
         when=(
-            "At least 16 steps are needed, without the first tenth of the run and those in windows. The time of a step "
-            "without the wait for a core rises steadily: the medians of the four quarters increase one after the "
-            "other, and the rise is three times its scatter. The finding has the phase that adds most, and the name "
-            "with more than half of that phase. The time is that above the first steps, half of the rise. Silent for a "
-            "jump, for steps whose lengths vary, and for a cache that fills."
+            "At least 16 steps are needed, without the first tenth of the run and those in windows. The step "
+            "time without the wait for a core rises steadily: the medians of the four quarters increase one "
+            "after the other, and the rise is three times its scatter. The finding has the phase that adds most, "
+            "and the owner of more than half of that phase, if one exists. Counts the mean excess over the first "
+            "steps, half of the rise. Not reported for a jump, for steps of varying length, and for a cache that "
+            "fills."
         ),
         trade_off="None; nothing is recovered where the batches themselves get larger.",
         of=(*dict.fromkeys(part for phase in PHASES.values() for part in phase.parts), *ELSEWHERE),
         find=slower_steps,
-        says="Steps get slower, {start} to {end}{rank}, most in {phase}: {name}.",
-        unnamed="Steps get slower, {start} to {end}{rank}, most in {phase}.",
+        says="Steps get slower, from {start} to {end}{rank}, mostly in {phase}: {name}.",
+        unnamed="Steps get slower, from {start} to {end}{rank}, mostly in {phase}.",
         # Without what each step adds, the steps are as long as the first ones; some of it may have to stay.
         saves=(0.5, 1.0),
     ),

@@ -202,9 +202,9 @@ def _detail_of_pieces(
     split, forced = sum(pieces), _forced(device)
     made = format_count(len(forced), "segment")
     added = f"{made} came from the driver although as many bytes were free in smaller pieces." if forced else ""
-    between = "all" if split == unused else percent(split / unused)
+    between = "all" if split == unused else f"{percent(split / unused)} of this"
     parts = f"between live blocks, in {len(pieces):,} pieces of at most {format_bytes(max(pieces, default=0))}"
-    where = "in unused pieces at the peak" if device.events else f"unused, {between} of it between live blocks"
+    where = "in unused pieces at the peak" if device.events else f"unused, {between} between live blocks"
     return ByteDetail(
         fields={"where": where},
         measured=(
@@ -351,7 +351,7 @@ OUT_OF_MEMORY: Final = ByteRule(
         "pieces; or the device was full."
     ),
     when=(
-        "Whenever a run recorded it, or the history of a snapshot has a failed allocation; a warning if the "
+        "Whenever a run recorded it, or the history of a snapshot has a failed allocation; `warning` if the "
         "program caught the error and continued."
     ),
     trade_off="Smaller batches are less efficient.",
@@ -365,13 +365,15 @@ ROWS: Final = (
     ByteRule(
         id="fragmentation",
         about=(
-            "Much of the reserved memory is in pieces between allocated blocks: torch.cuda.empty_cache() cannot return "
-            "them, and a larger allocation needs more memory from the driver: the device seems full too early."
+            "Much of the reserved memory is in pieces between allocated blocks: torch.cuda.empty_cache() cannot "
+            "return them, and a larger allocation needs more memory from the driver. The device seems full too "
+            "early."
         ),
         when=(
-            "The pieces are those at the peak of requested bytes, smaller than a segment. It is a warning if the "
-            "history has a segment from the driver although as many bytes were free in smaller pieces: at least these "
-            "segments are recovered. Without a history it is the moment of the snapshot, and empty segments count too."
+            "The pieces are those at the peak of requested bytes, smaller than a segment. `warning` if the "
+            "history has a segment from the driver although as many bytes were free in smaller pieces: at least "
+            "these segments are recovered. Without a history, the pieces are those at the moment of the "
+            "snapshot, and empty segments count too."
         ),
         trade_off="None, or padding.",
         of=("fragmentation", "free_segments"),
@@ -386,8 +388,9 @@ ROWS: Final = (
     ByteRule(
         id="private_pools",
         about=(
-            "Private pools, usually those of CUDA graphs, have unused memory at the end of the history, which nothing "
-            "else can use. A graph needs its pool when it is replayed; a shared one is as large as the largest graph."
+            "Private pools, usually those of CUDA graphs, have unused memory at the end of the history, which no "
+            "other allocation can use. A graph needs its pool for every replay; a shared pool is as large as the "
+            "largest graph."
         ),
         trade_off="Graphs of one pool cannot run at the same time.",
         of=("free_segments", "fragmentation"),
@@ -403,7 +406,7 @@ ROWS: Final = (
             "Memory that the program freed cannot be reused yet: another stream may still read it, the effect of "
             "Tensor.record_stream. The next allocation needs other memory meanwhile."
         ),
-        when="These bytes are the peak of requested bytes, less the highest sum of blocks that do not wait.",
+        when="Counts the peak of requested bytes, minus the highest sum of blocks that do not wait.",
         trade_off="None.",
         of=("requested", "rounding"),
         in_snapshot=waiting_for_streams,
@@ -420,8 +423,8 @@ ROWS: Final = (
             "1 ms per 100 MiB; a cudaFree waits until the device, and all ranks in a collective with it, have finished."
         ),
         when=(
-            "It takes three rounds: a single one is an empty_cache() between two stages, or one larger batch. The "
-            "bytes are those that were requested again, in all rounds."
+            "At least three rounds: a single round is an empty_cache() between two stages, or one larger batch. "
+            "Counts the bytes that were requested again, in all rounds."
         ),
         trade_off="None without empty_cache(); smaller batches are less efficient.",
         in_snapshot=requested_again,

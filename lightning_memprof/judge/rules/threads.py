@@ -45,7 +45,7 @@ def _busiest(facts: Facts, rank: Rank) -> Found | None:
     detail = Detail(
         fields={"thread": (row.thread or "").partition(" (")[0], "busy": percent(busy), "asleep": percent(asleep)},
         measured=f"{row.thread} ran for {format_ns(row.cpu_ns or 0)} of {format_ns(elapsed)}",
-        why="One of Python's threads runs at a time (GIL); waits for workers and ranks are not counted.",
+        why="Only one Python thread runs at a time (GIL). Waits for workers and other ranks do not count as sleep.",
         remedies=(THREAD_LESS.filled(owner=row.thread), THREAD_AS_PROCESS),
         numbers={"thread": row.thread, "cores": busy, "asleep_share": asleep},
     )
@@ -61,14 +61,14 @@ ROWS: Final = (
             "the training thread needs the GIL for every operator that it calls, and gets it up to 5 ms later."
         ),
         when=(
-            "The time is the thread's processor time from the first recorded step to the end of the last window, at "
+            "The time is the thread's CPU time from the first recorded step to the end of the last window, at "
             "most the sleep of the training thread without its waits for workers and other ranks. A library that "
             "releases the GIL while it computes is not reported. Linux only, and only on a CPU."
         ),
         trade_off="The thread's results are older.",
         of=AWAKE,
         find=busy_threads,
-        says="Busy thread: {thread} uses {busy} of a core; the training thread waits {asleep} of each step{rank}.",
+        says="Busy thread: {thread} uses {busy} of a core; the training thread sleeps {asleep} of each step{rank}.",
         each=True,
         # The training thread may sleep for another reason: a disk, a lock of a library.
         saves=(0.25, 1.0),

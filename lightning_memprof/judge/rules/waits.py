@@ -136,7 +136,7 @@ def copied(facts: Facts, *, is_pageable: bool) -> Iterator[Found]:
             Detail(
                 fields={"direction": DIRECTIONS[kinds[0]] if len(kinds) == 1 else "to and from the GPU"},
                 measured="; ".join(map(_amount, copies)),
-                why="As many bytes move back and forth." if is_trip else "",
+                why="The same number of bytes moves to the GPU and back." if is_trip else "",
                 # The same number of bytes may be a batch and an output of its size.
                 remedies=((STAY_ON_GPU,) if is_trip else ()) + choices,
                 saves=None if is_pageable else (max(0.5, beside) / 2, max(0.5, beside)),
@@ -161,16 +161,16 @@ ROWS: Final = (
     Rule(
         id="synchronization",
         about=(
-            "Calls make the host wait for the device (cudaStreamSynchronize, a blocking copy, .item(), nonzero, ...). "
-            "After each of them the device's queue is empty, and it is idle until the host has launched again. Waiting "
-            "alone is not a finding: a host that is far ahead may wait."
+            "Calls make the host wait for the device (cudaStreamSynchronize, a blocking copy, .item(), nonzero, "
+            "...). After each call the device's queue is empty, and the device is idle until the host launches "
+            "again. Waiting alone is not a finding: a host that is far ahead may wait."
         ),
         when=(
-            "It is the time that work queued ahead would hide: each wait puts the host behind by the time that it "
-            "waits for a busy device. It is not that of copies to pageable memory, for which the host waits in any "
-            "case."
+            "Counts the idle time that work queued ahead would hide: each wait puts the host behind by the time "
+            "that it waits for a busy device. Copies to pageable memory do not count: the host waits for them in "
+            "any case."
         ),
-        trade_off="none, or values that are read later.",
+        trade_off="None, or values that are read later.",
         of=AFTER_WAITS,
         find=synchronizations,
         says="Waits for the GPU ({often}) leave it idle {share}{rank}.",
@@ -184,7 +184,7 @@ ROWS: Final = (
             "From pinned memory, a copy overlaps kernels and is about twice as fast. ROCm does not record the kind of "
             "memory."
         ),
-        trade_off="pinned memory cannot be paged out.",
+        trade_off="Pinned memory cannot be paged out.",
         of=(Part.COPY,),
         find=partial(copied, is_pageable=True),
         says="blocking copies {direction} take {share}{rank}.",
@@ -197,7 +197,7 @@ ROWS: Final = (
             "Copies use pinned memory (Memcpy HtoD (Pinned -> Device), Memcpy DtoH (Device -> Pinned)) while no kernel "
             "runs: they do not block the host, but the kernels behind them wait."
         ),
-        trade_off="fewer bits of what is copied, or memory for the next batch.",
+        trade_off="Lower precision of the copied data, or memory for the next batch.",
         of=(Part.COPY,),
         find=partial(copied, is_pageable=False),
         says="pinned copies {direction} take {share}{rank}.",

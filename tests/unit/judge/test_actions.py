@@ -76,7 +76,7 @@ def test_loading_in_the_training_process_is_named_with_its_line(
     directory = make_run(tmp_path, fake)
     add_series(directory, "lines", [line(functions, "read.py:3", "np.load(self.path)")])
     found = findings_of(directory)["input_bound"]
-    assert (f"{named} has 100% of it: `np.load(self.path)`." in found.why) == bool(named)
+    assert (f"{named} has 100% of this time: `np.load(self.path)`." in found.why) == bool(named)
     assert any("(read.py:3) faster" in step for step in found.next_steps) == bool(named)
 
 

@@ -185,7 +185,8 @@ def test_of_several_products_the_longest_kernel_is_named_with_its_time() -> None
     kernels = tuple(kernel(name, 100, (4 - place) * MS // 10) for place, name in enumerate(names))
     finding = found(trace(kernels=kernels, devices=("NVIDIA A100",)))["tensor_cores_unused"]
     assert (
-        finding.why == "90.0 ms of 90.0 ms in kernels, 40.0 ms of it in volta_sgemm_64x64_nt; none with tensor cores."
+        finding.why
+        == "They take 90.0 ms of 90.0 ms of kernel time, 40.0 ms in volta_sgemm_64x64_nt; none with tensor cores."
     )
 
 
@@ -193,7 +194,7 @@ def test_of_several_products_the_longest_kernel_is_named_with_its_time() -> None
 def test_what_moves_back_and_forth_in_each_step_can_stay_on_the_gpu(back_bytes: int, stays: bool) -> None:
     report = trace(copies=(copies(), copies(kind="DtoH", bytes=back_bytes)))
     for finding in (each for each in examine_files((report,), ()) if each.rule == "blocking_transfers"):
-        assert finding.why.endswith("As many bytes move back and forth.") is stays
+        assert finding.why.endswith("The same number of bytes moves to the GPU and back.") is stays
         assert finding.next_steps[0].startswith("Leave it on the GPU") is stays
         assert len(finding.next_steps) > 1
 
@@ -210,7 +211,7 @@ def test_exposed_communication_names_the_collective_its_size_and_overlap() -> No
     finding = found(report)["communication_exposed"]
     assert finding.severity is Severity.WARNING
     assert finding.title == "Exposed collectives take 40% of each step on rank 1, mostly all_reduce."
-    assert "20% of all communication overlaps kernels; all_reduce of 25.0 MiB, 10 times" in finding.why
+    assert "20% of all communication overlaps kernels; all_reduce of 25.0 MiB (count 10): " in finding.why
     most = trace(gpu_window=gpu_times(500 * MS, 5 * MS, exposed_ns=250 * MS), collectives=(worst,))
     assert found(most)["communication_exposed"].title.startswith("Communication-bound: ")
     assert "bucket_cap_mb" in finding.next_steps[0]
@@ -487,7 +488,7 @@ def test_many_short_kernels_are_to_be_fused() -> None:
     program = Program(loop_optimizer="AdamW")
     finding = found(trace(kernels=(short, kernel("gemm", 500, 80_000)), program=program))["many_small_kernels"]
     assert finding.severity is Severity.INFO
-    assert finding.title == "1,000 kernels per step below 10.0 µs take 50% of each step."
+    assert finding.title == "1,000 kernels per step shorter than 10 µs take 50% of each step."
     assert "torch.compile" in finding.next_steps[0]
     assert finding.next_steps[1] == "Update all parameters at once: torch.optim.AdamW(..., fused=True)."
 

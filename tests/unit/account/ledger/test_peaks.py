@@ -78,7 +78,7 @@ def test_the_peaks_of_another_gpu_are_unknown(name: str) -> None:
     assert device_peaks(name) is None
 
 
-PEAKS = Peaks(source="a device", bytes_per_s=1e12, flops_per_s={"bfloat16": 100e12, "float32": 10e12, "tf32": 50e12})
+PEAKS = Peaks(source="data sheet", bytes_per_s=1e12, flops_per_s={"bfloat16": 100e12, "float32": 10e12, "tf32": 50e12})
 
 
 def work(**changes: Any) -> OperatorWork:
@@ -102,7 +102,7 @@ def test_the_rates_of_operators_are_shares_of_what_their_device_reaches() -> Non
     assert achieved.on == " on 64x64 tensors"
     assert achieved.share == pytest.approx(0.3)
     assert achieved.text == (
-        "aten::mm in bfloat16 reaches 30 TFLOP/s, 30% of the 100 TFLOP/s of a device; a call takes 500 µs."
+        "aten::mm in bfloat16 reaches 30 TFLOP/s, 30% of the 100 TFLOP/s in the data sheet; a call takes 500 µs."
     )
     assert not achieved.is_tiny
     assert not achieved.by_memory

@@ -212,7 +212,7 @@ def test_recomputed_forwards_are_a_fault_where_memory_is_ample(
     )
     trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
     finding = next(each for each in examine(Facts.of(load_run(directory), (trace,))) if each.rule == "recomputation")
-    assert finding.title == "Activation checkpointing: backward runs forwards again, 44% of each step."
+    assert finding.title == "Activation checkpointing: backward runs forwards again: 44% of each step."
     assert finding.severity is severity
     assert finding.recovers is not None
     assert finding.recovers.max == pytest.approx((6e6 + 10e6) / 2, rel=0.05)
@@ -221,7 +221,7 @@ def test_recomputed_forwards_are_a_fault_where_memory_is_ample(
 @pytest.mark.parametrize(
     ("groups", "settings", "fused", "first"),
     [
-        (120, 2, True, "Join the parameter groups that have the same settings: 2 instead of 120"),
+        (120, 2, True, "Merge the parameter groups that have the same settings: 2 instead of 120"),
         (120, 120, False, "Update all parameters in one kernel"),
         (2, 2, True, "Step less often"),
     ],

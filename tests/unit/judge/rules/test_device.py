@@ -294,7 +294,7 @@ def test_a_tensor_from_the_drivers_pool_is_cached_and_its_return_waits_for_no_ke
     assert finding.title.startswith("Memory from the driver's pool: 75 cudaMallocAsync calls per step")
     assert "waits for all kernels" not in finding.why
     assert finding.next_steps == (
-        "Use PyTorch's native allocator: unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF.",
+        "Use PyTorch's native allocator: remove backend:cudaMallocAsync from PYTORCH_CUDA_ALLOC_CONF.",
     )
 
 

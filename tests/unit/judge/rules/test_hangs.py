@@ -50,12 +50,12 @@ def found(root: Path, reports: dict[int, list[dict[str, Any]]], endings: dict[in
         (
             {0: hanging(**GRADIENTS), 1: hanging(**FETCH)},
             "Step 29 does not end on rank 1: stuck in data wait at",
-            "Let a stuck worker",
+            "Make a stuck worker",
         ),
         (
             {0: hanging(**GRADIENTS)},
             "Rank 1 does not respond: rank 0 waits for it in step 29.",
-            "Look where it is: `py-spy dump --pid",
+            "Dump its stacks: `py-spy dump --pid",
         ),
         ({0: hanging(**SLEEP)}, "Step 29 does not end on rank 0", "Look at"),
     ],
@@ -87,7 +87,7 @@ def test_a_rank_that_ended_by_an_exception_is_the_one_that_the_others_wait_for(t
         (
             "running",
             "Rank 1 does not respond: rank 0 waits for it in step 29.",
-            "Look where it is: `py-spy dump",
+            "Dump its stacks: `py-spy dump",
         ),
     ],
 )

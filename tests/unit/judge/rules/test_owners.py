@@ -356,7 +356,7 @@ def test_growth_names_its_holder_and_the_line_that_assigns_it(tmp_path: Path) ->
     finding = held(tmp_path, HISTORY)
     assert finding is not None
     assert finding.title == "Host memory grows by 4.00 MiB per step in Net.history (a/train.py:14)."
-    assert "Net.history gained 99 Tensor[8,8] (396 MiB) since step 20." in finding.why
+    assert "Since step 20, Net.history gained 99 Tensor[8,8] (396 MiB)." in finding.why
     assert finding.next_steps[0].startswith("Clear or bound Net.history, assigned in a/train.py:14: self.history = []")
     assert finding.numbers["holder"]["place"] == "Net.history[...]"
     assert "memprofiler/holders.rank00000.jsonl" in {source.artifact for source in finding.evidence}

@@ -131,7 +131,7 @@ def test_what_names_the_code_comes_before_it(tmp_path: Path) -> None:
             "callbacks",
             TimeLine(part=Part.CALLBACK, name="EMA.on_train_batch_end", ns=1e9),
             "callbacks: EMA.on_train_batch_end.",
-            "Find what EMA.on_train_batch_end keeps",
+            "Find state that EMA.on_train_batch_end accumulates",
             id="a callback",
         ),
     ],

@@ -161,7 +161,7 @@ def test_blocks_that_pile_up_step_by_step_are_named_with_what_frees_them(tmp_pat
     assert finding.title == f"Memory of cuda:0 grows by 64.0 MiB per step in {KEPT_LINE}."
     assert finding.why.startswith("640 MiB in 10 blocks of 10 steps are live at the end of the recorded history, 40%")
     (step,) = finding.next_steps
-    assert f"Find what keeps the tensors of {KEPT_LINE}" in step
+    assert f"Find the object that keeps the tensors of {KEPT_LINE}" in step
     assert ".item()" in step
     assert finding.recovers is not None
     assert (finding.recovers.min, finding.recovers.max) == (512 * MIB, 576 * MIB)
@@ -238,13 +238,13 @@ def test_pieces_that_forced_nothing_are_worth_knowing_only(tmp_path):
 
 def test_unused_memory_is_found_without_a_history_too(tmp_path):
     finding = found(tmp_path, snapshot([segment(*pieces(10, 100 * MIB, 100 * MIB))], []))["fragmentation"]
-    assert finding.title == "50% of reserved memory of cuda:0 is unused, all of it between live blocks."
+    assert finding.title == "50% of reserved memory of cuda:0 is unused, all between live blocks."
     assert "expandable_segments:True" in finding.next_steps[0]
     assert finding.recovers is not None
     assert finding.recovers.max == 1000 * MIB
     cached = [segment(*pieces(10, 100 * MIB, 20 * MIB)), segment(unused(64 * GIB, GIB))]
     finding = found(tmp_path, snapshot(cached, []))["fragmentation"]
-    assert "16% of it between live blocks" in finding.title
+    assert "16% of this between live blocks" in finding.title
     assert "empty_cache()" in finding.next_steps[0]
     assert "fragmentation" not in found(tmp_path, snapshot([segment(*pieces(10, 400 * MIB, 100 * MIB))], []))
 
@@ -305,7 +305,7 @@ def test_a_line_that_holds_half_of_the_peak_is_named(tmp_path):
     ]
     assert (finding.severity, finding.numbers["owner"]) == (Severity.INFO, MODEL_LINE)
     assert finding.title == f"75% of the live memory of cuda:0 is allocated by {MODEL_LINE}."
-    assert finding.why.endswith("The history has no allocation: the peak was not recorded; 4.00 GiB are reserved.")
+    assert finding.why.endswith("The history has no allocation, so the peak was not recorded; 4.00 GiB are reserved.")
     halves = [block(n * GIB, GIB, {**MODEL, "line": n}) for n in range(3)]
     assert "peak_holder" not in found(tmp_path, snapshot([segment(*halves)], []))
 
@@ -397,7 +397,7 @@ def test_a_line_with_little_of_a_peak_from_before_the_recording_is_no_start(tmp_
     ring = [event("alloc", 9 * GIB, 64 * MIB, MODEL)]
     data = snapshot([segment(block(0, 2 * GIB)), segment(block(9 * GIB, 64 * MIB))], ring)
     assert quiet(tmp_path, data).next_steps == (
-        "Record stacks from the start of the program: 97% of the peak has none.",
+        "Record stacks from the start of the program: 97% of the peak has no stack.",
     )
     data = snapshot([segment(block(0, GIB)), segment(block(9 * GIB, GIB))], [event("alloc", 9 * GIB, GIB, MODEL)])
     (step,) = quiet(tmp_path, data).next_steps

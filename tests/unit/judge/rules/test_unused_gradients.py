@@ -102,7 +102,7 @@ def test_gradients_that_the_pass_for_another_optimizer_computes_too_are_named(
     assert ("unused_gradients" in findings) == (named is not None)
     if named:
         finding = findings["unused_gradients"]
-        assert f"both backward passes of each step reach {named}, " in finding.title
+        assert f"both backward passes of each step reach {named}: " in finding.title
         assert finding.remedies[0].id == "detach_parts"
         assert finding.recovers is not None
         # 15 ms of backward for each part: one of its two passes.
