@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
+from findings import STEPS, ids
 from kineto import write_trace
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.account.trace.report import trace_report
@@ -14,16 +15,11 @@ from lightning_memprof.judge import Facts, Finding, examine
 from lightning_memprof.read.run.load import load_run
 
 MS = 1_000_000
-STEPS = 29
 LOADER = {"num_workers": 0, "dataset": "Images", "persistent_workers": False}
 
 
 def findings_of(directory: Path, *traces: TraceReport) -> dict[str, Finding]:
     return {finding.rule: finding for finding in examine(Facts.of(load_run(directory), traces))}
-
-
-def ids(finding: Finding) -> list[str]:
-    return [each.id for each in finding.remedies]
 
 
 def line(functions: list[str], place: str, source: str, **of: Any) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from msgspec.structs import replace
 
 from device_traces import GEMM, Recording
 from fake_runs import FakeRun, make_run
+from findings import action, found, loader, optimizer, phases
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.report import trace_report
-from lightning_memprof.judge import Facts, Finding, examine_files, nothing_in_files
+from lightning_memprof.judge import Facts, Finding, Severity, examine_files, nothing_in_files, verdict_of
 from lightning_memprof.judge.bound import nothing_found
 from lightning_memprof.read.run.load import load_run
+from lightning_memprof.read.run.locate import shown_path
 
 MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float>>(int)"
 OTHERS = [("aten::_softmax", "b"), ("aten::sum", "c")]
@@ -485,3 +487,52 @@ def test_gradients_of_gradients_are_not_called_a_fault_and_not_to_be_compiled(tm
     assert "compile" in {
         step if isinstance(step, str) else step.id for step in of_lines(tmp_path / "plain", *lines).remedies
     }
+
+
+def test_few_batches_of_a_validation_are_not_told_to_train(tmp_path: Path) -> None:
+    said = verdict_of(load_run(make_run(tmp_path, FakeRun(stage="validate", steps=2, windows=()))))
+    assert said.next == "Run at least 20 steps."
+
+
+TINY = {"forward": 300_000, "backward": 400_000, "callbacks": 100_000, "other": 200_000}
+
+
+@pytest.mark.parametrize(
+    ("costly", "rule"), [({"optimizer": 800_000}, "optimizer_bound"), ({"data_wait": 900_000}, "input_bound")]
+)
+def test_the_overhead_of_tiny_steps_is_no_finding(tmp_path: Path, costly: dict[str, int], rule: str) -> None:
+    training = {**optimizer(), **loader()}
+    tiny = {"data_wait": 100_000, "optimizer": 100_000, **TINY, **costly}
+    assert rule not in found(tmp_path / "tiny", FakeRun(phases=lambda *_: tiny, training=training))
+    scaled = {phase: 20 * ns for phase, ns in tiny.items()}
+    assert rule in found(tmp_path / "large", FakeRun(phases=lambda *_: scaled, training=training))
+
+
+@pytest.mark.parametrize("other", [500_000, 3_000_000])
+def test_what_the_trainer_does_between_phases_is_no_finding(tmp_path: Path, other: int) -> None:
+    assert list(found(tmp_path, FakeRun(phases=phases(other=other)))) == ["nothing_found"]
+
+
+@pytest.mark.parametrize("around", [{"callbacks": 1_500_000}, {"other": 1_500_000}])
+def test_the_verdict_is_never_green_where_much_of_the_step_is_not_the_models(
+    tmp_path: Path, around: dict[str, int]
+) -> None:
+    tiny = {"data_wait": 100_000, "optimizer": 200_000, **TINY, **around}
+    said = verdict_of(load_run(make_run(tmp_path, FakeRun(phases=lambda *_: tiny))))
+    assert (said.rule, said.severity) == ("nothing_found", Severity.INFO)
+    assert said.title.startswith("Host-bound: callbacks, hooks and untracked time take 6")
+
+
+def test_a_healthy_run_says_what_it_is_bound_by_and_how_to_look_further(tmp_path: Path) -> None:
+    run = load_run(make_run(tmp_path))
+    said = verdict_of(run)
+    assert said.rule == "nothing_found"
+    assert said.title.startswith("Compute-bound: forward and backward take 88% of each step (16.")
+    assert f"lightning-memprof view {shown_path(run.directory)}" in said.next
+
+
+def test_validation_that_runs_once_and_takes_most_of_the_run_is_not_called_untracked(tmp_path: Path) -> None:
+    row = action("run_validation", 30_000_000, count=1)
+    findings = found(tmp_path, FakeRun(phases=phases(other=31_000_000)), row)
+    assert findings["nothing_found"].title.startswith("Host-bound: validation takes 6")
+    assert findings["validation_bound"].severity is Severity.INFO

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from device_traces import Recording
+from device_traces import GEMM, Recording
 from kineto import write_trace
 from lightning_memprof.account.trace.key_averages import collect_rows
 from lightning_memprof.account.trace.report import trace_report
@@ -612,3 +612,15 @@ def test_a_trace_of_another_program_is_refused_in_one_line(tmp_path, events, met
 def test_a_trace_of_torch_may_have_no_event_that_is_known(tmp_path):
     found = report(tmp_path, event("Trace", "PyTorch Profiler (0)", 0, 5), schemaVersion=1)
     assert found.host_events == 0
+
+
+def test_a_streams_wait_for_an_event_is_no_work(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(50):
+        made.work(20, "aten::linear")
+        made.launch(100)
+        made.launch(900, "event_wait")
+    report = trace_report(made.write(tmp_path / "waits.pt.trace.json"))
+    assert {kernel.name for kernel in report.kernels} == {GEMM}
+    assert report.gpu_window is not None
+    assert report.gpu_window.busy_ns == 50 * 100_000

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, make_run
+from findings import phases
 from kineto import write_trace
 from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
@@ -31,10 +31,6 @@ def of_traced(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
     ]))  # fmt: skip
     run = load_run(make_run(tmp_path / "log", fake))
     return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
-
-
-def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
-    return lambda _rank, _step: {**HEALTHY, **changes}
 
 
 @pytest.mark.slow
