@@ -7,11 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from fake_runs import HEALTHY, FakeRun, make_run
+from kineto import write_trace
 from ledger_lines import out_of_bounds
+from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.memory.report import memory_report
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, examine, examine_files
+from lightning_memprof.judge.finding import Recovery
 from lightning_memprof.judge.traces import sure_ledger
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.units import MIB
@@ -30,11 +35,11 @@ HISTORY = {
 }
 
 
-def found(tmp_path: Path, fake: FakeRun, *rows: dict[str, Any]) -> dict[str, Finding]:
+def found(tmp_path: Path, fake: FakeRun, *totals: dict[str, Any]) -> dict[str, Finding]:
     """The findings of a run with these action totals."""
     directory = make_run(tmp_path, fake)
-    if rows:
-        (directory / "actions.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if totals:
+        write_rows(directory / "actions.rank00000.jsonl", *totals)
     return {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
 
 
@@ -46,8 +51,12 @@ def found_in_run(directory: Path) -> dict[str, Finding]:
     return {finding.rule: finding for finding in found}
 
 
-def finding_of(directory: Path, rule: str) -> Finding | None:
-    return found_in_run(directory).get(rule)
+def found_with_lines(directory: Path, *totals: dict[str, Any], host: tuple[TimeLine, ...] = ()) -> dict[str, Finding]:
+    """The findings of a run with these action totals, and a trace with these lines."""
+    write_rows(directory / "actions.rank00000.jsonl", *totals)
+    ledger = TimeLedger(step_ns=20e6, median_ns=20e6, steps=2, basis="", lines=host)
+    trace = replace(trace_report(write_trace(directory.parent / "made.json", [])), host_ledger=ledger if host else None)
+    return {finding.rule: finding for finding in examine(Facts.of(load_run(directory), (trace,)))}
 
 
 def found_in_trace(path: Path) -> dict[str, Finding]:
@@ -58,6 +67,11 @@ def found_in_trace(path: Path) -> dict[str, Finding]:
     for rule, finding in findings.items():
         assert (finding.recovers is None) == (rule in {"recording_overhead", "cold_start"})
     return findings
+
+
+def recovery(finding: Finding) -> Recovery:
+    assert finding.recovers is not None
+    return finding.recovers
 
 
 def ids(finding: Finding) -> list[str]:
@@ -80,7 +94,7 @@ def action(name: str, ns: int, phase: str = "other", *, count: int = STEPS, max_
     }  # fmt: skip
 
 
-def rows(path: Path, *found: dict[str, Any]) -> None:
+def write_rows(path: Path, *found: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
@@ -89,7 +103,7 @@ def limited(directory: Path, limit: int, name: str = "memory_bytes") -> None:
     path = directory / "manifest.rank00000.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["environment"] = {**lines[0].get("environment", {}), name: limit}
-    rows(path, *lines)
+    write_rows(path, *lines)
 
 
 def loader(**settings: Any) -> dict[str, Any]:

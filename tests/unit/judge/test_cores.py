@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fake_runs import HEALTHY, FakeRun, make_run
-from findings import loader, optimizer, phases
+from findings import loader, optimizer, phases, recovery
 from lightning_memprof.artifacts.sink import RunPlace, Sink
 from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.read.run.load import load_run
@@ -39,8 +39,7 @@ def test_a_training_whose_cores_are_taken_waits_for_a_core(tmp_path: Path) -> No
     assert "the training used 1.0 of 8 cores, other processes 7.0." in finding.why
     assert "renice" in finding.next_steps[0]
     assert finding.severity is Severity.WARNING
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx(0.7 / 3 * sum(HEALTHY.values()), rel=0.01)
+    assert recovery(finding).max == pytest.approx(0.7 / 3 * sum(HEALTHY.values()), rel=0.01)
 
 
 @pytest.mark.parametrize(("threads", "machine", "fewer"), [(8, 100.0, 1), (8, 93.75, 1), (2, 81.25, None)])
@@ -82,8 +81,7 @@ def test_a_fault_of_the_training_and_cores_that_others_take_come_by_their_share_
     found = examine(Facts.of(run))
     assert (found[0].rule == "optimizer_bound") == is_first
     fault = next(finding for finding in found if finding.rule == "optimizer_bound")
-    assert fault.recovers is not None
-    assert fault.recovers.whole == Facts.of(run).ledgers[0].step_ns
+    assert recovery(fault).whole == Facts.of(run).ledgers[0].step_ns
 
 
 def test_a_wait_of_unknown_cause_comes_before_what_a_training_is_bound_by(tmp_path: Path) -> None:
@@ -145,5 +143,4 @@ def test_the_wait_for_cores_that_its_own_threads_take_is_theirs(tmp_path: Path) 
     rules = waits_for_a_core(tmp_path, 0.6, load=OTHERS_BUSY, training={"threads": 32})
     assert "core_wait" not in rules
     finding = rules["thread_oversubscription"]
-    assert finding.recovers is not None
-    assert finding.recovers.max > 0.6 * sum(HEALTHY.values())
+    assert recovery(finding).max > 0.6 * sum(HEALTHY.values())

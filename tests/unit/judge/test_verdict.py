@@ -7,7 +7,7 @@ import pytest
 
 from device_traces import Recording, training
 from fake_runs import HEALTHY, FakeRun, make_run
-from findings import action, found, loader, optimizer, phases
+from findings import action, found, loader, optimizer, phases, recovery
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, Severity, examine, examine_files, verdict_of
 from lightning_memprof.judge.verdict import RULES
@@ -128,7 +128,6 @@ def test_other_processes_on_the_cores_do_not_hide_a_fault(tmp_path: Path, waits_
     row = action("[Callback]Slow.on_train_batch_end", callback_ns, "callbacks")
     rules = found(tmp_path, fake, row)
     assert {"callback_bound", *(["core_wait"] if waits_ns else [])} <= set(rules)
-    worth = rules["callback_bound"].recovers
-    assert worth is not None
+    worth = recovery(rules["callback_bound"])
     step_ns = sum(HEALTHY.values()) + callback_ns + waits_ns * 2 / 3
     assert worth.share == pytest.approx(0.75 * callback_ns / step_ns, rel=0.1)

@@ -6,7 +6,7 @@ import pytest
 
 from device_traces import NCCL, Recording, paired_ranks
 from fake_runs import FakeRun, make_run
-from findings import found_in_run
+from findings import found_in_run, recovery
 from lightning_memprof.account.ledger.ranks import across_ranks
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.account.trace.report import trace_report
@@ -88,8 +88,7 @@ def test_equal_ranks_that_take_turns_and_a_hiccup_have_no_straggler(
     found = {finding.rule: finding for finding in across(reports)}
     assert ("straggler" in found) == is_found
     if is_found:
-        worth = found["straggler"].recovers
-        assert worth is not None
+        worth = recovery(found["straggler"])
         assert (worth.min, worth.max) == (5_000_000, 5_000_000)
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from device_traces import Recording, training
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
-from findings import action, found, optimizer, phases
+from findings import action, found, optimizer, phases, recovery
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
@@ -45,8 +45,7 @@ def test_float64_is_found_by_its_share_of_the_floating_point_bytes(
 
 def test_float64_recovers_no_more_than_half_of_the_time_in_the_model(tmp_path: Path) -> None:
     finding = found(tmp_path, FakeRun(memory=None, training={"parameter_dtypes": {"float64": 800}}))["double_precision"]
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx((6e6 + 10e6 + 1.2e6) / 2, rel=0.05)
+    assert recovery(finding).max == pytest.approx((6e6 + 10e6 + 1.2e6) / 2, rel=0.05)
     assert finding.severity is Severity.CRITICAL
 
 
@@ -173,8 +172,7 @@ def test_long_operators_on_few_of_the_free_cores_are_found(
         finding = rules["idle_cores"]
         assert f"Operators use {threads} thread{'s' if threads > 1 else ''} on 4 free cores" in finding.title
         assert finding.remedies[0].change == "threads=4"
-        assert finding.recovers is not None
-        assert finding.recovers.max == pytest.approx(10e6 * (1 - threads / 4), rel=0.1)
+        assert recovery(finding).max == pytest.approx(10e6 * (1 - threads / 4), rel=0.1)
 
 
 def test_the_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
@@ -188,8 +186,7 @@ def test_double_backward_has_its_share_of_forward_and_backward(tmp_path: Path) -
     # A loss of gradients needs them.
     assert finding.severity is Severity.INFO
     assert [remedy.id for remedy in finding.remedies] == ["lazy_penalty", "no_create_graph"]
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
+    assert recovery(finding).max == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
     assert "double_backward" not in with_ledger(tmp_path / "single", FakeRun(training={"threads": 8}))
 
 
@@ -213,8 +210,7 @@ def test_recomputed_forwards_are_a_fault_where_memory_is_ample(
     finding = next(each for each in examine(Facts.of(load_run(directory), (trace,))) if each.rule == "recomputation")
     assert finding.title == "Activation checkpointing: backward runs forwards again, 44% of each step."
     assert finding.severity is severity
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx((6e6 + 10e6) / 2, rel=0.05)
+    assert recovery(finding).max == pytest.approx((6e6 + 10e6) / 2, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +251,7 @@ def test_of_an_optimizer_of_the_program_the_operators_that_have_a_form_for_lists
     (tmp_path / "loop").mkdir()
     loop = own_optimizer(tmp_path / "loop", ("aten::mul_", 20, 240), ("", 4, 0))
     assert loop is not None
-    assert loop.recovers is not None
-    assert loop.recovers.max / loop.recovers.whole == pytest.approx(0.6 * 2 / 3, rel=0.02)
+    assert recovery(loop).max / recovery(loop).whole == pytest.approx(0.6 * 2 / 3, rel=0.02)
     assert loop.remedies[0].id == "foreach_in_step"
     (tmp_path / "products").mkdir()
     products = own_optimizer(tmp_path / "products", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240))
@@ -311,9 +306,8 @@ def test_an_optimizer_that_updates_parameters_one_by_one_on_a_busy_device_is_wor
     assert finding.severity is Severity.WARNING
     assert finding.title == ("AdamW, one parameter at a time, takes 20% of each step.")
     assert finding.next_steps == ("Update all parameters at once: torch.optim.AdamW(..., fused=True).",)
-    assert finding.recovers is not None
-    assert finding.recovers.min == pytest.approx(8 * MS)
-    assert finding.recovers.max == pytest.approx(18 * MS)
+    assert recovery(finding).min == pytest.approx(8 * MS)
+    assert recovery(finding).max == pytest.approx(18 * MS)
 
 
 @pytest.mark.parametrize(("optimizer", "ms_per_step"), [("AdamW", 4), ("Shampoo", 20), ("", 0)])
@@ -336,10 +330,9 @@ def test_a_loss_of_two_shapes_is_named(tmp_path: Path, operator: str) -> None:
     finding = found_in_step(tmp_path, *loss("aten::expand", "aten::expand", operator=operator))["broadcast_loss"]
     assert finding.title.startswith(f"The loss broadcasts: {operator.removeprefix('aten::')} gets")
     assert "squeeze(-1)" in finding.next_steps[0]
-    assert finding.recovers is not None
     spent = finding.numbers["ns"]
-    assert finding.recovers.min == pytest.approx(spent / 2, rel=0.01)
-    assert finding.recovers.max == pytest.approx(spent, rel=0.01)
+    assert recovery(finding).min == pytest.approx(spent / 2, rel=0.01)
+    assert recovery(finding).max == pytest.approx(spent, rel=0.01)
 
 
 def test_a_loss_of_equal_shapes_is_not(tmp_path: Path) -> None:
@@ -389,8 +382,7 @@ def test_an_optimizer_without_a_faster_way_is_to_step_less_often_if_it_bounds_th
     finding = found(tmp_path / "much", much)["optimizer_bound"]
     assert finding.title.startswith("Optimizer-bound: ")
     assert finding.next_steps[0].startswith(first)
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx(0.75 * 20_000_000, rel=0.1)
+    assert recovery(finding).max == pytest.approx(0.75 * 20_000_000, rel=0.1)
     less = FakeRun(phases=phases(optimizer=12_000_000), training=optimizer(**settings))
     assert "optimizer_bound" not in found(tmp_path / "less", less)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, add_series, make_run
-from findings import HISTORY, finding_of, found, limited, rows
+from findings import HISTORY, found, found_in_run, limited, recovery, write_rows
 from lightning_memprof.account.memory.model import DeviceAllocations, Site, WindowAllocations
 from lightning_memprof.account.memory.report import memory_report
 from lightning_memprof.account.snapshot.report import SnapshotReport, snapshot_report
@@ -43,7 +42,7 @@ def grown(
         root, FakeRun(steps=120, device_bytes=lambda step: GIB + per_step * step, memory=None, trace=False)
     )
     if holder is not None:
-        (directory / "holders.rank00000.jsonl").write_text(json.dumps(holder) + "\n")
+        write_rows(directory / "holders.rank00000.jsonl", holder)
     found = examine(Facts.of(load_run(directory), (), snapshots))
     return [finding for finding in found if finding.rule == "memory_growth"]
 
@@ -87,8 +86,7 @@ def test_growth_of_the_host_recovers_host_memory_where_the_run_has_a_device_too(
     (finding,) = (
         each for each in examine(Facts.of(load_run(make_run(tmp_path, fake)))) if each.rule == "memory_growth"
     )
-    assert finding.recovers is not None
-    assert finding.recovers.max == finding.numbers["bytes"]
+    assert recovery(finding).max == finding.numbers["bytes"]
 
 
 HOOK = "[Callback]History.on_train_batch_end"
@@ -105,17 +103,14 @@ def growth(root: Path, **changes: tuple[int, int]) -> Finding:
         for step, change in zip((2, 3), sizes, strict=True)
     ]
     add_series(directory, "action_memory", found)
-    finding = finding_of(directory, "memory_growth")
-    assert finding is not None
-    return finding
+    return found_in_run(directory)["memory_growth"]
 
 
 def test_growth_names_the_hook_that_adds_it_and_recovers_its_line(tmp_path: Path) -> None:
     finding = growth(tmp_path, hook=(4 * MIB, 3 * MIB), fetch=(0, 0))
     assert finding.title == "Host memory grows by 4.00 MiB per step in History.on_train_batch_end."
     assert "History.on_train_batch_end" in finding.next_steps[0]
-    assert finding.recovers is not None
-    assert finding.recovers.max == finding.numbers["bytes"] < finding.recovers.whole
+    assert recovery(finding).max == finding.numbers["bytes"] < recovery(finding).whole
 
 
 def test_growth_names_the_hook_that_uses_freed_memory_again(tmp_path: Path) -> None:
@@ -125,8 +120,7 @@ def test_growth_names_the_hook_that_uses_freed_memory_again(tmp_path: Path) -> N
         for step in (2, 3)
     ]
     add_series(directory, "action_memory", found)
-    finding = finding_of(directory, "memory_growth")
-    assert finding is not None
+    finding = found_in_run(directory)["memory_growth"]
     assert finding.title == "Host memory grows by 4.00 MiB per step in History.on_train_batch_end."
     assert "The heap rises by 4.00 MiB over it in each recorded step." in finding.why
 
@@ -151,8 +145,7 @@ def test_growth_in_a_short_run_with_batches_of_varying_length_may_be_the_allocat
         {"step": step, "recorded": True, "positions": 8 * each} for step, each in zip((2, 3), lengths, strict=True)
     ]
     add_series(directory, "throughput", found)
-    finding = finding_of(directory, "memory_growth")
-    assert finding is not None
+    finding = found_in_run(directory)["memory_growth"]
     assert finding.severity is severity
 
 
@@ -174,8 +167,7 @@ def retained(
 def test_a_retained_graph_recovers_no_more_than_activations_and_what_nothing_else_owns(tmp_path: Path) -> None:
     finding = retained(tmp_path, 500 * MIB)
     assert finding is not None
-    assert finding.recovers is not None
-    assert 300 * MIB < finding.recovers.max < 2 * 300 * MIB
+    assert 300 * MIB < recovery(finding).max < 2 * 300 * MIB
 
 
 @pytest.mark.parametrize(
@@ -193,18 +185,17 @@ def test_activations_that_outlive_their_step_are_a_retained_graph(
     if finding is not None:
         assert finding.title == "Graphs outlive their step: 300 MiB of saved activations are live in the next one."
         assert finding.severity is Severity.CRITICAL
-        assert finding.recovers is not None
-        assert finding.recovers.min == 300 * MIB
-        assert finding.recovers.max == 2 * 300 * MIB
+        assert recovery(finding).min == 300 * MIB
+        assert recovery(finding).max == 2 * 300 * MIB
         assert "29% of 1.01 GiB" in finding.why
         assert "retain_graph=True" in finding.next_steps[0]
 
 
-def held(root: Path, *found: dict[str, Any], fake: FakeRun = GROWING) -> Finding | None:
+def held(root: Path, *found: dict[str, Any], fake: FakeRun = GROWING) -> dict[str, Finding]:
     directory = make_run(root, fake)
     both = {"since_step": 20, "step": 119, "grown_bytes": 396 * MIB}
-    rows(directory / "holders.rank00000.jsonl", *({**both, **row} for row in found))
-    return finding_of(directory, "memory_growth")
+    write_rows(directory / "holders.rank00000.jsonl", *({**both, **row} for row in found))
+    return found_in_run(directory)
 
 
 @pytest.mark.parametrize(
@@ -221,14 +212,12 @@ def held(root: Path, *found: dict[str, Any], fake: FakeRun = GROWING) -> Finding
 def test_of_a_line_with_several_statements_a_next_step_has_the_assignment(
     tmp_path: Path, source: str, shown: str
 ) -> None:
-    finding = held(tmp_path, {**HISTORY, "source": source})
-    assert finding is not None
+    finding = held(tmp_path, {**HISTORY, "source": source})["memory_growth"]
     assert finding.next_steps[0].startswith(f"Clear or bound Net.history, assigned in a/train.py:14{shown}; store")
 
 
 def test_growth_names_its_holder_and_the_line_that_assigns_it(tmp_path: Path) -> None:
-    finding = held(tmp_path, HISTORY)
-    assert finding is not None
+    finding = held(tmp_path, HISTORY)["memory_growth"]
     assert finding.title == "Host memory grows by 4.00 MiB per step in Net.history (a/train.py:14)."
     assert "Net.history gained 99 Tensor[8,8] (396 MiB) since step 20." in finding.why
     assert finding.next_steps[0].startswith("Clear or bound Net.history, assigned in a/train.py:14: self.history = []")
@@ -237,8 +226,7 @@ def test_growth_names_its_holder_and_the_line_that_assigns_it(tmp_path: Path) ->
 
 
 def test_a_holder_of_a_graph_says_so(tmp_path: Path) -> None:
-    finding = held(tmp_path, {**HISTORY, "content": "Tensor[] with its graph"})
-    assert finding is not None
+    finding = held(tmp_path, {**HISTORY, "content": "Tensor[] with its graph"})["memory_growth"]
     assert finding.title.endswith(" in Net.history with its graph (a/train.py:14).")
 
 
@@ -252,7 +240,7 @@ def test_a_holder_of_a_graph_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_growth_that_ends_is_not_accused(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert held(tmp_path, row) is None
+    assert "memory_growth" not in held(tmp_path, row)
 
 
 @pytest.mark.parametrize(
@@ -264,12 +252,11 @@ def test_growth_that_ends_is_not_accused(tmp_path: Path, row: dict[str, Any]) ->
     ],
 )
 def test_growth_without_such_an_end_is_accused(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert held(tmp_path, row) is not None
+    assert "memory_growth" in held(tmp_path, row)
 
 
 def test_freed_memory_that_the_allocator_keeps_is_a_note(tmp_path: Path) -> None:
-    finding = held(tmp_path, {"kind": "free memory", "added_bytes": 300 * MIB})
-    assert finding is not None
+    finding = held(tmp_path, {"kind": "free memory", "added_bytes": 300 * MIB})["memory_growth"]
     assert finding.severity is Severity.INFO
     assert finding.title.endswith(": the C allocator keeps freed memory.")
 
@@ -285,8 +272,8 @@ def test_freed_memory_that_the_allocator_keeps_is_a_note(tmp_path: Path) -> None
 def test_freed_memory_is_no_growth_in_a_short_run_or_where_it_no_longer_rises(
     tmp_path: Path, kind: str, changes: dict[str, Any]
 ) -> None:
-    finding = held(tmp_path, {"kind": kind, "added_bytes": 300 * MIB}, fake=replace(GROWING, **changes))
-    assert (finding is None) == (kind == "free memory")
+    found = held(tmp_path, {"kind": kind, "added_bytes": 300 * MIB}, fake=replace(GROWING, **changes))
+    assert ("memory_growth" not in found) == (kind == "free memory")
 
 
 def test_freed_memory_that_soon_fills_the_machine_counts_in_a_short_run_too(tmp_path: Path) -> None:
@@ -294,20 +281,18 @@ def test_freed_memory_that_soon_fills_the_machine_counts_in_a_short_run_too(tmp_
     directory = make_run(tmp_path, endless)
     limited(directory, 8 * GIB)
     row = {"kind": "free memory", "added_bytes": 300 * MIB, "since_step": 20, "step": 59, "grown_bytes": 396 * MIB}
-    rows(directory / "holders.rank00000.jsonl", row)
-    finding = finding_of(directory, "memory_growth")
-    assert finding is not None
+    write_rows(directory / "holders.rank00000.jsonl", row)
+    finding = found_in_run(directory)["memory_growth"]
     assert finding.severity is Severity.WARNING
 
 
 def test_freed_memory_is_not_what_a_hook_adds_in_windows(tmp_path: Path) -> None:
     directory = make_run(tmp_path, GROWING)
     found = {"kind": "free memory", "added_bytes": 300 * MIB, "since_step": 20, "step": 119, "grown_bytes": 396 * MIB}
-    rows(directory / "holders.rank00000.jsonl", found)
+    write_rows(directory / "holders.rank00000.jsonl", found)
     added = {"action": HOOK, "rss_change_bytes": 4 * MIB, "recorded": True}
     add_series(directory, "action_memory", [{**added, "step": step} for step in (2, 3)])
-    finding = finding_of(directory, "memory_growth")
-    assert finding is not None
+    finding = found_in_run(directory)["memory_growth"]
     assert finding.title.endswith(": the C allocator keeps freed memory.")
 
 
@@ -317,9 +302,8 @@ def test_freed_memory_that_an_earlier_search_found_remains_a_note_where_a_later_
 ) -> None:
     directory = make_run(tmp_path, GROWING)
     found = {"kind": kind, "added_bytes": 200 * MIB, "since_step": 20, "step": 70, "grown_bytes": 200 * MIB}
-    rows(directory / "holders.rank00000.jsonl", found, {"kind": "nothing", "step": 119})
-    finding = finding_of(directory, "memory_growth")
-    assert finding is not None
+    write_rows(directory / "holders.rank00000.jsonl", found, {"kind": "nothing", "step": 119})
+    finding = found_in_run(directory)["memory_growth"]
     assert (finding.severity is Severity.INFO) == is_note
     assert finding.title.endswith("keeps freed memory.") == is_note
 
@@ -332,16 +316,14 @@ def test_freed_memory_that_fills_the_machine_before_the_training_ends_is_a_warni
     directory = make_run(tmp_path, endless)
     limited(directory, 8 * GIB)
     row = {"kind": "free memory", "added_bytes": 300 * MIB, "since_step": 20, "step": 119, "grown_bytes": 396 * MIB}
-    rows(directory / "holders.rank00000.jsonl", row)
-    finding = finding_of(directory, "memory_growth")
-    assert finding is not None
+    write_rows(directory / "holders.rank00000.jsonl", row)
+    finding = found_in_run(directory)["memory_growth"]
     assert finding.severity is severity
     assert ("more steps, before the training ends." in finding.why) == (severity is Severity.WARNING)
 
 
 def test_memory_that_no_python_object_refers_to_is_named(tmp_path: Path) -> None:
-    finding = held(tmp_path, {"kind": "remainder", "added_bytes": 300 * MIB})
-    assert finding is not None
+    finding = held(tmp_path, {"kind": "remainder", "added_bytes": 300 * MIB})["memory_growth"]
     assert finding.severity > Severity.INFO
     assert finding.title == "Host memory grows by 4.00 MiB per step outside Python objects."
     assert "300 MiB" in finding.why
@@ -358,37 +340,32 @@ def test_what_no_python_object_holds_is_not_blamed_on_the_fetch_but_on_a_hook(
     found = [{"step": step, "recorded": True, "action": action, "rss_change_bytes": 4 * MIB} for step in (2, 3)]
     add_series(directory, "action_memory", found)
     row = {"kind": "remainder", "added_bytes": 300 * MIB, "since_step": 20, "step": 119, "grown_bytes": 396 * MIB}
-    rows(directory / "holders.rank00000.jsonl", row)
-    finding = finding_of(directory, "memory_growth")
-    assert finding is not None
+    write_rows(directory / "holders.rank00000.jsonl", row)
+    finding = found_in_run(directory)["memory_growth"]
     assert finding.title == f"Host memory grows by 4.00 MiB per step{where}"
 
 
 def test_holders_of_one_line_count_together_as_the_states_of_a_metric_do(tmp_path: Path) -> None:
     states = [{**HISTORY, "place": f"Net.curve.{name}[...]", "added_bytes": 115 * MIB} for name in ("preds", "target")]
     together, apart = (
-        held(
-            tmp_path / name, *(({**row, "line": f"a/train.py:{line}"}) for row, line in zip(states, lines, strict=True))
-        )
+        held(tmp_path / name, *({**row, "line": f"a/train.py:{at}"} for row, at in zip(states, lines, strict=True)))
         for name, lines in (("together", (14, 14)), ("apart", (14, 15)))
     )
-    assert together is not None
-    assert together.title == "Host memory grows by 4.00 MiB per step in Net.curve.preds (a/train.py:14)."
-    assert apart is not None
-    assert apart.numbers["holder"] is None
+    assert (
+        together["memory_growth"].title == "Host memory grows by 4.00 MiB per step in Net.curve.preds (a/train.py:14)."
+    )
+    assert apart["memory_growth"].numbers["holder"] is None
 
 
 def test_a_buffer_with_a_limit_is_no_holder_of_growth_however_much_is_freed(tmp_path: Path) -> None:
     members = {**HISTORY, "place": "Ensemble.members[...]", "bound": 3, "added": 2, "added_bytes": 80 * MIB}
-    finding = held(tmp_path, members, {**FREED, "added_bytes": 316 * MIB})
-    assert finding is not None
+    finding = held(tmp_path, members, {**FREED, "added_bytes": 316 * MIB})["memory_growth"]
     assert finding.severity is Severity.INFO
     assert finding.title.endswith(": the C allocator keeps freed memory.")
 
 
 def test_only_the_last_search_counts(tmp_path: Path) -> None:
-    finding = held(tmp_path, {**HISTORY, "step": 60}, {"kind": "nothing"})
-    assert finding is not None
+    finding = held(tmp_path, {**HISTORY, "step": 60}, {"kind": "nothing"})["memory_growth"]
     assert finding.title == "Host memory grows by 4.00 MiB per step."
 
 
@@ -396,16 +373,15 @@ def test_only_the_last_search_counts(tmp_path: Path) -> None:
 def test_a_cache_by_index_is_full_after_an_epoch(tmp_path: Path, batches: int, is_accused: bool) -> None:
     training = {"num_batches": batches, "dataloaders": [{"num_workers": 0, "batch_size": 4}]}
     cache = {**HISTORY, "kind": "sample cache", "place": "Images.cache[...]"}
-    finding = held(tmp_path, cache, fake=replace(GROWING, training=training))
-    assert (finding is not None) is is_accused
+    found = held(tmp_path, cache, fake=replace(GROWING, training=training))
+    assert ("memory_growth" in found) is is_accused
 
 
 FREED = {"kind": "free memory", "added_bytes": 300 * MIB}
 
 
 def test_a_list_that_is_cleared_before_the_last_search_keeps_its_name(tmp_path: Path) -> None:
-    finding = held(tmp_path, {**HISTORY, "step": 90}, FREED)
-    assert finding is not None
+    finding = held(tmp_path, {**HISTORY, "step": 90}, FREED)["memory_growth"]
     assert finding.title == "Host memory grows by 4.00 MiB per step in Net.history (a/train.py:14)."
     assert finding.severity > Severity.INFO
 
@@ -414,8 +390,7 @@ def test_a_list_that_is_cleared_before_the_last_search_keeps_its_name(tmp_path: 
 def test_a_leak_that_fragments_the_heap_is_named_and_a_small_list_is_not(
     tmp_path: Path, size: int, is_named: bool
 ) -> None:
-    finding = held(tmp_path, {**HISTORY, "added_bytes": size}, FREED)
-    assert finding is not None
+    finding = held(tmp_path, {**HISTORY, "added_bytes": size}, FREED)["memory_growth"]
     assert ("in Net.history" in finding.title) is is_named
     assert (finding.severity > Severity.INFO) is is_named
 
@@ -430,10 +405,10 @@ def test_a_container_that_gains_entries_at_one_rate_is_growth_where_the_pulse_is
     tmp_path: Path, count: int, grows: bool
 ) -> None:
     row = {**HISTORY, "since_step": 14, "step": 39, "count": count, "added": 25, "added_bytes": 400 * MIB}
-    finding = held(tmp_path, row, fake=SHORT)
-    assert (finding is not None) is grows
-    if finding is not None:
-        assert finding.title == "Host memory grows by 15.8 MiB per step in Net.history (a/train.py:14)."
+    found = held(tmp_path, row, fake=SHORT)
+    assert ("memory_growth" in found) is grows
+    if grows:
+        assert found["memory_growth"].title == "Host memory grows by 15.8 MiB per step in Net.history (a/train.py:14)."
 
 
 def test_memory_that_grows_with_every_step_is_found_with_its_slope(tmp_path: Path) -> None:

@@ -5,16 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, make_run, set_epochs
-from findings import STEPS, action, found, found_in_run, in_some, phases
-from kineto import write_trace
+from findings import STEPS, action, found, found_in_run, found_with_lines, in_some, phases, recovery, write_rows
 from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine
-from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
+from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
-from lightning_memprof.account.trace.report import trace_report
-from lightning_memprof.judge import Facts, Finding, Severity, examine, verdict_of
+from lightning_memprof.judge import Facts, Severity, examine, verdict_of
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.units import MIB
 
@@ -74,8 +71,7 @@ def test_a_slow_callback_is_found_by_the_name_of_its_class_and_hook(tmp_path: Pa
     assert finding.severity is Severity.CRITICAL
     assert finding.title == "The callback SlowCallback.on_train_batch_end takes 78% of each step."
     assert "every N batches" in finding.next_steps[0]
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx(65_000_000)
+    assert recovery(finding).max == pytest.approx(65_000_000)
 
 
 def test_without_action_totals_the_windows_name_the_callback(tmp_path: Path) -> None:
@@ -147,7 +143,7 @@ def test_validation_once_per_epoch_is_not_to_run_once_per_epoch(tmp_path: Path, 
     directory = make_run(tmp_path, FakeRun(phases=phases(other=21_000_000)))
     set_epochs(directory, -(-STEPS // epochs))
     row = action("run_validation", 20_000_000, count=3)
-    (directory / "actions.rank00000.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(directory / "actions.rank00000.jsonl", row)
     findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
     assert next(each.id for each in findings["validation_bound"].remedies) == remedy
 
@@ -158,7 +154,7 @@ def test_a_checkpoint_that_takes_longer_than_its_tensors_may_hold_other_objects(
 ) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=each_ms * 1_000_000 * 3 // STEPS)))
     row = action("save_checkpoint", each_ms * 1_000_000 * 3 // STEPS, "callbacks", count=3)
-    (directory / "actions.rank00000.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(directory / "actions.rank00000.jsonl", row)
     facts = Facts.of(load_run(directory))
     lines = (ByteLine(category="parameter", bytes=2 * MIB),)
     vars(facts)["byte_ledgers"] = {0: ByteLedger(peak_bytes=2 * MIB, basis="", place="host", lines=lines)}
@@ -192,7 +188,7 @@ def test_a_single_checkpoint_of_a_run_is_information(tmp_path: Path) -> None:
 def test_a_checkpoint_that_may_mostly_be_buffers_names_them(tmp_path: Path, buffers: int, is_named: bool) -> None:
     directory = make_run(tmp_path, FakeRun(phases=phases(callbacks=10_500_000)))
     row = action("save_checkpoint", 10_000_000, "callbacks", count=3)
-    (directory / "actions.rank00000.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(directory / "actions.rank00000.jsonl", row)
     facts = Facts.of(load_run(directory))
     sizes = {"buffer": buffers, "parameter": 20, "optimizer_state": 20, "activation": 90}
     lines = tuple(ByteLine(category=name, bytes=size * MIB) for name, size in sizes.items())
@@ -211,8 +207,7 @@ def test_a_checkpoint_that_may_mostly_be_buffers_names_them(tmp_path: Path, buff
 def test_time_outside_all_actions_is_found_and_recovers_at_most_that_time(tmp_path: Path) -> None:
     finding = found(tmp_path, FakeRun(phases=phases(other=30_000_000)))["between_steps"]
     assert "63% of each step is outside the tracked phases" in finding.title
-    assert finding.recovers is not None
-    assert finding.recovers.max <= 30_000_000
+    assert recovery(finding).max <= 30_000_000
 
 
 def test_gc_pauses_of_any_phase_are_one_finding(tmp_path: Path) -> None:
@@ -239,14 +234,6 @@ def test_the_wait_for_a_core_comes_from_the_rest_of_a_phase_before_its_measured_
 
 HOOK = "[LightningModule]Net.on_after_batch_transfer"
 TRANSFER = "[Strategy]SingleDeviceStrategy.batch_to_device"
-
-
-def found_with_lines(directory: Path, *rows: dict[str, Any], host: tuple[TimeLine, ...] = ()) -> dict[str, Finding]:
-    """The findings of a run with these action totals, and a trace with these lines."""
-    (directory / "actions.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ledger = TimeLedger(step_ns=20e6, median_ns=20e6, steps=2, basis="", lines=host)
-    trace = replace(trace_report(write_trace(directory.parent / "made.json", [])), host_ledger=ledger if host else None)
-    return {finding.rule: finding for finding in examine(Facts.of(load_run(directory), (trace,)))}
 
 
 def line(name: str, operator: str, ns: float, **more: Any) -> TimeLine:
@@ -285,8 +272,7 @@ def test_a_hook_that_calls_an_operator_many_times_is_a_loop(tmp_path: Path, call
     assert name in finding.title
     assert ("aten::cumsum 64 times" in finding.why) == is_loop
     assert finding.next_steps[0].startswith("Handle the whole batch at once" if is_loop else "Do the work of")
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx(18e6)
+    assert recovery(finding).max == pytest.approx(18e6)
 
 
 @pytest.mark.parametrize(("on_device", "is_told"), [(True, True), (False, False)])
@@ -369,8 +355,7 @@ def test_compiling_in_many_steps_is_a_fault_and_once_is_none(tmp_path: Path, max
         finding = rules["recompilation"]
         assert finding.severity is Severity.CRITICAL
         assert finding.title == "torch.compile recompiles: compiling takes 57% of each step."
-        assert finding.recovers is not None
-        assert finding.recovers.max == pytest.approx(30e6)
+        assert recovery(finding).max == pytest.approx(30e6)
 
 
 def test_steps_that_compile_are_no_stalls(tmp_path: Path) -> None:
@@ -378,7 +363,7 @@ def test_steps_that_compile_are_no_stalls(tmp_path: Path) -> None:
         tmp_path, FakeRun(phases=lambda _rank, step: {**HEALTHY, "forward": (126 if step % 5 == 4 else 6) * MS})
     )
     rows = [action("torch.compile", 24 * MS, "forward", count=6, max_ns=120 * MS)]
-    (directory / "actions.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(directory / "actions.rank00000.jsonl", *rows)
     ledger = Facts.of(load_run(directory)).ledgers[0]
     assert ledger.ns("compile") == pytest.approx(24e6)
     assert ledger.stalls

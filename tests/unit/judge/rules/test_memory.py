@@ -8,7 +8,7 @@ import pytest
 
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, make_run
-from findings import HISTORY, finding_of, found_in_run, limited, rows
+from findings import HISTORY, found_in_run, limited, recovery, write_rows
 from lightning_memprof.account.memory.model import DeviceAllocations, WindowAllocations
 from lightning_memprof.account.memory.report import memory_report
 from lightning_memprof.judge import Facts, Finding, Severity, examine, verdict_of
@@ -96,8 +96,7 @@ def test_a_data_set_of_a_quarter_of_the_memory_is_a_note(
         assert finding.severity is Severity.INFO
         assert (finding.numbers["bytes"], finding.numbers["owner"]) == (512 * MIB, "Clips.clips")
         assert finding.remedies[0].id == first
-        assert finding.recovers is not None
-        assert (finding.recovers.min, finding.recovers.max) == (256 * MIB, 512 * MIB)
+        assert (recovery(finding).min, recovery(finding).max) == (256 * MIB, 512 * MIB)
 
 
 def test_what_is_info_comes_behind_what_says_that_nothing_is_wrong(tmp_path: Path) -> None:
@@ -143,12 +142,10 @@ def test_activations_are_a_verdict_under_pressure_only(tmp_path: Path) -> None:
     for limit, severity in ((5 * GIB, Severity.CRITICAL), (64 * GIB, Severity.INFO)):
         directory = make_run(tmp_path / str(limit), fake)
         limited(directory, limit)
-        finding = finding_of(directory, "activation_peak")
-        assert finding is not None
+        finding = found_in_run(directory)["activation_peak"]
         assert finding.severity is severity
         assert ("can hold" in finding.why) == (severity is Severity.CRITICAL)
-        assert finding.recovers is not None
-        assert finding.recovers.max <= finding.numbers["bytes"]
+        assert recovery(finding).max <= finding.numbers["bytes"]
 
 
 @pytest.mark.parametrize(
@@ -160,8 +157,7 @@ def test_a_device_with_room_has_its_filling_beside_the_advice_to_save_memory(
     fake = FakeRun(device_bytes=lambda _: 4 * GIB, memory=FakeMemory(kept_bytes=400 * MIB), trace=False)
     directory = make_run(tmp_path, fake)
     limited(directory, limit * GIB, "device_memory_bytes")
-    finding = finding_of(directory, "activation_peak")
-    assert finding is not None
+    finding = found_in_run(directory)["activation_peak"]
     assert finding.why.endswith(end)
 
 
@@ -191,7 +187,7 @@ def test_a_device_peak_that_recorded_steps_do_not_reach_is_that_of_a_step(
     fake = FakeRun(device_bytes=lambda step: bytes_then if step == at else 2 * GIB)
     directory = make_run(tmp_path, fake)
     stall = {"kind": "stall", "step": 21, "action": action, "action_ns": 9}
-    (directory / "actions.rank00000.jsonl").write_text(json.dumps(stall) + "\n")
+    write_rows(directory / "actions.rank00000.jsonl", stall)
     run = load_run(directory)
     device = DeviceAllocations(
         device="cuda:0", start_bytes=GIB, peak_bytes=GIB, peak_time_ns=1, peak_step=3, sites=(),
@@ -215,12 +211,10 @@ def test_workers_that_grow_are_found(tmp_path: Path) -> None:
         {"kind": "workers", "step": 5 * n, "workers": 2, "pss_bytes": size * MIB, "private_bytes": size * MIB}
         for n, size in sizes
     ]
-    rows(directory / "processes.rank00000.jsonl", *samples)
-    finding = finding_of(directory, "worker_memory")
-    assert finding is not None
+    write_rows(directory / "processes.rank00000.jsonl", *samples)
+    finding = found_in_run(directory)["worker_memory"]
     assert finding.title == "DataLoader workers grow by 20.0 MiB per step."
-    assert finding.recovers is not None
-    assert finding.recovers.max == 300 * MIB
+    assert recovery(finding).max == 300 * MIB
 
 
 @pytest.mark.parametrize(("holds_gib", "severity"), [(64, Severity.INFO), (2, Severity.CRITICAL)])
@@ -239,9 +233,8 @@ def test_workers_that_copy_objects_of_the_main_process_matter_where_memory_is_ne
         }
         for n, size in enumerate((50, 100, 200, 300, 400))
     ]
-    rows(directory / "processes.rank00000.jsonl", *samples)
-    finding = finding_of(directory, "worker_memory")
-    assert finding is not None
+    write_rows(directory / "processes.rank00000.jsonl", *samples)
+    finding = found_in_run(directory)["worker_memory"]
     assert finding.title == "DataLoader workers grow by 80.0 MiB per step: they copy objects of the main process."
     assert finding.severity is severity
     assert "numpy.array" in finding.next_steps[0]
@@ -250,9 +243,10 @@ def test_workers_that_copy_objects_of_the_main_process_matter_where_memory_is_ne
 def test_a_validation_that_keeps_its_batches_is_found(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(memory=None, trace=False, rss_bytes=lambda _: GIB))
     sizes = [(500 + 4 * n) * MIB for n in range(32)]
-    rows(directory / "processes.rank00000.jsonl", {"kind": "validation", "step": 9, "batches": 32, "rss_bytes": sizes})
-    finding = finding_of(directory, "validation_memory")
-    assert finding is not None
+    write_rows(
+        directory / "processes.rank00000.jsonl", {"kind": "validation", "step": 9, "batches": 32, "rss_bytes": sizes}
+    )
+    finding = found_in_run(directory)["validation_memory"]
     assert finding.severity is Severity.WARNING
     assert (finding.numbers["bytes"], finding.numbers["bytes_per_batch"]) == (120 * MIB, 4 * MIB)
     assert [remedy.id for remedy in finding.remedies] == ["aggregate_validation"]
@@ -261,8 +255,8 @@ def test_a_validation_that_keeps_its_batches_is_found(tmp_path: Path) -> None:
 def validated(root: Path, peaks: list[dict[str, Any]], holders: list[dict[str, Any]]) -> list[Finding]:
     """Return the findings of a run whose peak RSS rose outside the training steps, with 1 GiB in these."""
     directory = make_run(root, FakeRun(memory=None, trace=False, rss_bytes=lambda _: GIB))
-    rows(directory / "processes.rank00000.jsonl", *({"kind": "peak", "step": 9, **row} for row in peaks))
-    rows(directory / "holders.rank00000.jsonl", *holders)
+    write_rows(directory / "processes.rank00000.jsonl", *({"kind": "peak", "step": 9, **row} for row in peaks))
+    write_rows(directory / "holders.rank00000.jsonl", *holders)
     run = load_run(directory)
     return [*examine(Facts.of(run, memory=memory_report(run)))]
 
@@ -290,17 +284,19 @@ def test_a_peak_outside_the_training_steps_is_that_of_an_action(
     for finding in found:
         assert (finding.numbers["owner"], finding.severity, finding.remedies[0].id) == (owner, severity, remedy)
         assert finding.numbers["peak_bytes"] == 2 * GIB
-        assert finding.recovers is not None
-        assert finding.recovers.max == GIB
+        assert recovery(finding).max == GIB
 
 
 def test_of_a_validation_that_keeps_its_batches_the_variable_is_named(tmp_path: Path) -> None:
     directory = make_run(tmp_path, FakeRun(memory=None, trace=False, rss_bytes=lambda _: GIB))
     sizes = [(500 + 4 * n) * MIB for n in range(32)]
-    rows(directory / "processes.rank00000.jsonl", {"kind": "validation", "step": 9, "batches": 32, "rss_bytes": sizes})
-    rows(directory / "holders.rank00000.jsonl", {**HISTORY, "since_step": 9, "step": 19, "grown_bytes": 128 * MIB})
-    finding = finding_of(directory, "validation_memory")
-    assert finding is not None
+    write_rows(
+        directory / "processes.rank00000.jsonl", {"kind": "validation", "step": 9, "batches": 32, "rss_bytes": sizes}
+    )
+    write_rows(
+        directory / "holders.rank00000.jsonl", {**HISTORY, "since_step": 9, "step": 19, "grown_bytes": 128 * MIB}
+    )
+    finding = found_in_run(directory)["validation_memory"]
     assert finding.numbers["owner"] == "Net.history"
     assert finding.remedies[0].id == "bound_holder"
     # What one tensor in many places seems to add is not more than the growth.

@@ -19,12 +19,6 @@ def test_a_collective_that_waits_while_memory_is_given_back_is_thrash(tmp_path: 
     assert "expandable_segments" in finding.next_steps[0]
 
 
-def test_a_collective_that_waits_for_something_else_is_not(tmp_path: Path) -> None:
-    assert "allocator_thrash" not in found_in_trace(
-        communicating(tmp_path / "late.pt.trace.json", 60_000, freeing=False)
-    )
-
-
 @pytest.mark.parametrize("names", [("cudaMalloc", "cudaFree"), ("cuMemCreate", "cuMemUnmap"), ("hipMalloc", "hipFree")])
 def test_memory_that_comes_and_goes_in_each_step_is_thrash(tmp_path: Path, names: tuple[str, str]) -> None:
     def churn(made: Recording, kernel: int) -> None:

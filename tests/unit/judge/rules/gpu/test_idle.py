@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from device_traces import KERNEL_US, KERNELS, STEPS, Recording, training
-from findings import found_in_trace
+from findings import found_in_trace, recovery
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Severity, examine_files, nothing_in_files
@@ -22,11 +22,10 @@ def test_short_kernels_leave_the_device_idle(tmp_path: Path) -> None:
     assert finding.severity is Severity.CRITICAL
     causes_ns = finding.numbers["causes_ns"]
     assert causes_ns["idle_operators"] > sum(causes_ns.values()) / 2
-    assert finding.recovers is not None
     # Before the first kernel, 4 us in four steps are unsure.
-    assert (finding.recovers.min, finding.recovers.whole) == (finding.recovers.max / 2, KERNELS * 25_000 - 1_000)
+    assert (recovery(finding).min, recovery(finding).whole) == (recovery(finding).max / 2, KERNELS * 25_000 - 1_000)
     # 20 of 25 us at each kernel, without 1 us for the recording of its launch and its operator each.
-    assert 0.74 < finding.recovers.max / finding.recovers.whole < 0.78
+    assert 0.74 < recovery(finding).max / recovery(finding).whole < 0.78
 
 
 def test_an_idle_device_names_the_call_that_the_host_waits_in(tmp_path: Path) -> None:
@@ -255,8 +254,7 @@ def test_python_inside_a_compiled_region_is_idle_time_of_one_cause(tmp_path: Pat
                 made.launch(70)
     finding = found_in_trace(made.write(tmp_path / "compiled.pt.trace.json"))["gpu_idle"]
     assert finding.severity is Severity.WARNING
-    assert finding.recovers is not None
-    assert finding.recovers.max / finding.recovers.whole == pytest.approx(finding.numbers["share"], rel=0.1)
+    assert recovery(finding).max / recovery(finding).whole == pytest.approx(finding.numbers["share"], rel=0.1)
     assert finding.next_steps[0].startswith("Launch each compiled part at once")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from device_traces import KERNEL_US, KERNELS, STEPS, Recording, training
-from findings import found_in_trace
+from findings import found_in_trace, recovery
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Severity, examine_files
@@ -82,8 +82,7 @@ def test_pinned_copies_that_kernels_wait_for_are_found(
     assert finding.severity is severity
     assert finding.title.startswith("Transfer-bound: ") is (share > 0.5)
     assert finding.next_steps[0].startswith(first)
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx(1_000 * saved_us, rel=0.02)
+    assert recovery(finding).max == pytest.approx(1_000 * saved_us, rel=0.02)
 
 
 def test_pinned_copies_beside_kernels_are_not(tmp_path: Path) -> None:
@@ -111,8 +110,7 @@ def test_idle_time_after_values_are_read_belongs_to_the_reading_up_to_the_wait(
     # Five times per step the device is idle for about 600 us, and the host waits for what is queued.
     assert {*findings} == {first}
     if first == "synchronization":
-        worth = findings[first].recovers
-        assert worth is not None
+        worth = recovery(findings[first])
         assert worth.max <= sum(call.total_ns for call in report.synchronizations) / STEPS
 
 
@@ -135,8 +133,7 @@ def test_a_pause_after_one_of_many_waits_is_theirs_as_far_as_the_host_would_be_a
     ahead_us = 4 * KERNELS * (KERNEL_US - 25)
     assert worth is not None
     assert worth.max == pytest.approx(1000 * ahead_us / steps, rel=0.02)
-    idle = findings["gpu_idle"].recovers
-    assert idle is not None
+    idle = recovery(findings["gpu_idle"])
     assert idle.max == pytest.approx(1000 * (pause_us - ahead_us) / steps, rel=0.02)
 
 
@@ -149,8 +146,7 @@ def test_a_value_that_is_read_when_the_device_is_done_costs_its_call(tmp_path: P
 
     finding = found_in_trace(training(tmp_path / "item.pt.trace.json", read, kernel_us=2))["synchronization"]
     assert finding.severity > Severity.INFO
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx(KERNELS * 20_000, rel=0.02)
+    assert recovery(finding).max == pytest.approx(KERNELS * 20_000, rel=0.02)
 
 
 def test_waits_for_copies_to_pageable_memory_are_those_of_the_copies(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
+from findings import found_with_lines, recovery
 from kineto import write_trace
-from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
+from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, Severity, examine
@@ -57,8 +57,7 @@ def test_a_line_that_calls_what_has_a_remedy_is_named_with_its_place_its_source_
         assert (found.owner, found.numbers["place"]) == (STEP, "net.py:7")
         assert "`kept = copy(self.net)`; it calls deepcopy" in found.why
         assert ids(found.remedies) == ["copy_less", "work_less"]
-        assert found.recovers is not None
-        assert found.recovers.max == pytest.approx(0.95 * 0.6 * HEALTHY["forward"], rel=0.05)
+        assert recovery(found).max == pytest.approx(0.95 * 0.6 * HEALTHY["forward"], rel=0.05)
 
 
 @pytest.mark.parametrize(("asleep", "waits"), [(50, True), (10, False)])
@@ -296,14 +295,6 @@ def test_self_log_in_the_training_step_is_logging_and_not_python_of_the_model(tm
     assert "hot_line" not in findings
 
 
-def found_beside(directory: Path, *rows: dict[str, Any], host: tuple[TimeLine, ...] = ()) -> dict[str, Finding]:
-    """The findings of a run with these action totals, and a trace with these lines."""
-    (directory / "actions.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ledger = TimeLedger(step_ns=20e6, median_ns=20e6, steps=2, basis="", lines=host)
-    trace = replace(trace_report(write_trace(directory.parent / "made.json", [])), host_ledger=ledger if host else None)
-    return {finding.rule: finding for finding in examine(Facts.of(load_run(directory), (trace,)))}
-
-
 @pytest.mark.parametrize(("times", "is_anew"), [(12, True), (1, False)])
 def test_a_loop_over_a_parameter_that_is_made_anew_has_its_own_remedy(
     tmp_path: Path, times: int, is_anew: bool
@@ -317,7 +308,7 @@ def test_a_loop_over_a_parameter_that_is_made_anew_has_its_own_remedy(
         TimeLine(part=Part.FORWARD, name="", module=made, operator="aten::linalg_solve", ns=9e6, called=times),
         TimeLine(part=Part.FORWARD, name="", module="cell", operator="aten::addmm", ns=6e6, called=12, count=12),
     )
-    finding = found_beside(directory, host=host)["hot_line"]
+    finding = found_with_lines(directory, host=host)["hot_line"]
     assert ("parametrize.cached()" in finding.next_steps[0]) == is_anew
     assert ("to compute parameters" in finding.why) == is_anew
     # Of 6 ms of forward, without what is made once.

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fake_runs import FakeRun, make_run
+from findings import recovery
 from lightning_memprof.artifacts.naming import processes_name
 from lightning_memprof.judge import Facts, examine
 from lightning_memprof.read.run.load import load_run
@@ -32,7 +33,6 @@ def test_a_busy_thread_costs_at_most_its_time_and_the_sleep_of_the_training(
     rules = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
     assert ("busy_thread" in rules) == (most is not None)
     if most is not None:
-        worth = rules["busy_thread"].recovers
-        assert worth is not None
+        worth = recovery(rules["busy_thread"])
         assert worth.max / worth.whole == pytest.approx(most)
         assert rules["busy_thread"].title.startswith("Busy thread: Poll.run uses 40% of a core;")
