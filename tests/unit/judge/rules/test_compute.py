@@ -233,37 +233,32 @@ def test_groups_with_the_same_settings_are_needless(
     assert found["optimizer_bound"].next_steps[0].startswith(first)
 
 
-def own_optimizer(tmp_path: Path, *operators: tuple[str, float, int], share: float = 0.6) -> Finding | None:
-    """The finding about an optimizer of the program with these operators: name, ms and calls of 60 tensors."""
+def own_optimizer(tmp_path: Path, *operators: tuple[str, float, int], share: float = 0.6) -> dict[str, Finding]:
+    """The findings about an optimizer of the program with these operators: name, ms and calls of 60 tensors."""
     lines = tuple(
         TimeLine(part=Part.OPTIMIZER, name="Shampoo", operator=operator, ns=ms * 1e6, count=calls, called=calls)
         for operator, ms, calls in operators
     )
     host = TimeLedger(step_ns=40e6, median_ns=40e6, steps=2, basis="", lines=lines)
+    tmp_path.mkdir(exist_ok=True)
     trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
     training = {"optimizers": [{"name": "Shampoo", "parameters": 60, "device": "cpu"}]}
     fake = FakeRun(phases=phases(optimizer=round(17e6 * share / (1 - share))), training=training)
-    found = examine(Facts.of(load_run(make_run(tmp_path, fake)), (trace,)))
-    return next((finding for finding in found if finding.rule == "optimizer_bound"), None)
+    return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake)), (trace,)))}
 
 
 def test_of_an_optimizer_of_the_program_the_operators_that_have_a_form_for_lists_are_saved(tmp_path: Path) -> None:
-    (tmp_path / "loop").mkdir()
-    loop = own_optimizer(tmp_path / "loop", ("aten::mul_", 20, 240), ("", 4, 0))
-    assert loop is not None
+    loop = own_optimizer(tmp_path / "loop", ("aten::mul_", 20, 240), ("", 4, 0))["optimizer_bound"]
     assert recovery(loop).max / recovery(loop).whole == pytest.approx(0.6 * 2 / 3, rel=0.02)
     assert loop.remedies[0].id == "foreach_in_step"
-    (tmp_path / "products").mkdir()
-    products = own_optimizer(tmp_path / "products", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240))
-    assert products is not None
+    products = own_optimizer(tmp_path / "products", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240))["optimizer_bound"]
     assert [remedy.id for remedy in products.remedies] == ["accumulate"]
-    (tmp_path / "short").mkdir()
-    assert own_optimizer(tmp_path / "short", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240), share=0.4) is None
+    short = own_optimizer(tmp_path / "short", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240), share=0.4)
+    assert "optimizer_bound" not in short
 
 
 def test_an_optimizer_that_decomposes_is_to_do_that_less_often(tmp_path: Path) -> None:
-    finding = own_optimizer(tmp_path, ("aten::linalg_eigh", 23, 60), ("aten::mul_", 0.9, 60))
-    assert finding is not None
+    finding = own_optimizer(tmp_path, ("aten::linalg_eigh", 23, 60), ("aten::mul_", 0.9, 60))["optimizer_bound"]
     assert [remedy.id for remedy in finding.remedies] == ["decompose_in_step", "accumulate"]
 
 

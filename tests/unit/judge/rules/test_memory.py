@@ -18,8 +18,8 @@ from lightning_memprof.units import GIB, MIB
 FAKE = FakeRun(device_bytes=lambda _step: 70 * GIB, windows=((2, 3), (12, 13)), world_size=2)
 
 
-def found(tmp_path: Path, retries: dict[int, list[int]]) -> Finding | None:
-    """Return the finding of a run in whose windows, by index, rank 1 had these counts one after the other."""
+def found(tmp_path: Path, retries: dict[int, list[int]]) -> dict[str, Finding]:
+    """Return the findings of a run in whose windows, by index, rank 1 had these counts one after the other."""
     directory = make_run(tmp_path, FAKE)
     for window, counts in retries.items():
         path = directory / f"window{window:03d}" / "rank00001.allocator.jsonl"
@@ -27,17 +27,15 @@ def found(tmp_path: Path, retries: dict[int, list[int]]) -> Finding | None:
         for place, row in enumerate(rows):
             row["num_alloc_retries"] = counts[min(place, len(counts) - 1)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    findings = examine(Facts.of(load_run(directory)))
-    return next((finding for finding in findings if finding.rule == "allocator_retries"), None)
+    return found_in_run(directory)
 
 
 def test_a_device_with_memory_to_spare_is_silent(tmp_path: Path) -> None:
-    assert found(tmp_path, {}) is None
+    assert "allocator_retries" not in found(tmp_path, {})
 
 
 def test_retries_in_recorded_steps_say_that_memory_is_nearly_full(tmp_path: Path) -> None:
-    finding = found(tmp_path, {1: [1, 1, 2, 3]})
-    assert finding is not None
+    finding = found(tmp_path, {1: [1, 1, 2, 3]})["allocator_retries"]
     assert finding.severity is Severity.WARNING
     assert finding.title == ("cuda:0 of rank 1 is nearly full: the allocator emptied its cache 2 times in 3 steps.")
     assert "70.1 GiB reserved" in finding.why
@@ -50,14 +48,12 @@ def test_retries_in_recorded_steps_say_that_memory_is_nearly_full(tmp_path: Path
 
 
 def test_a_retry_in_each_step_is_critical(tmp_path: Path) -> None:
-    finding = found(tmp_path, {0: [0, 2, 5, 9]})
-    assert finding is not None
+    finding = found(tmp_path, {0: [0, 2, 5, 9]})["allocator_retries"]
     assert finding.severity is Severity.CRITICAL
 
 
 def test_retries_before_the_recorded_steps_are_info(tmp_path: Path) -> None:
-    finding = found(tmp_path, {0: [4], 1: [4]})
-    assert finding is not None
+    finding = found(tmp_path, {0: [4], 1: [4]})["allocator_retries"]
     assert finding.severity is Severity.INFO
     assert "was full 4 times before the recorded steps" in finding.title
 
