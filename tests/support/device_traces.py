@@ -12,6 +12,10 @@ from kineto import write_trace
 LAUNCH_US = 5
 DELAY_US = 3
 BASE_NS = 1_700_000_000_000_000_000
+NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+STEPS = 4
+KERNELS = 25
+KERNEL_US = 400
 GEMM = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_tn"
 
 
@@ -84,6 +88,41 @@ class Recording:
         self.events.append(
             {"ph": "X", "cat": cat, "name": name, **where, "ts": start, "dur": end - start, "args": args}
         )
+
+
+def training(
+    path: Path,
+    fault: Callable[[Recording, int], None] = lambda _made, _kernel: None,
+    before: Callable[[Recording], None] = lambda _made: None,
+    kernel_us: int = KERNEL_US,
+) -> Path:
+    """Four steps of 25 kernels; ``fault`` is called after each kernel, ``before`` before each step's first one."""
+    made = Recording()
+    for step in range(STEPS):
+        with made.inside(f"ProfilerStep#{step + 5}"):
+            before(made)
+            for kernel in range(KERNELS):
+                made.work(20, "aten::linear")
+                made.launch(kernel_us)
+                fault(made, kernel)
+    return made.write(path)
+
+
+def communicating(path: Path, long_us: int, *, freeing: bool, overlapped: bool = True) -> Path:
+    """A collective for each fifth kernel, of which the last one takes ``long_us``."""
+    made = Recording()
+    for step in range(STEPS):
+        with made.inside(f"ProfilerStep#{step + 5}"):
+            for kernel in range(KERNELS):
+                made.work(20, "aten::linear")
+                made.launch(KERNEL_US)
+                if kernel % 5 == 0:
+                    last = step == STEPS - 1 and kernel == KERNELS - 5
+                    made.launch(long_us if last else 300, NCCL, 21, (made.free - 350) if overlapped else None)
+                    if last and freeing:
+                        made.call("cudaFree", made.free - made.now + 900)
+                        made.call("cudaMalloc", 300)
+    return made.write(path, distributedInfo={"backend": "nccl", "rank": 1, "world_size": 8})
 
 
 class Met(NamedTuple):

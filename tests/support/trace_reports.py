@@ -18,9 +18,11 @@ from lightning_memprof.account.trace.model import (
     Kernel,
     RuntimeCall,
     StepTimes,
+    Synchronization,
     TraceReport,
     TraceStep,
 )
+from lightning_memprof.judge import Finding, examine_files
 
 MS = 1_000_000
 START = 1_700_000_000_000_000_000
@@ -151,3 +153,24 @@ def trace(steps: int = 5, *, loading_ns: int = 0, causes: tuple[IdleCause, ...] 
     else:
         usual.setdefault("host_ledger", time_ledger(steps, data_wait=loading_ns, forward=window_ns - loading_ns))
     return TraceReport(**usual)
+
+
+def found_in(report: TraceReport) -> dict[str, Finding]:
+    return {finding.rule: finding for finding in examine_files((report,), ())}
+
+
+def copies(**changes: Any) -> Copies:
+    usual: dict[str, Any] = {"kind": "HtoD", "is_pageable": True, "count": 10, "total_ns": 40 * MS, "bytes": 400 << 20}
+    return Copies(**{**usual, **changes})
+
+
+def waits(name: str, count: int, gap_ns: int) -> Synchronization:
+    return Synchronization(
+        name=name,
+        count=count,
+        total_ns=gap_ns,
+        gap_ns=gap_ns,
+        longest_gap_ns=gap_ns // count,
+        longest_start_ns=START,
+        own_ns=gap_ns,
+    )

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
+from findings import STEPS, ids, write_rows
 from kineto import write_trace
 from lightning_memprof.account.trace.model import TraceReport
 from lightning_memprof.account.trace.report import trace_report
@@ -14,16 +14,11 @@ from lightning_memprof.judge import Facts, Finding, examine
 from lightning_memprof.read.run.load import load_run
 
 MS = 1_000_000
-STEPS = 29
 LOADER = {"num_workers": 0, "dataset": "Images", "persistent_workers": False}
 
 
 def findings_of(directory: Path, *traces: TraceReport) -> dict[str, Finding]:
     return {finding.rule: finding for finding in examine(Facts.of(load_run(directory), traces))}
-
-
-def ids(finding: Finding) -> list[str]:
-    return [each.id for each in finding.remedies]
 
 
 def line(functions: list[str], place: str, source: str, **of: Any) -> dict[str, Any]:
@@ -49,7 +44,7 @@ def test_a_callback_is_named_with_its_line_and_a_remedy_that_fits_what_it_calls(
         "kind": "total", "action": name, "phase": "callbacks", "in_window": False, "steps": STEPS, "count": STEPS,
         "total_ns": 8 * MS * STEPS, "max_ns": 8 * MS, "max_step": 3,
     }  # fmt: skip
-    (directory / "actions.rank00000.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(directory / "actions.rank00000.jsonl", row)
     # Another callback has the same hook.
     other = line(["Other.on_train_batch_end"], "other.py:1", "print(loss)")
     mine = line(["Keeper.on_train_batch_end"], "keep.py:7", source, called=called, asleep_ns=asleep)

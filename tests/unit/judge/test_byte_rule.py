@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import FakeRun, make_run
+from findings import recovery
 from lightning_memprof.account.ledger.memory import ByteLine
 from lightning_memprof.account.snapshot.report import SnapshotReport, snapshot_report
 from lightning_memprof.judge import Facts, Finding, Severity
@@ -72,9 +73,8 @@ def test_a_row_fires_from_its_share_on_and_is_silent_below_it_and_without_its_by
         assert finding.rule == row.id
         assert finding.severity > Severity.NONE
     if row.of and not row.in_snapshot:
-        assert found[0].recovers is not None
         held = row.note * 1.01 * 0.1 * LIMIT
-        assert (found[0].recovers.min, found[0].recovers.max) == pytest.approx([held * saved for saved in row.saves])
+        assert (recovery(found[0]).min, recovery(found[0]).max) == pytest.approx([held * saved for saved in row.saves])
     assert judged(facts, report, row, row.note * 0.99) == []
     assert judged(facts, report, row, 0.0) == []
     assert judged(facts, report, replace(row, least=LIMIT), 0.5) == []

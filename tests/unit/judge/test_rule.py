@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 import trace_reports
 from fake_runs import FakeRun, make_run
+from findings import recovery
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.model import Copies, HostOperators, Synchronization, TraceReport
@@ -142,8 +143,7 @@ def test_a_row_fires_from_its_share_on_and_is_silent_below_it_and_without_its_pa
     assert finding.rule == row.id
     assert finding.remedies
     assert row.saves is not None
-    assert finding.recovers is not None
-    assert (finding.recovers.min, finding.recovers.max) == pytest.approx(
+    assert (recovery(finding).min, recovery(finding).max) == pytest.approx(
         [row.note * 1.01 * STEP_NS * saved for saved in row.saves]
     )
     assert judged(facts, row, row.note * 0.99) == []

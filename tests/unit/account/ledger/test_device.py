@@ -17,14 +17,10 @@ from lightning_memprof.account.trace.device import device_steps
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.account.trace.table import event_table
 from lightning_memprof.read.trace.columns import Kind, TraceColumns
+from trace_events import event
 
 IDLE = tuple(part for part in PARTS if part.group == "device idle" and part is not Part.IDLE_UNKNOWN)
 HOST, AUTOGRAD, OTHER_THREAD, STREAM, OTHER_STREAM = 1, 2, 3, 7, 9
-
-
-def event(cat: str, name: str, start: float, end: float, tid: int = HOST, **args: Any) -> dict[str, Any]:
-    pid = 0 if cat in {"kernel", "gpu_memcpy"} else 99
-    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "args": args}
 
 
 def step(start: float, end: float, number: int = 1) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_runs import FakeRun, make_run
+from fake_runs import HEALTHY, FakeRun, make_run
 from lightning_memprof.account.ledger.model import Stall
 from lightning_memprof.account.ledger.run import run_ledger
 from lightning_memprof.account.steps.events import classify, exclusive_times
@@ -296,3 +296,16 @@ def test_typical_steps_are_those_that_the_statistics_rest_on(tmp_path: Path) -> 
 def test_the_typical_steps_of_a_rank_are_found_once(tmp_path: Path) -> None:
     rank = load_run(make_run(tmp_path)).lead
     assert typical_steps(rank) is typical_steps(rank)
+
+
+def test_a_validation_has_neither_backward_nor_optimizer(tmp_path: Path) -> None:
+    evaluation = {**HEALTHY, "backward": 0, "optimizer": 0}
+    rank = load_run(make_run(tmp_path, FakeRun(stage="validate", phases=lambda *_: evaluation))).lead
+    statistics = pulse_statistics(rank)
+    assert statistics is not None
+    assert (statistics.breakdown_ns["backward"], statistics.breakdown_ns["optimizer"]) == (None, None)
+    assert statistics.breakdown_ns["forward"] == HEALTHY["forward"]
+    step, *_ = window_steps(rank, rank.windows[0])
+    assert step.breakdown_ns is not None
+    assert step.breakdown_ns["backward"] is None
+    assert sum(ns or 0 for ns in step.breakdown_ns.values()) == step.duration_ns

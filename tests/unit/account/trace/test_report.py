@@ -16,69 +16,11 @@ from lightning_memprof.account.trace.key_averages import collect_rows
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.trace.columns import Kind, read_columns
-
-HOST, AUTOGRAD, STREAM, OTHER_STREAM = 1, 2, 7, 9
-
-
-def event(cat: str, name: str, start: float, end: float, tid: int = HOST, **args: Any) -> dict[str, Any]:
-    pid = 0 if cat in {"kernel", "gpu_memcpy", "gpu_user_annotation"} else 99
-    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "args": args}
-
-
-def kernel(start: float, end: float, launch: int = 0, tid: int = STREAM, name: str = "gemm") -> dict[str, Any]:
-    return event("kernel", name, start, end, tid, correlation=launch)
-
-
-def call(start: float, end: float, launch: int = 0, tid: int = HOST, name: str = "cudaLaunchKernel") -> dict[str, Any]:
-    return event("cuda_runtime", name, start, end, tid, correlation=launch)
+from trace_events import AUTOGRAD, STREAM, call, event, kernel, report
 
 
 def given(shapes: list[list[int]], types: list[str]) -> dict[str, Any]:
     return {"Input Dims": shapes, "Input type": types}
-
-
-def report(path: Path, *events: dict[str, Any], **metadata: Any):
-    return trace_report(write_trace(path / "made.json", events, **metadata))
-
-
-def causes(path: Path, *events: dict[str, Any]) -> dict[str, int]:
-    return {each.cause: each.total_ns // 1000 for each in report(path, *events).idle}
-
-
-def test_streams_overlap_and_count_once(tmp_path):
-    found = report(
-        tmp_path,
-        kernel(0, 10),
-        kernel(5, 20, tid=OTHER_STREAM, name="ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
-        event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 18, 30, OTHER_STREAM, bytes=64),
-        kernel(40, 50),
-    ).gpu_window
-    assert found is not None
-    assert (found.window_ns, found.busy_ns, found.idle_ns) == (50_000, 40_000, 10_000)
-    assert (found.compute_ns, found.communication_ns, found.memory_copy_ns) == (20_000, 15_000, 12_000)
-    assert (found.communication_overlapped_ns, found.communication_exposed_ns) == (5_000, 10_000)
-
-
-def test_a_step_is_counted_once_and_owns_the_device_work_that_it_launched(tmp_path):
-    found = report(
-        tmp_path,
-        event("user_annotation", "ProfilerStep#4", 0, 100),
-        event("user_annotation", "ProfilerStep#5", 100, 160),
-        event("gpu_user_annotation", "ProfilerStep#4", 50, 190, STREAM),
-        event("user_annotation", "enumerate(DataLoader)#_Loader.__next__", 5, 15),
-        call(20, 22, 1),
-        call(120, 122, 2),
-        kernel(50, 110, 1),
-        kernel(110, 190, 2),
-        kernel(195, 200),
-    )
-    assert [(step.number, step.busy_ns, step.data_loading_ns) for step in found.steps] == [
-        (4, 60_000, 10_000),
-        (5, 85_000, 0),
-    ]
-    assert found.step_window is not None
-    assert (found.step_window.window_ns, found.step_window.busy_ns) == (160_000, 110_000)
-    assert (found.step_window.data_loading_ns, found.step_window.mean_step_ns) == (10_000, 80_000)
 
 
 def test_the_steps_of_another_process_in_the_file_make_no_step_shorter(tmp_path):
@@ -90,56 +32,6 @@ def test_the_steps_of_another_process_in_the_file_make_no_step_shorter(tmp_path)
     assert found.device_ledger is not None
     assert found.work_window is not None
     assert found.device_ledger.step_ns == found.work_window.mean_step_ns == 100_000
-
-
-def test_steps_of_a_host_that_is_ahead_last_as_long_as_their_device_work(tmp_path):
-    found = report(
-        tmp_path,
-        event("user_annotation", "ProfilerStep#4", 0, 10),
-        event("user_annotation", "ProfilerStep#5", 10, 20),
-        call(4, 5, 1),
-        call(14, 15, 2),
-        *(kernel(at, at + 10, name="before") for at in (0, 10, 20)),
-        kernel(30, 80, 1),
-        kernel(80, 130, 2),
-        call(21, 22, 3),
-        kernel(130, 140, 3, name="after"),
-    )
-    assert found.step_window is not None
-    assert found.ahead_window is not None
-    assert (found.step_window.window_ns, found.step_window.mean_step_ns) == (20_000, 10_000)
-    assert (found.ahead_window.window_ns, found.ahead_window.mean_step_ns) == (100_000, 50_000)
-    assert found.ahead_steps_ns == (50_000, 50_000)
-    assert [step.busy_ns for step in found.steps] == [50_000, 60_000]
-    assert found.outside == {"before": 3, "after": 1}
-
-
-@pytest.mark.parametrize(("kernel_us", "span_us"), [(300, 1_300), (50, 1_000)])
-def test_steps_of_a_slow_host_end_with_the_work_that_it_leaves_to_the_device(kernel_us, span_us, tmp_path):
-    found = report(
-        tmp_path,
-        event("user_annotation", "ProfilerStep#1", 0, 500),
-        event("user_annotation", "ProfilerStep#2", 500, 1_000),
-        call(480, 482, 1),
-        kernel(490, 500, 1),
-        call(980, 990, 2),
-        kernel(1_000, 1_000 + kernel_us, 2),
-    )
-    assert found.device_ledger is not None
-    assert 2 * found.device_ledger.step_ns == 1_000 * span_us
-
-
-@pytest.mark.parametrize(("waits_until", "ends_at"), [(40, 40), (900, 1_000)])
-def test_a_recording_that_ends_in_the_last_step_ends_the_step(waits_until, ends_at, tmp_path):
-    found = report(
-        tmp_path,
-        event("Trace", "PyTorch Profiler (0)", -5, 1_000),
-        event("user_annotation", "ProfilerStep#1", 0, 1_000),
-        call(10, 12, 1),
-        kernel(20, 30, 1),
-        call(31, waits_until, name="cudaDeviceSynchronize"),
-    )
-    assert [step.duration_ns for step in found.steps] == [1_000 * ends_at]
 
 
 @pytest.mark.parametrize(
@@ -162,136 +54,6 @@ def test_a_file_with_one_call_in_many_is_a_sample(numbers, is_sample, tmp_path):
     found = report(tmp_path, *made)
     assert found.is_sample is is_sample
     assert any(text.startswith("most events") for text in found.missing) is is_sample
-
-
-@pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("works", [True, False])
-def test_a_last_step_without_work_is_none(on_device, works, tmp_path):
-    found = report(
-        tmp_path,
-        *(event("user_annotation", f"ProfilerStep#{number}", 100 * number, 100 * number + 100) for number in (0, 1, 2)),
-        *(event("cpu_op", "aten::mm", at, at + 10) for at in (20, 120, 220)[: 2 + works]),
-        event("user_annotation", "enumerate(DataLoader)#_Loader.__next__", 200, 215),
-        event("cpu_op", "aten::stack", 205, 210),
-        *(call(at, at + 2, at) for at in (20, 120, 220)[: on_device * (2 + works)]),
-        *(kernel(at + 5, at + 40, at) for at in (20, 120, 220)[: on_device * (2 + works)]),
-        call(290, 299, name="cudaDeviceSynchronize"),
-    )
-    assert [step.number for step in found.steps] == [0, 1, 2][: 2 + works]
-    assert (found.step_window.mean_step_ns if found.step_window else 100_000) == 100_000
-
-
-def test_idle_time_is_what_the_launching_thread_did_meanwhile(tmp_path):
-    found = causes(
-        tmp_path,
-        kernel(0, 10),
-        event("user_annotation", "enumerate(DataLoader)#_Loader.__next__", 5, 30),
-        event("cpu_op", "aten::stack", 12, 20),  # of the loader
-        call(30, 36, name="cudaStreamSynchronize"),
-        call(36, 40, name="cudaMalloc"),
-        event("python_function", "<built-in function collect>", 42, 45),
-        event("cpu_op", "aten::mm", 50, 60),
-        call(58, 62, 1),
-        kernel(65, 70, 1),
-    )
-    assert found == {
-        "idle_data": 20,
-        "idle_synchronization": 6,
-        "idle_allocator": 4,
-        "idle_gc_pauses": 3,
-        "idle_python": 7,
-        "idle_operators": 8,
-        "idle_launch": 7,
-    }
-
-
-def test_a_kernel_that_starts_long_after_its_launch_was_queued(tmp_path):
-    found = causes(tmp_path, kernel(0, 10), call(4, 6, 1), kernel(100, 110, 1))
-    assert found == {"idle_launch": 16, "idle_queue": 74}
-
-
-def test_before_a_thread_of_autograd_begins_the_training_thread_tells(tmp_path):
-    found = causes(
-        tmp_path,
-        event("user_annotation", "ProfilerStep#0", 0, 50),
-        kernel(0, 10),
-        event("cpu_op", "aten::loss", 12, 20),
-        event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 30, 40, AUTOGRAD),
-        call(38, 39, 1, AUTOGRAD),
-        kernel(40, 50, 1),
-    )
-    assert found == {"idle_operators": 16, "idle_python": 12, "idle_launch": 2}
-
-
-def test_a_wait_costs_the_gap_behind_it_unless_the_next_kernel_was_queued(tmp_path):
-    found = report(
-        tmp_path,
-        call(0, 1, 1),
-        call(2, 3, 2),
-        event("cpu_op", "aten::item", 4, 41),
-        call(5, 40, name="cudaStreamSynchronize"),
-        call(50, 51, 3),
-        kernel(10, 20, 1),
-        kernel(22, 38, 2),  # queued before the wait
-        kernel(60, 70, 3),
-    ).synchronizations
-    assert [(each.name, each.count, each.total_ns, each.gap_ns) for each in found] == [
-        ("aten::item", 1, 35_000, 22_000)
-    ]
-
-
-def test_a_collective_is_known_by_its_arguments_and_by_what_launched_it(tmp_path):
-    told: dict[str, Any] = {
-        "Collective name": "allreduce", "In msg nelems": 256, "dtype": "Float", "Process Group Name": "dp",
-    }  # fmt: skip
-    found = report(
-        tmp_path,
-        event("kernel", "ncclDevKernel_Generic", 0, 10, STREAM, **told),
-        event("user_annotation", "nccl:_all_gather_base", 20, 25, **given([[8, 4]], ["float"])),
-        call(21, 22, 5),
-        kernel(30, 50, 5, OTHER_STREAM, name="ncclDevKernel_Generic"),
-        kernel(40, 45),
-        event("user_annotation", "gloo:broadcast", 60, 90, 31, **given([[2]], ["double"])),
-        event("cpu_op", "aten::mm", 70, 80),
-    )
-    assert [(each.name, each.group, each.bytes_each, each.exposed_ns) for each in found.collectives] == [
-        ("broadcast", "", 16, 20_000),
-        ("all_gather", "", 128, 15_000),
-        ("all_reduce", "dp", 1024, 10_000),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("collective", "elements", "ranks", "of_the_whole"),
-    [
-        ("allreduce", (1000, 1000), 4, 2 * 3 / 4),
-        ("_allgather_base", (250, 1000), 4, 3 / 4),
-        ("_reduce_scatter_base", (1000, 250), 4, 3 / 4),
-        ("alltoall_base", (1000, 1000), 8, 7 / 8),
-        ("broadcast", (1000, 1000), 4, None),
-        ("allreduce", (1000, 1000), 1, None),
-        ("allreduce", (1000, 1000), None, None),
-    ],
-)
-def test_the_bus_bandwidth_is_that_of_the_fastest_and_of_the_whole_tensor(
-    tmp_path: Path, collective: str, elements: tuple[int, int], ranks: int | None, of_the_whole: float | None
-) -> None:
-    sent, received = elements
-    told: dict[str, Any] = {
-        "Collective name": collective, "In msg nelems": sent, "Out msg nelems": received, "dtype": "Float",
-        "Process Group Name": "dp", "Group size": ranks,
-    }  # fmt: skip
-    kernels = [event("kernel", "ncclDevKernel", start, end, STREAM, **told) for start, end in ((0, 10), (20, 50))]
-    (found,) = report(tmp_path, *kernels).collectives
-    assert found.bytes_each == 4000
-    # 4,000 bytes in 10 µs
-    assert found.bus_bytes_per_s == (None if of_the_whole is None else pytest.approx(4e8 * of_the_whole))
-
-
-def test_the_median_of_two_collectives_lies_between_them(tmp_path):
-    told: dict[str, Any] = {"Collective name": "allreduce", "In msg nelems": 256, "dtype": "Float"}
-    kernels = [event("kernel", "ncclDevKernel", start, end, STREAM, **told) for start, end in ((0, 10), (20, 50))]
-    assert [(each.count, each.median_ns) for each in report(tmp_path, *kernels).collectives] == [(2, 20_000)]
 
 
 def test_the_first_schema_is_read_as_the_present_one(tmp_path):
@@ -470,42 +232,6 @@ def test_analysing_a_trace_loads_neither_pandas_nor_torch():
     assert done.stdout.strip() == ""
 
 
-def test_without_calls_of_the_runtime_no_cause_of_idle_time_is_made_up(tmp_path):
-    assert causes(tmp_path, event("cpu_op", "aten::mm", 20, 30), kernel(0, 10), kernel(65, 70)) == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "collective"),
-    [
-        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 8>(c10::BFloat16*)", "all_reduce"),
-        ("void <unnamed>::two_shot_all_reduce_kernel<float>(float*)", "all_reduce"),
-        ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)", "all_reduce"),
-        ("void tensorrt_llm::kernels::allreduce_fusion_kernel_oneshot_lamport<1>(int)", "all_reduce"),
-        ("ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs*)", "all_gather"),
-        ("oneccl_allreduce_large_kernel", "all_reduce"),
-        ("hcom_allReduce__123_0_1", "all_reduce"),
-    ],
-)
-def test_collectives_of_any_library_are_known_by_their_kernels(name, collective, tmp_path):
-    found = report(tmp_path, kernel(0, 10, name=name))
-    assert found.kernels[0].kind == "communication"
-    assert [row.name for row in found.collectives] == [collective]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "triton_red_fused_all_reduce_mean_0",
-        "void (anonymous namespace)::softmax_warp_forward<float, 8>(float*)",
-        "void cub::DeviceReduceKernel<blockAllReduce>(int)",
-        "void warpAllReduceKernel<float>(float*)",
-        "void at::native::index_elementwise_kernel<128, 4>(long)",
-    ],
-)
-def test_kernels_that_reduce_on_one_device_compute(name, tmp_path):
-    assert report(tmp_path, kernel(0, 10, name=name)).kernels[0].kind == "compute"
-
-
 @pytest.mark.parametrize("category", ["mtia_runtime", "xpu_runtime", "privateuse1_runtime", "hpu_op"])
 def test_a_trace_that_calls_an_accelerator_was_not_recorded_on_a_cpu(category, tmp_path):
     (missing,) = [
@@ -513,10 +239,6 @@ def test_a_trace_that_calls_an_accelerator_was_not_recorded_on_a_cpu(category, t
     ]
     assert "CPU" not in missing
     assert "launchKernel" in missing
-
-
-def test_work_on_an_mtia_is_device_work(tmp_path):
-    assert report(tmp_path, event("mtia_ccp_events", "gemm", 0, 10)).gpu_window is not None
 
 
 @pytest.mark.parametrize(
@@ -543,19 +265,6 @@ def test_all_reduces_in_backward_alone_are_those_of_gradients(in_forward, is_ddp
         event("cpu_op", "c10d::allreduce_", 12, 13),
     )
     assert found.program.is_ddp is is_ddp
-
-
-def test_start_up_and_calls_outside_the_steps_are_no_steady_allocations(tmp_path):
-    found = report(
-        tmp_path,
-        call(0, 2_000_000, name="cudaFree"),
-        event("user_annotation", "ProfilerStep#1", 2_000_000, 2_001_000),
-        event("user_annotation", "ProfilerStep#2", 2_001_000, 2_002_000),
-        kernel(2_000_100, 2_000_200),
-        *(call(at, at + 10, name="cudaMalloc") for at in (2_000_300, 2_001_300)),
-        call(2_003_000, 2_003_500, name="cudaMalloc"),
-    )
-    assert [(each.name, each.count, each.total_ns) for each in found.steady_allocations] == [("cudaMalloc", 2, 20_000)]
 
 
 @pytest.mark.parametrize(("fused", "found"), [(False, ("Adam", 150_000)), (True, ("", 0))])

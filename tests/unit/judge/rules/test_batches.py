@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, make_run
+from findings import phases, recovery
 from kineto import write_trace
 from lightning_memprof.account.ledger.memory import ByteLedger, ByteLine
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
@@ -33,10 +33,6 @@ def of_traced(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
     return {finding.rule: finding for finding in examine(Facts.of(run, (trace,)))}
 
 
-def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
-    return lambda _rank, _step: {**HEALTHY, **changes}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("samples", "positions", "is_found"), [(2, 0, True), (8, 0, True), (9, 0, False), (2, 99, False)]
@@ -55,11 +51,10 @@ def test_a_small_batch_of_long_operators_is_no_overhead(tmp_path: Path) -> None:
 def test_a_larger_batch_recovers_half_of_the_fixed_work_or_more(tmp_path: Path) -> None:
     fake = FakeRun(phases=phases(optimizer=20_000_000), samples=2, padding=(0, 0, 0))
     finding = of_traced(tmp_path, fake)["small_batch"]
-    assert finding.recovers is not None
     fixed = finding.numbers["ns"]
     # The optimizer, the callback, and 10 µs for each of two operators and for the Python around them.
     assert fixed == pytest.approx(20_000_000 + HEALTHY["callbacks"] + HEALTHY["other"] + 20_000, rel=0.01)
-    assert (finding.recovers.min, finding.recovers.max) == (fixed / 2, fixed * 7 / 8)
+    assert (recovery(finding).min, recovery(finding).max) == (fixed / 2, fixed * 7 / 8)
     assert "DataLoader(batch_size=16)" in finding.next_steps[0]
 
 
@@ -103,8 +98,7 @@ def test_accumulated_batches_of_few_samples_are_one_as_far_as_memory_allows(
     finding = found["small_batch"]
     assert next_step in finding.next_steps[0]
     assert "Gradients of 16 batches accumulate;" in finding.why
-    assert finding.recovers is not None
     joined = finding.numbers["joined"]
-    assert finding.recovers.max == pytest.approx(finding.numbers["ns"] * (1 - 1 / joined))
+    assert recovery(finding).max == pytest.approx(finding.numbers["ns"] * (1 - 1 / joined))
     # All of them share the optimizer's step.
     assert finding.numbers["ns"] < 20_000_000 + HEALTHY["callbacks"] + 100_000

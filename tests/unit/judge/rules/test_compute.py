@@ -1,30 +1,29 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from device_traces import Recording, training
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
+from findings import action, found, optimizer, phases, recovery
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
+from lightning_memprof.account.trace.model import Program, TraceReport
 from lightning_memprof.account.trace.report import trace_report
-from lightning_memprof.judge import Facts, Finding, Severity, examine
+from lightning_memprof.judge import Facts, Finding, Severity, examine, examine_files
 from lightning_memprof.read.run.load import load_run
-from lightning_memprof.units import GIB
+from lightning_memprof.units import GIB, MIB
+from passes import event
+from passes import found as found_in_step
+from trace_reports import MS, STEP_NS, found_in, gpu_times, trace
 
 DENSE = {"name": "table.weight", "module": "Embedding", "bytes": 900, "sparse": False}
-
-
-def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
-    return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
-
-
-def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
-    return lambda _rank, _step: {**HEALTHY, **changes}
 
 
 @pytest.mark.parametrize(
@@ -46,8 +45,7 @@ def test_float64_is_found_by_its_share_of_the_floating_point_bytes(
 
 def test_float64_recovers_no_more_than_half_of_the_time_in_the_model(tmp_path: Path) -> None:
     finding = found(tmp_path, FakeRun(memory=None, training={"parameter_dtypes": {"float64": 800}}))["double_precision"]
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx((6e6 + 10e6 + 1.2e6) / 2, rel=0.05)
+    assert recovery(finding).max == pytest.approx((6e6 + 10e6 + 1.2e6) / 2, rel=0.05)
     assert finding.severity is Severity.CRITICAL
 
 
@@ -174,8 +172,7 @@ def test_long_operators_on_few_of_the_free_cores_are_found(
         finding = rules["idle_cores"]
         assert f"Operators use {threads} thread{'s' if threads > 1 else ''} on 4 free cores" in finding.title
         assert finding.remedies[0].change == "threads=4"
-        assert finding.recovers is not None
-        assert finding.recovers.max == pytest.approx(10e6 * (1 - threads / 4), rel=0.1)
+        assert recovery(finding).max == pytest.approx(10e6 * (1 - threads / 4), rel=0.1)
 
 
 def test_the_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
@@ -189,8 +186,7 @@ def test_double_backward_has_its_share_of_forward_and_backward(tmp_path: Path) -
     # A loss of gradients needs them.
     assert finding.severity is Severity.INFO
     assert [remedy.id for remedy in finding.remedies] == ["lazy_penalty", "no_create_graph"]
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
+    assert recovery(finding).max == pytest.approx(15 / 16 * (6e6 + 10e6) / 2, rel=0.05)
     assert "double_backward" not in with_ledger(tmp_path / "single", FakeRun(training={"threads": 8}))
 
 
@@ -214,8 +210,7 @@ def test_recomputed_forwards_are_a_fault_where_memory_is_ample(
     finding = next(each for each in examine(Facts.of(load_run(directory), (trace,))) if each.rule == "recomputation")
     assert finding.title == "Activation checkpointing: backward runs forwards again: 44% of each step."
     assert finding.severity is severity
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx((6e6 + 10e6) / 2, rel=0.05)
+    assert recovery(finding).max == pytest.approx((6e6 + 10e6) / 2, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -238,38 +233,32 @@ def test_groups_with_the_same_settings_are_needless(
     assert found["optimizer_bound"].next_steps[0].startswith(first)
 
 
-def own_optimizer(tmp_path: Path, *operators: tuple[str, float, int], share: float = 0.6) -> Finding | None:
-    """The finding about an optimizer of the program with these operators: name, ms and calls of 60 tensors."""
+def own_optimizer(tmp_path: Path, *operators: tuple[str, float, int], share: float = 0.6) -> dict[str, Finding]:
+    """The findings about an optimizer of the program with these operators: name, ms and calls of 60 tensors."""
     lines = tuple(
         TimeLine(part=Part.OPTIMIZER, name="Shampoo", operator=operator, ns=ms * 1e6, count=calls, called=calls)
         for operator, ms, calls in operators
     )
     host = TimeLedger(step_ns=40e6, median_ns=40e6, steps=2, basis="", lines=lines)
+    tmp_path.mkdir(exist_ok=True)
     trace = replace(trace_report(write_trace(tmp_path / "made.json", [])), host_ledger=host)
     training = {"optimizers": [{"name": "Shampoo", "parameters": 60, "device": "cpu"}]}
     fake = FakeRun(phases=phases(optimizer=round(17e6 * share / (1 - share))), training=training)
-    found = examine(Facts.of(load_run(make_run(tmp_path, fake)), (trace,)))
-    return next((finding for finding in found if finding.rule == "optimizer_bound"), None)
+    return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake)), (trace,)))}
 
 
 def test_of_an_optimizer_of_the_program_the_operators_that_have_a_form_for_lists_are_saved(tmp_path: Path) -> None:
-    (tmp_path / "loop").mkdir()
-    loop = own_optimizer(tmp_path / "loop", ("aten::mul_", 20, 240), ("", 4, 0))
-    assert loop is not None
-    assert loop.recovers is not None
-    assert loop.recovers.max / loop.recovers.whole == pytest.approx(0.6 * 2 / 3, rel=0.02)
+    loop = own_optimizer(tmp_path / "loop", ("aten::mul_", 20, 240), ("", 4, 0))["optimizer_bound"]
+    assert recovery(loop).max / recovery(loop).whole == pytest.approx(0.6 * 2 / 3, rel=0.02)
     assert loop.remedies[0].id == "foreach_in_step"
-    (tmp_path / "products").mkdir()
-    products = own_optimizer(tmp_path / "products", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240))
-    assert products is not None
+    products = own_optimizer(tmp_path / "products", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240))["optimizer_bound"]
     assert [remedy.id for remedy in products.remedies] == ["accumulate"]
-    (tmp_path / "short").mkdir()
-    assert own_optimizer(tmp_path / "short", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240), share=0.4) is None
+    short = own_optimizer(tmp_path / "short", ("aten::mm", 23, 120), ("aten::mul_", 0.9, 240), share=0.4)
+    assert "optimizer_bound" not in short
 
 
 def test_an_optimizer_that_decomposes_is_to_do_that_less_often(tmp_path: Path) -> None:
-    finding = own_optimizer(tmp_path, ("aten::linalg_eigh", 23, 60), ("aten::mul_", 0.9, 60))
-    assert finding is not None
+    finding = own_optimizer(tmp_path, ("aten::linalg_eigh", 23, 60), ("aten::mul_", 0.9, 60))["optimizer_bound"]
     assert [remedy.id for remedy in finding.remedies] == ["decompose_in_step", "accumulate"]
 
 
@@ -281,3 +270,184 @@ def test_a_step_is_bound_by_an_optimizer_that_takes_half_of_it(
     rules = found(tmp_path, FakeRun(phases=phases(optimizer=optimizer_ms * 1_000_000), training=training))
     assert rules["optimizer_bound"].title.startswith("Optimizer-bound: ") is is_bound
     assert [remedy.id for remedy in rules["optimizer_bound"].remedies] == ["fused_optimizer", "foreach_optimizer"]
+
+
+@pytest.mark.parametrize(("operator", "expected"), [("aten::add_", True), ("aten::_foreach_add_", False)])
+def test_a_faster_optimizer_is_advised_where_the_recorded_one_loops(
+    operator: str, expected: bool, tmp_path: Path
+) -> None:
+    def update(made: Recording) -> None:
+        with made.inside("Optimizer.step#SGD.step"):
+            made.work(20, operator)
+
+    report = trace_report(training(tmp_path / "sgd.pt.trace.json", before=update, kernel_us=4))
+    steps = [step for finding in examine_files([report], []) for step in finding.next_steps]
+    assert ("Update all parameters at once: torch.optim.SGD(..., fused=True)." in steps) is expected
+    assert not any("AdamW" in step for step in steps)
+
+
+def optimizer_loop(optimizer: str, ms_per_step: int) -> TraceReport:
+    """Five busy steps with kernels of an optimizer's loop."""
+    lines = (TimeLine(part=Part.COMPUTE, operator="aten::mm", ns=STEP_NS),)
+    return trace(
+        gpu_window=gpu_times(5 * STEP_NS),
+        program=Program(is_lightning=False, loop_optimizer=optimizer, loop_ns=5 * ms_per_step * MS),
+        device_ledger=TimeLedger(step_ns=STEP_NS, median_ns=STEP_NS, steps=5, basis="", lines=lines),
+    )
+
+
+def test_an_optimizer_that_updates_parameters_one_by_one_on_a_busy_device_is_worth_a_fused_one() -> None:
+    finding = found_in(optimizer_loop("AdamW", 20))["optimizer_bound"]
+    assert finding.severity is Severity.WARNING
+    assert finding.title == ("AdamW, one parameter at a time, takes 20% of each step.")
+    assert finding.next_steps == ("Update all parameters at once: torch.optim.AdamW(..., fused=True).",)
+    assert recovery(finding).min == pytest.approx(8 * MS)
+    assert recovery(finding).max == pytest.approx(18 * MS)
+
+
+@pytest.mark.parametrize(("optimizer", "ms_per_step"), [("AdamW", 4), ("Shampoo", 20), ("", 0)])
+def test_an_optimizer_of_little_time_or_without_another_form_is_no_loop(optimizer: str, ms_per_step: int) -> None:
+    assert "optimizer_bound" not in found_in(optimizer_loop(optimizer, ms_per_step))
+
+
+def loss(*inside: str, operator: str = "aten::mse_loss") -> list[dict[str, Any]]:
+    """A loss of 900 us in forward after the call that broadcasts, with what that calls, and its backward."""
+    return [
+        event("aten::broadcast_tensors", 100, 120),
+        *(event(name, 101 + 5 * at, 104 + 5 * at) for at, name in enumerate(inside)),
+        event(operator, 200, 1_100),
+        event(f"{operator}_backward", 2_910, 2_990),
+    ]
+
+
+@pytest.mark.parametrize("operator", ["aten::mse_loss", "aten::l1_loss", "aten::huber_loss"])
+def test_a_loss_of_two_shapes_is_named(tmp_path: Path, operator: str) -> None:
+    finding = found_in_step(tmp_path, *loss("aten::expand", "aten::expand", operator=operator))["broadcast_loss"]
+    assert finding.title.startswith(f"The loss broadcasts: {operator.removeprefix('aten::')} gets")
+    assert "squeeze(-1)" in finding.next_steps[0]
+    spent = finding.numbers["ns"]
+    assert recovery(finding).min == pytest.approx(spent / 2, rel=0.01)
+    assert recovery(finding).max == pytest.approx(spent, rel=0.01)
+
+
+def test_a_loss_of_equal_shapes_is_not(tmp_path: Path) -> None:
+    assert "broadcast_loss" not in found_in_step(tmp_path, *loss())
+
+
+def test_nor_is_what_else_broadcasts_beside_a_loss(tmp_path: Path) -> None:
+    normal = [event("aten::broadcast_tensors", 1_200, 1_250), event("aten::expand", 1_210, 1_215)]
+    assert "broadcast_loss" not in found_in_step(tmp_path / "both", *loss(), *normal)
+    assert "broadcast_loss" not in found_in_step(tmp_path / "alone", *normal)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "size", "is_found"),
+    [("SGD", 4, 64, False), ("SGD", 400, 64, True), ("AdamW", 4, 64, True), ("AdamW", 4, 1, False)],
+)
+def test_a_loop_over_few_tensors_costs_where_each_operator_reads_them_again(
+    tmp_path: Path, name: str, tensors: int, size: int, *, is_found: bool
+) -> None:
+    optimizer = {"name": name, "foreach": None, "fused": None, "parameters": tensors, "device": "cpu"}
+    training = {"optimizers": [optimizer], "largest_parameters": [{"name": "head.weight", "bytes": size * MIB}]}
+    fake = FakeRun(phases=lambda *_: {**HEALTHY, "optimizer": 8 * MS}, training=training)
+    assert ("optimizer_bound" in found(tmp_path, fake)) is is_found
+
+
+def test_a_looping_optimizer_is_found_and_fused_is_named(tmp_path: Path) -> None:
+    finding = found(tmp_path, FakeRun(phases=phases(optimizer=6_000_000), training=optimizer()))["optimizer_bound"]
+    assert "torch.optim.AdamW(..., fused=True)" in finding.next_steps[0]
+    assert "on cpu with foreach=None, fused=None" in finding.why
+
+
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({"fused": True}, "Step less often"),
+        ({"foreach": True}, "Step less often"),
+        ({"device": "cuda:0"}, "Step less often"),
+        ({"name": "SparseAdam"}, "Step less often"),
+        ({"parameters": 4}, "Step less often"),
+        ({"name": "Lion"}, "Step less often"),
+    ],
+)
+def test_an_optimizer_without_a_faster_way_is_to_step_less_often_if_it_bounds_the_step(
+    tmp_path: Path, settings: dict[str, Any], first: str
+) -> None:
+    much = FakeRun(phases=phases(optimizer=20_000_000), training=optimizer(**settings))
+    finding = found(tmp_path / "much", much)["optimizer_bound"]
+    assert finding.title.startswith("Optimizer-bound: ")
+    assert finding.next_steps[0].startswith(first)
+    assert recovery(finding).max == pytest.approx(0.75 * 20_000_000, rel=0.1)
+    less = FakeRun(phases=phases(optimizer=12_000_000), training=optimizer(**settings))
+    assert "optimizer_bound" not in found(tmp_path / "less", less)
+
+
+def test_a_few_slow_optimizer_steps_are_no_finding(tmp_path: Path) -> None:
+    fake = FakeRun(
+        phases=lambda _, step: {**HEALTHY, "optimizer": 500_000_000 if step == 20 else 1_200_000}, training=optimizer()
+    )
+    assert "optimizer_bound" not in found(tmp_path, fake)
+
+
+def test_stalls_of_other_phases_and_waits_for_a_core_are_not_the_optimizer(tmp_path: Path) -> None:
+    def shared(_: int, step: int) -> Mapping[str, int]:
+        waits = 8_000_000 if step % 5 else 0
+        return {**HEALTHY, "forward": 90_000_000 if step % 10 == 5 else 6_000_000, "optimizer": 1_000_000 + waits}
+
+    waits = FakeRun(steps=60, phases=shared, core_wait_ns=lambda step: 8_000_000 if step % 5 else 0)
+    rules = found(tmp_path, dataclasses.replace(waits, training=optimizer(parameters=1000)))
+    assert "core_wait" in rules
+    assert "optimizer_bound" not in rules
+
+
+def test_an_optimizer_that_steps_every_fourth_batch_counts_with_its_share_of_all_steps(tmp_path: Path) -> None:
+    def every_fourth(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "optimizer": 40_000_000 if step % 4 == 3 else 0}
+
+    training = {**optimizer(), "accumulate_grad_batches": 4}
+    finding = found(tmp_path, FakeRun(phases=every_fourth, training=training))["optimizer_bound"]
+    assert finding.weight == pytest.approx(0.5 * 10 / 27, rel=0.2)
+
+
+def test_a_stall_in_an_optimizer_is_not_the_optimizers_time(tmp_path: Path) -> None:
+    def stalls_once(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "optimizer": 500_000_000 if step == 20 else 10_000_000}
+
+    finding = found(tmp_path, FakeRun(phases=stalls_once, training=optimizer()))["optimizer_bound"]
+    assert finding.numbers["ns"] == pytest.approx(10_000_000, rel=0.05)
+
+
+def test_foreach_switched_off_on_cuda_is_found(tmp_path: Path) -> None:
+    fake = FakeRun(phases=phases(optimizer=6_000_000), training=optimizer(device="cuda:0", foreach=False))
+    assert "optimizer_bound" in found(tmp_path, fake)
+
+
+def test_an_optimizer_without_a_fused_kernel_gets_foreach(tmp_path: Path) -> None:
+    fake = FakeRun(phases=phases(optimizer=6_000_000), training=optimizer(name="RMSprop"))
+    assert found(tmp_path, fake)["optimizer_bound"].next_steps == (
+        "Update the parameters in groups: torch.optim.RMSprop(..., foreach=True).",
+    )
+
+
+def test_a_small_share_of_a_looping_optimizer_is_no_finding(tmp_path: Path) -> None:
+    assert "optimizer_bound" not in found(tmp_path, FakeRun(training=optimizer()))
+
+
+def test_a_hook_inside_the_optimizer_step_is_not_the_optimizer(tmp_path: Path) -> None:
+    row = action("[LightningModule]LitGPT.on_before_optimizer_step", 20_000_000, "optimizer")
+    loops = {"optimizers": [{"name": "SGD", "foreach": None, "fused": None, "parameters": 900, "device": "cpu"}]}
+    rules = found(tmp_path, FakeRun(phases=phases(optimizer=21_000_000), training=loops), row)
+    assert rules["hook_bound"].title.startswith("The hook LitGPT.on_before_optimizer_step of the module takes 5")
+    assert "all gradients in one call" in rules["hook_bound"].next_steps[0]
+    assert "optimizer_bound" not in rules
+
+
+def test_an_optimizer_whose_time_was_a_wait_for_a_core_breaks_no_rule(tmp_path: Path) -> None:
+    training = {"optimizers": [{"name": "AdamW", "foreach": False, "fused": False, "parameters": 120, "device": "cpu"}]}
+    run = load_run(make_run(tmp_path, FakeRun(phases=phases(optimizer=20_000_000), training=training)))
+    facts = Facts.of(run)
+    ledger = facts.ledgers[0]
+    others = [line for line in ledger.lines if line.part != "optimizer"]
+    nothing = TimeLine(part=Part.OPTIMIZER, name="AdamW", ns=0.0)
+    vars(facts)["ledgers"] = {0: replace(ledger, lines=(*others, nothing))}
+    assert "rule_failed" not in {finding.rule for finding in examine(facts)}

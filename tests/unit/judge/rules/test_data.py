@@ -4,26 +4,23 @@ import json
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from fake_runs import HEALTHY, FakeRun, add_series, make_run
+from device_traces import BASE_NS, KERNELS, Recording, training
+from fake_runs import HEALTHY, FakeRun, add_series, make_run, set_epochs
+from findings import found, found_in_trace, ids, loader, phases, recovery, write_rows
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.workers import calls
 from lightning_memprof.artifacts.sink import RunPlace, Sink
-from lightning_memprof.judge import Facts, Finding, examine, examine_files
+from lightning_memprof.judge import Facts, Finding, Severity, examine, examine_files
 from lightning_memprof.judge.loading import wanted_workers
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.schedule import Window
-from trace_reports import MS, idle, trace
-
-
-def found(tmp_path: Path, fake: FakeRun) -> dict[str, Finding]:
-    return {finding.rule: finding for finding in examine(Facts.of(load_run(make_run(tmp_path, fake))))}
-
-
-def ids(finding: Finding) -> list[str]:
-    return [remedy.id for remedy in finding.remedies]
+from lightning_memprof.units import MIB
+from trace_reports import MS, START, STEP_NS, found_in, idle, trace
 
 
 def changes(finding: Finding) -> list[str]:
@@ -45,9 +42,8 @@ def test_batches_of_which_a_fifth_is_padding_are_found(tmp_path: Path, padded: i
 def test_padding_recovers_its_share_of_forward_and_backward_at_most(tmp_path: Path) -> None:
     finding = found(tmp_path, FakeRun(padding=(1000, 500, 0)))["padding"]
     assert "50%" in finding.title
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx((6e6 + 10e6) * 0.5, rel=0.05)
-    assert finding.recovers.min == pytest.approx(finding.recovers.max * 0.4)
+    assert recovery(finding).max == pytest.approx((6e6 + 10e6) * 0.5, rel=0.05)
+    assert recovery(finding).min == pytest.approx(recovery(finding).max * 0.4)
 
 
 @pytest.mark.parametrize(("beyond", "remedy"), [(0, "group_by_length"), (400, "pad_to_longest")])
@@ -116,9 +112,8 @@ def test_workers_need_cores_for_a_loader_that_computes(
     with closing(Sink(RunPlace(tmp_path, 1), 0)) as sink:
         sink.write_rows(Window(0, (1,), (2, 3)), "system", [row])
     (finding,) = (of for of in examine(Facts.of(load_run(run))) if of.rule == "input_bound")
-    assert finding.recovers is not None
-    assert finding.recovers.max == pytest.approx(most * 1e6, rel=0.05)
-    assert (finding.recovers.min > 0) == bool(least)
+    assert recovery(finding).max == pytest.approx(most * 1e6, rel=0.05)
+    assert (recovery(finding).min > 0) == bool(least)
     assert ids(finding)[0] == ("workers" if least else "faster_fetch")
 
 
@@ -185,7 +180,7 @@ def test_the_slow_part_of_workers_is_named_by_their_counters(tmp_path: Path, col
          "fetch_ns": 4000 * MS * n, "fetch_cpu_ns": 3990 * MS * n, "collate_ns": 10 * collate_ms * MS * n}
         for n in (1, 3)
     ]  # fmt: skip
-    (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(directory / "processes.rank00000.jsonl", *rows)
     facts = Facts.of(load_run(directory))
     assert wanted_workers(facts, facts.run.lead, facts.ledgers[0]) is None
     finding = next(finding for finding in examine(facts) if finding.rule == "input_bound")
@@ -193,8 +188,7 @@ def test_the_slow_part_of_workers_is_named_by_their_counters(tmp_path: Path, col
     assert "400 ms per batch, mostly computing" in finding.why
     assert ids(finding) == ["faster_collate" if method == "collate_fn" else "faster_fetch"]
     # More workers compute no faster on these cores.
-    assert finding.recovers is not None
-    assert finding.recovers.min == 0
+    assert recovery(finding).min == 0
 
 
 @pytest.mark.parametrize(("lock_waits", "remedy"), [(60, "without_lock"), (20, "more_workers")])
@@ -209,13 +203,12 @@ def test_workers_that_take_turns_at_a_lock_need_no_more_workers(tmp_path: Path, 
          "lock_waits": lock_waits, "lock": "read (data.py:7)"}
         for n in (1, 3)
     ]  # fmt: skip
-    (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(directory / "processes.rank00000.jsonl", *rows)
     finding = waiting(directory)
     assert ids(finding)[0] == remedy
     assert (f"workers={-(-400 * MS // usual)}" in changes(finding)) == (lock_waits == 20)
     assert ("3 workers take turns at a lock in read (data.py:7)" in finding.why) == (lock_waits == 60)
-    assert finding.recovers is not None
-    assert finding.recovers.max <= 60 * MS
+    assert recovery(finding).max <= 60 * MS
 
 
 @pytest.mark.parametrize(("share", "is_named"), [(0.71, True), (0.45, False)])
@@ -247,12 +240,11 @@ def test_a_function_with_most_of_a_fetch_is_the_cause(tmp_path: Path, share: flo
 def test_workers_of_a_loader_that_the_run_does_not_know_are_those_that_were_seen(tmp_path: Path, seen: int) -> None:
     directory = make_run(tmp_path, FakeRun(phases=slow_loading, training={"dataloaders": None}))
     rows = [{"kind": "worker", "step": 5, "pid": 7 + worker, "worker": worker} for worker in range(seen)]
-    (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(directory / "processes.rank00000.jsonl", *rows)
     finding = waiting(directory)
     assert ids(finding)[0] == ("more_workers" if seen else "workers")
     # Nothing shows that a further worker has work and a core.
-    assert finding.recovers is not None
-    assert (finding.recovers.min > 0) == (not seen)
+    assert (recovery(finding).min > 0) == (not seen)
 
 
 @pytest.mark.parametrize(("share", "is_bound"), [(0.45, False), (0.55, True)])
@@ -302,7 +294,7 @@ def test_a_start_of_more_workers_than_cores_is_found(
         for n in (1, 3)
         for pid in range(workers)
     ]  # fmt: skip
-    (directory / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(directory / "processes.rank00000.jsonl", *rows)
     findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
     assert ("worker_start" in findings) == (wanted is not None)
     if wanted is not None:
@@ -312,3 +304,225 @@ def test_a_start_of_more_workers_than_cores_is_found(
         assert "400 ms per batch" in finding.why
         assert finding.recovers is None
         assert finding.numbers["saved_ns"] == (pytest.approx((1 - wanted / 32) * 700 * MS, rel=1e-6), 700 * MS)
+
+
+def test_loading_that_outlasts_the_devices_work_is_input_bound(tmp_path: Path) -> None:
+    def load(made: Recording) -> None:
+        with made.inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+            made.python(15_000)
+
+    finding = found_in_trace(training(tmp_path / "slow.pt.trace.json", before=load))["input_bound"]
+    assert finding.severity is Severity.CRITICAL
+    whole, longest = finding.evidence
+    assert (whole.steps, whole.start_ns) == ((5, 8), BASE_NS + 1_000_000)
+    assert longest.steps is not None
+    assert longest.start_ns is not None
+    assert longest.start_ns >= BASE_NS + 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("iterator", "slow", "first"),
+    [
+        ("_SingleProcess", (15_000, 15_000), "Load in worker processes: DataLoader(num_workers=4"),
+        ("_MultiProcessing", (15_000, 15_000), "Use more worker processes"),
+        ("_MultiProcessing", (90_000, 10), "Look at the samples of the slow batch"),
+        ("_Other", (15_000, 15_000), "Load in worker processes: DataLoader(num_workers=4"),
+    ],
+)
+def test_the_next_step_for_loading_knows_the_workers(
+    tmp_path: Path, iterator: str, slow: tuple[int, int], first: str
+) -> None:
+    batches = iter((10, slow[0], slow[1], slow[1]))
+
+    def load(made: Recording) -> None:
+        with made.inside(f"enumerate(DataLoader)#{iterator}DataLoaderIter.__next__"):
+            made.python(next(batches))
+
+    finding = found_in_trace(training(tmp_path / "workers.pt.trace.json", before=load))["input_bound"]
+    assert finding.next_steps[0].startswith(first)
+    assert not any("{" in step or "pin_memory" in step for step in finding.next_steps)
+
+
+def test_loading_while_the_device_works_is_not(tmp_path: Path) -> None:
+    def load(made: Recording) -> None:
+        with made.inside("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"):
+            made.python(4_000)
+
+    assert not found_in_trace(training(tmp_path / "hidden.pt.trace.json", before=load))
+
+
+def test_loading_is_found_without_steps(tmp_path: Path) -> None:
+    made = Recording()
+    for _ in range(4):
+        with made.inside("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+            made.python(15_000)
+        for _ in range(KERNELS):
+            made.work(20, "aten::linear")
+            made.launch(200)
+        made.synchronize()
+    findings = found_in_trace(made.write(tmp_path / "bare.pt.trace.json"))
+    assert findings["input_bound"].severity is Severity.CRITICAL
+    assert "of the recorded time" in findings["input_bound"].title
+    assert "gpu_idle" not in findings
+
+
+def test_a_host_trace_without_loading_has_no_findings() -> None:
+    assert not found_in(trace(gpu_window=None, idle=(), kernels=()))
+
+
+def test_loading_that_no_kernel_hides_is_input_bound_with_its_share() -> None:
+    finding = found_in(trace(loading_ns=200 * MS, causes=(idle(Part.IDLE_DATA, 180 * MS, at_ns=START + 2 * STEP_NS),)))
+    said = finding["input_bound"]
+    assert said.severity is Severity.WARNING
+    assert "36% of each step" in said.title
+    assert "the GPU is idle for 180 ms meanwhile" in said.why
+    assert said.numbers["data_loading_ns"] == 200 * MS
+    assert said.numbers["ns"] == 36 * MS
+    assert "num_workers=4" in said.next_steps[0]
+    assert "gpu_idle" not in finding
+
+
+def test_loading_costs_the_idle_time_that_it_causes() -> None:
+    finding = found_in(trace(loading_ns=200 * MS, causes=(idle(Part.IDLE_DATA, 80 * MS),)))["input_bound"]
+    assert finding.numbers["ns"] == 16 * MS
+
+
+def test_loading_in_one_step_of_several_is_only_info() -> None:
+    report = trace(loading_ns=250 * MS, causes=(idle(Part.IDLE_DATA, 240 * MS),))
+    steps = [replace(step, data_loading_ns=0) for step in report.steps]
+    report = replace(report, steps=(replace(steps[0], data_loading_ns=250 * MS), *steps[1:]))
+    said = found_in(report)["input_bound"]
+    assert said.severity is Severity.INFO
+    assert "in one of 5 steps" in said.why
+
+
+def test_loading_on_a_host_alone_is_input_bound_too() -> None:
+    said = found_in(trace(loading_ns=200 * MS, gpu_window=None, idle=(), kernels=()))["input_bound"]
+    assert "40% of each step" in said.title
+    assert not any("pin_memory" in step for step in said.next_steps)
+
+
+def test_fetches_of_very_short_steps_are_not_loading() -> None:
+    report = trace(loading_ns=5 * 3 * MS // 10, gpu_window=None, idle=(), kernels=())
+    short = tuple(replace(step, duration_ns=MS, data_loading_ns=3 * MS // 10) for step in report.steps)
+    assert not found_in(replace(report, steps=short))
+
+
+def test_waiting_for_data_is_found_with_the_present_settings(tmp_path: Path) -> None:
+    fake = FakeRun(phases=phases(data_wait=20_000_000), training=loader())
+    finding = found(tmp_path, fake)["input_bound"]
+    assert finding.severity is Severity.CRITICAL
+    assert "num_workers=0, persistent_workers=False, pin_memory=False, prefetch_factor=None" in finding.why
+    assert "DataLoader(num_workers=4, persistent_workers=True)" in finding.next_steps[0]
+    assert finding.numbers["data_wait_share"] == pytest.approx(20 / 37.8)
+
+
+def test_a_little_waiting_is_no_finding(tmp_path: Path) -> None:
+    assert "input_bound" not in found(tmp_path, FakeRun(phases=phases(data_wait=1_000_000), training=loader()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "said", "unsaid"),
+    [
+        ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "DataLoader(num_workers=4)", "pin_memory=True"),
+        ({"num_workers": 2, "prefetch_factor": 2}, "cpu", "persistent_workers=True", "pin_memory=True"),
+        ({"num_workers": 2, "prefetch_factor": 2}, "cuda", "pin_memory=True", "num_workers is 0"),
+        ({"num_workers": 8, "persistent_workers": True}, "cpu", "DataLoader(num_workers=16)", "persist"),
+        ({"num_workers": 32, "prefetch_factor": 4}, "cpu", "Make __getitem__ faster", "num_workers="),
+    ],
+)
+def test_next_steps_leave_out_what_is_already_set(
+    tmp_path: Path, settings: dict[str, Any], device: str, said: str, unsaid: str
+) -> None:
+    fake = FakeRun(
+        phases=phases(data_wait=20_000_000),
+        training=loader(**settings),
+        device_bytes=(lambda _: MIB) if device == "cuda" else None,
+    )
+    steps = " ".join(found(tmp_path, fake)["input_bound"].next_steps)
+    assert said in steps
+    assert unsaid not in steps
+
+
+def test_without_a_training_row_the_advice_is_general(tmp_path: Path) -> None:
+    fake = FakeRun(phases=phases(data_wait=20_000_000), training={"dataloaders": None})
+    assert "DataLoader(num_workers=4" in found(tmp_path, fake)["input_bound"].next_steps[0]
+
+
+def test_waiting_at_the_start_of_epochs_asks_for_persistent_workers_first(tmp_path: Path) -> None:
+    fake = FakeRun(
+        steps=40,
+        windows=(),
+        phases=lambda _, step: {**HEALTHY, "data_wait": 200_000_000 if step % 10 == 0 else 100_000},
+        training=loader(num_workers=2, prefetch_factor=2),
+    )
+    directory = make_run(tmp_path, fake)
+    set_epochs(directory, 10)
+    finding = examine(Facts.of(load_run(directory)))[0]
+    assert finding.rule == "input_bound"
+    assert "at the start of epochs" in finding.why
+    assert "persistent_workers=True" in finding.next_steps[0]
+
+
+@pytest.mark.parametrize("prefetch", [2, 4, 8])
+def test_workers_that_cannot_keep_up_are_not_told_to_prefetch(tmp_path: Path, prefetch: int) -> None:
+    # Two workers that began together: every second step waits for both.
+    fake = FakeRun(
+        steps=60,
+        phases=lambda _, step: {**HEALTHY, "data_wait": 100_000_000 if step % 2 else 400_000},
+        training=loader(num_workers=2, prefetch_factor=prefetch, persistent_workers=True),
+    )
+    finding = found(tmp_path, fake)["input_bound"]
+    assert "prefetch" not in " ".join(finding.next_steps)
+    assert "a few steps" not in finding.why
+    assert "2 workers cannot keep up" in finding.why
+    assert "DataLoader(num_workers=4)" in finding.next_steps[0]
+
+
+def test_as_many_workers_as_cores_are_told_to_do_less_or_to_be_more(tmp_path: Path) -> None:
+    fake = FakeRun(phases=phases(data_wait=100_000_000), training=loader(num_workers=8, persistent_workers=True))
+    faster, more = found(tmp_path, fake)["input_bound"].next_steps
+    assert "__getitem__ faster" in faster
+    assert "DataLoader(num_workers=16)" in more
+
+
+def test_waits_in_few_steps_are_told_to_prefetch(tmp_path: Path) -> None:
+    fake = FakeRun(
+        steps=60,
+        phases=lambda _, step: {**HEALTHY, "data_wait": 200_000_000 if step in (20, 37, 51) else 400_000},
+        training=loader(num_workers=2, prefetch_factor=2, persistent_workers=True),
+    )
+    finding = found(tmp_path, fake)["input_bound"]
+    assert "mostly in a few steps" in finding.why
+    assert "prefetch_factor=4" in finding.next_steps[0]
+
+
+def test_the_rank_that_waits_most_is_named(tmp_path: Path) -> None:
+    fake = FakeRun(world_size=3, phases=lambda rank, _: {**HEALTHY, "data_wait": rank * 5_000_000})
+    finding = found(tmp_path, fake)["input_bound"]
+    assert finding.numbers["rank"] == 2
+    assert " on rank 2" in finding.title
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_found"),
+    [
+        ({"num_workers": 2, "persistent_workers": False}, True),
+        ({"num_workers": 2, "persistent_workers": True}, False),
+        ({"num_workers": 0, "persistent_workers": False}, False),
+    ],
+)
+def test_workers_that_restart_in_each_epoch_are_found_by_the_time_between_epochs(
+    tmp_path: Path, settings: dict[str, Any], is_found: bool
+) -> None:
+    def between(_: int, step: int) -> Mapping[str, int]:
+        return {**HEALTHY, "other": 90_000_000 if step % 5 == 4 else 500_000}
+
+    fake = FakeRun(steps=60, phases=between, training={"dataloaders": [settings]})
+    directory = make_run(tmp_path, fake)
+    set_epochs(directory, 5)
+    findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
+    assert ("workers_restart" in findings) == is_found
+    if is_found:
+        assert "persistent_workers=True" in findings["workers_restart"].next_steps[0]
+        assert "once every 5 steps" in findings["workers_restart"].why

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fake_runs import FakeRun, make_run
+from findings import write_rows
 from lightning_memprof import load_run
 from lightning_memprof.judge import Facts, Finding, Severity
 from lightning_memprof.judge.rules.hangs import hang, worker_died
@@ -34,7 +35,7 @@ def hanging(step: int = 29, **fields: Any) -> dict[str, Any]:
 def found(root: Path, reports: dict[int, list[dict[str, Any]]], endings: dict[int, str | None]) -> list[Finding]:
     run = make_run(root, FakeRun(world_size=2, endings=endings))
     for rank, rows in reports.items():
-        (run / f"hangs.rank{rank:05d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(run / f"hangs.rank{rank:05d}.jsonl", *rows)
     return hang(Facts.of(load_run(run)))
 
 
@@ -185,10 +186,10 @@ def test_a_call_that_differs_from_earlier_steps_is_compared_with_them(
 ) -> None:
     run = make_run(tmp_path, FakeRun(world_size=2, endings={0: "RuntimeError: Connection reset", 1: None}))
     calls = collectives(REDUCE, SEND, GRADS, REDUCE, SEND, GRADS, "all_reduce Float[5000]")
-    (run / "collectives.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in calls))
+    write_rows(run / "collectives.rank00000.jsonl", *calls)
     beat = {"kind": "other", "peer": 1, "state": "gone", "pid": 77, "step": 29}
     rows = [raised("RuntimeError: Connection reset", 5, **ALL_REDUCE), beat]
-    (run / "hangs.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run / "hangs.rank00000.jsonl", *rows)
     (finding,) = hang(Facts.of(load_run(run)))
     assert finding.title == "Rank 1 died in step 29: rank 0 waited for it in all_reduce Float[5000]."
     assert "n earlier steps rank 0 called all_reduce Float[3] there." in finding.why
@@ -234,7 +235,7 @@ def test_a_worker_that_died_is_named_with_its_signal_or_exit_code(
     run = make_run(tmp_path, FakeRun(endings={0: "RuntimeError: DataLoader worker exited unexpectedly"}))
     alive = {"kind": "worker", "pid": 7, "step": 1, "private_bytes": 1 << 30, "dataset": "Images"}
     rows = [alive, {**alive, "pid": 8}, {**alive, "pid": 8, "step": 2, "exit_code": code}]
-    (run / "processes.rank00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run / "processes.rank00000.jsonl", *rows)
     (finding,) = worker_died(Facts.of(load_run(run)))
     assert finding.title == f"A DataLoader worker of Images died: {end}."
     assert finding.severity is Severity.CRITICAL

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
+from findings import recovery
 from lightning_memprof.account.ledger.model import TimeLine, total
 from lightning_memprof.account.parts import Part
 from lightning_memprof.artifacts.naming import processes_name
@@ -118,9 +119,8 @@ def test_a_row_fires_from_its_share_on_and_is_silent_below_it_and_in_its_twin(
     least = ROWS[rule].note
     (finding,) = found("fires", make, 1.05 * least)
     assert finding.rule == rule
-    assert finding.recovers is not None
-    assert 0 < finding.recovers.max <= finding.numbers["ns"] + 1
-    assert finding.numbers["ns"] == pytest.approx(1.05 * least * finding.recovers.whole, rel=0.04)
+    assert 0 < recovery(finding).max <= finding.numbers["ns"] + 1
+    assert finding.numbers["ns"] == pytest.approx(1.05 * least * recovery(finding).whole, rel=0.04)
     assert found("below", make, 0.95 * least) == []
     assert found("twin", twin, 1.05 * least) == []
 

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import io
+import pickle
+import pickletools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +13,8 @@ from lightning_memprof.account.memory.allocations import window_allocations
 from lightning_memprof.account.snapshot.replay import replay
 from lightning_memprof.errors import ArtifactError
 from lightning_memprof.read.snapshot.reader import parse_snapshot
-from lightning_memprof.report.export.memory_viz import history_of_trace
+from lightning_memprof.report.export.memory_viz import history_of_trace, viewable, write_snapshot
+from snapshots import MODEL, block, event, segment, snapshot
 
 
 def operator(name: str, ts: float, dur: float) -> dict[str, object]:
@@ -82,3 +87,55 @@ def test_a_trace_without_allocations_says_how_to_record_them(tmp_path: Path) -> 
     path = write_trace(tmp_path / "a.pt.trace.json", [operator("aten::mm", 0, 100)])
     with pytest.raises(ArtifactError, match="profile_memory=True"):
         history_of_trace(path)
+
+
+# What the reader of pytorch.org/memory_viz knows (torch/utils/viz/MemoryViz.js); any other opcode is a blank page.
+READABLE = {
+    "PROTO", "FRAME", "MEMOIZE", "STOP", "MARK", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "SETITEM", "SETITEMS",
+    "APPEND", "APPENDS", "BININT", "BININT1", "BININT2", "LONG1", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT",
+    "SHORT_BINUNICODE", "BINUNICODE", "NEWTRUE", "NEWFALSE", "NONE", "BINFLOAT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
+    "LIST", "DICT",
+}  # fmt: skip
+
+
+def test_a_snapshot_is_written_in_opcodes_that_the_page_reads() -> None:
+    ring = [event("alloc", 0x7F0000000000, 1 << 33, MODEL), event("oom", 0, 5, device_free=1)]
+    data = snapshot([segment(block(0x7F0000000000, 1 << 33, {**MODEL, "name": "f" * 300}))], ring)
+    out = io.BytesIO()
+    write_snapshot(viewable(data, "made"), out)
+    written = out.getvalue()
+    codes = [(code.name, argument) for code, argument, _ in pickletools.genops(written)]
+    assert codes[0] == ("PROTO", 4)
+    assert {name for name, _ in codes} <= READABLE
+    read = pickle.loads(written)  # noqa: S301 written a line above
+    assert read["device_traces"] == data["device_traces"]
+    assert read["segments"][0]["blocks"] == data["segments"][0]["blocks"]
+
+
+@pytest.mark.parametrize("form", ["list", "no ring", "2.0"])
+def test_old_forms_get_what_the_page_looks_at(form: str) -> None:
+    old: Any = {"size": 512, "state": "active_allocated", "history": [{"real_size": 500, "frames": [MODEL]}]}
+    rest: Any = {"size": 1536, "state": "inactive"}
+    raw = {
+        "device": 1,
+        "address": 4096,
+        "total_size": 2048,
+        "stream": 0,
+        "segment_type": "small",
+        "blocks": [old, rest],
+    }
+    data: Any = {"list": [raw], "no ring": {"segments": [raw]}, "2.0": {"segments": [raw], "device_traces": [[]]}}[form]
+    found = viewable(data, "made")
+    assert found["device_traces"] == [[], []]
+    (made,) = found["segments"]
+    first, second = made["blocks"]
+    assert (first["address"], first["requested_size"], first["frames"]) == (4096, 500, [MODEL])
+    assert (second["address"], second["requested_size"], second["frames"]) == (4608, 1536, [])
+    assert "frames" not in raw
+
+
+def test_what_is_no_snapshot_is_not_written() -> None:
+    with pytest.raises(ArtifactError):
+        viewable({"weights": []}, "made")
+    with pytest.raises(ArtifactError, match="the first 1024"):
+        viewable(snapshot([segment(block(4096, 512), device=10**9)], []), "made")

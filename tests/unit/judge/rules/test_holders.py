@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memprof.account.snapshot.report import snapshot_report
+from lightning_memprof.judge import Finding, Severity, examine_files
+from lightning_memprof.judge.rules.holders import nothing_in_snapshot
+from lightning_memprof.units import GIB, MIB
+from snapshots import (
+    LINEAR,
+    MODEL,
+    MODEL_LINE,
+    TRAIN,
+    TRAIN_LINE,
+    block,
+    event,
+    frame,
+    segment,
+    snapshot,
+    write_snapshot,
+)
+
+
+def found(directory: Path, data: Any) -> dict[str, Finding]:
+    path = write_snapshot(directory / "cuda_alloc_rank_3.training_step.4.end.pickle", data)
+    return {finding.rule: finding for finding in examine_files((), [snapshot_report(path)])}
+
+
+LIGHTNING = frame("/venv/lib/python3.11/site-packages/lightning/pytorch/trainer/trainer.py", "fit")
+
+
+def test_a_line_that_holds_half_of_the_peak_is_named(tmp_path):
+    finding = found(tmp_path, snapshot([segment(block(0, 3 * GIB, MODEL), block(3 * GIB, GIB, TRAIN))], []))[
+        "peak_holder"
+    ]
+    assert (finding.severity, finding.numbers["owner"]) == (Severity.INFO, MODEL_LINE)
+    assert finding.title == f"75% of the live memory of cuda:0 is allocated by {MODEL_LINE}."
+    assert finding.why.endswith("The history has no allocation, so the peak was not recorded; 4.00 GiB are reserved.")
+    halves = [block(n * GIB, GIB, {**MODEL, "line": n}) for n in range(3)]
+    assert "peak_holder" not in found(tmp_path, snapshot([segment(*halves)], []))
+
+
+def holder_of(directory: Path, *frames: dict[str, Any], others: tuple[dict[str, Any], ...] = ()) -> Finding:
+    """The finding of one recorded allocation, with blocks of other stacks."""
+    small = [block(3 * GIB + n * MIB, MIB, frame) for n, frame in enumerate(others)]
+    return found(
+        directory,
+        snapshot([segment(block(0, 3 * GIB, *frames), *small)], [event("alloc", 0, 3 * GIB, *frames)]),
+    )["peak_holder"]
+
+
+def native(node: str) -> dict[str, Any]:
+    return {"filename": "??", "line": 0, "name": f"torch::autograd::{node}::apply(std::vector<at::Tensor>&&)"}
+
+
+KV_CACHE = {"filename": "/venv/lib/python3.11/site-packages/vllm/worker/w.py", "line": 8, "name": "_allocate_kv_cache"}
+OPTIMIZER = {"filename": "/venv/lib/python3.11/site-packages/torch/optim/optimizer.py", "line": 4, "name": "wrapper"}
+MODULE = {"filename": "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", "line": 6, "name": "_call_impl"}
+
+
+@pytest.mark.parametrize(
+    ("frames", "others", "remedy"),
+    [
+        ((MODEL,), (native("AccumulateGrad"),), "torch.utils.checkpoint"),
+        ((MODEL,), (), "torch.no_grad()"),
+        ((LINEAR, MODULE, frame("/app/nca.py", "update")), (), "torch.no_grad()"),
+        ((frame("/app/load.py", "to"), frame("/torch/nn/modules/module.py", "_apply")), (), "dtype=torch.bfloat16"),
+        ((MODEL, MODULE, OPTIMIZER), (), "torch.utils.checkpoint"),
+        ((KV_CACHE, TRAIN), (native("AccumulateGrad"),), "Make the cache smaller"),
+        ((native("generated::DivBackward0"),), (), "one fused operator"),
+        ((native("AccumulateGrad"),), (), "Free gradients earlier"),
+        ((TRAIN, OPTIMIZER), (), "smaller states"),
+    ],
+)
+def test_the_remedy_for_the_largest_line_is_that_of_its_stacks(tmp_path, frames, others, remedy):
+    finding = holder_of(tmp_path, *frames, others=others)
+    assert "of the peak of cuda:0" in finding.title
+    (step,) = finding.next_steps
+    assert remedy in step
+
+
+@pytest.mark.parametrize(("outer", "how"), [((LIGHTNING,), "Trainer(strategy='fsdp')."), ((), "fully_shard(model).")])
+def test_optimizer_states_are_sharded_as_the_program_does_it(tmp_path, outer, how):
+    (step,) = holder_of(tmp_path, TRAIN, OPTIMIZER, *outer).next_steps
+    assert step.endswith(how)
+
+
+def test_what_a_line_calls_is_said(tmp_path):
+    whole = [block(0, 3 * GIB, KV_CACHE, TRAIN)]
+    finding = found(tmp_path, snapshot([segment(*whole)], []))["peak_holder"]
+    assert finding.title.endswith(f"{TRAIN_LINE}.")
+    assert "in 1 block (in _allocate_kv_cache)." in finding.why
+    finding = found(tmp_path, snapshot([segment(*whole, block(3 * GIB, GIB, LINEAR, TRAIN))], []))["peak_holder"]
+    assert "4.00 GiB of 4.00 GiB, in 2 blocks (in _allocate_kv_cache and others)." in finding.why
+
+
+def quiet(directory: Path, data: Any) -> Finding:
+    path = write_snapshot(directory / "snapshot.pickle", data)
+    return nothing_in_snapshot(snapshot_report(path))
+
+
+def parts(*sizes: int) -> list[dict[str, Any]]:
+    return [
+        block(sum(sizes[:n]), size, *stack)
+        for n, (size, stack) in enumerate(
+            zip(sizes, ((), (TRAIN, OPTIMIZER), (native("ToCopyBackward0"),)), strict=True)
+        )
+    ]
+
+
+def test_a_peak_in_forward_with_gradients_says_who_allocated_it_and_to_clear_them(tmp_path):
+    ring = [event("alloc", 9 * GIB, GIB, MODEL, MODULE)]
+    finding = quiet(tmp_path, snapshot([segment(*parts(GIB, GIB, GIB)), segment(block(9 * GIB, GIB))], ring))
+    assert "1.00 GiB without a stack, 1.00 GiB by" in finding.why
+    assert "1.00 GiB by ToCopyBackward0" in finding.why
+    assert "zero_grad(set_to_none=True)" in finding.next_steps[0]
+
+
+def test_gradients_at_a_peak_in_the_optimizer_are_needed(tmp_path):
+    ring = [event("alloc", 9 * GIB, GIB, TRAIN, OPTIMIZER, MODULE)]
+    finding = quiet(tmp_path, snapshot([segment(*parts(GIB, GIB, GIB)), segment(block(9 * GIB, GIB))], ring))
+    (step,) = finding.next_steps
+    assert "smaller states" in step
+
+
+def test_a_line_with_little_of_a_peak_from_before_the_recording_is_no_start(tmp_path):
+    ring = [event("alloc", 9 * GIB, 64 * MIB, MODEL)]
+    data = snapshot([segment(block(0, 2 * GIB)), segment(block(9 * GIB, 64 * MIB))], ring)
+    assert quiet(tmp_path, data).next_steps == (
+        "Record stacks from the start of the program: 97% of the peak has no stack.",
+    )
+    data = snapshot([segment(block(0, GIB)), segment(block(9 * GIB, GIB))], [event("alloc", 9 * GIB, GIB, MODEL)])
+    (step,) = quiet(tmp_path, data).next_steps
+    assert step.startswith(f"At {MODEL_LINE}: ")
+
+
+def test_titles_with_a_long_line_have_at_most_100_characters(tmp_path):
+    line = frame(f"/home/{'directory/' * 30}model.py", "forward", 7)
+    title = found(tmp_path, snapshot([segment(block(0, 3 * GIB, LINEAR, line))], []))["peak_holder"].title
+    assert len(title) <= 100
+    assert "model.py(7): forward" in title

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from device_traces import GEMM, Recording
+from lightning_memprof.account.trace.report import trace_report
+from lightning_memprof.judge import Finding, examine_files, nothing_in_files
+
+MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float>>(int)"
+OTHERS = [("aten::_softmax", "b"), ("aten::sum", "c")]
+CAT = "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 2, 128, 1>(float*)"
+
+
+def bound(made: Recording, path: Path, **metadata: Any) -> Finding:
+    return nothing_in_files([trace_report(made.write(path / "trace.pt.trace.json", **metadata))], [])
+
+
+def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            for name in ("aten::mm", "aten::addmm", "aten::relu"):
+                with made.inside(name, "cpu_op"):
+                    made.python(1)
+                    made.launch(3_000)
+            made.synchronize()
+    assert bound(made, tmp_path).title.startswith("Compute-bound: matrix multiplication takes 67% of each step")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_copies", "advice"),
+    [
+        ("Memcpy DtoD (Device -> Device)", "copies within the GPU", "Copy less: write into one existing tensor"),
+        ("Memcpy HtoD (Host -> Device)", "copies to the GPU", "Copy from pinned memory without blocking"),
+        ("Memcpy PtoP (Device -> Device)", "copies between GPUs", "Copy less between GPUs: keep a layer"),
+    ],
+)
+def test_copies_that_take_most_of_a_step_are_what_it_is_bound_by(
+    name: str, is_copies: str, advice: str, tmp_path: Path
+) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            with made.inside("aten::mm", "cpu_op"):
+                made.launch(2_000)
+            made.copy(8_000, name, 1 << 20)
+            made.synchronize()
+    finding = bound(made, tmp_path)
+    assert finding.title.startswith(f"Copy-bound: {is_copies} take 80% of each step (8.00 ms of")
+    assert finding.next_steps[0].startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes", "advice"),
+    [
+        ("aten::mul", 0, "Fuse memory-bound operators"),
+        ("aten::mm", 0, "Record the input shapes of operators"),
+        ("aten::mm", 1, "See every operator on a timeline"),
+    ],
+)
+def test_operators_that_read_and_write_each_element_are_to_be_fused_also_where_no_shapes_are(
+    operator: str, shapes: int, advice: str, tmp_path: Path
+) -> None:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            with made.inside(operator, "cpu_op"):
+                made.python(1)
+                made.launch(3_000)
+            made.synchronize()
+    assert bound(made, tmp_path, record_shapes=shapes).next_steps[0].startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("launched", "sentence"),
+    [
+        (
+            [("aten::mul", MUL), ("aten::cat", CAT), ("aten::mm", GEMM), (None, MUL)],
+            "Memory-bound: pointwise and copy operators take 75% of the recorded time (75.0 ms of 100 ms).",
+        ),
+        (
+            [("aten::mul", MUL), ("aten::mul", MUL), ("aten::mul", MUL), ("aten::mm", GEMM)],
+            "Memory-bound: aten::mul takes 75% of the recorded time (75.0 ms of 100 ms).",
+        ),
+        (
+            [("aten::mm", GEMM), ("_C::cutlass_scaled_mm", GEMM), (None, GEMM), ("aten::mul", MUL)],
+            "Compute-bound: matrix multiplication takes 75% of the recorded time (75.0 ms of 100 ms).",
+        ),
+        (
+            [(None, "volta_h884cudnn_256x64_ldg8"), ("aten::conv2d", "a"), ("aten::mm", GEMM), *OTHERS],
+            "Compute-bound: kernels take 100% of the recorded time, convolution 40%.",
+        ),
+    ],
+)
+def test_a_device_is_bound_by_the_work_of_all_names_of_a_family(
+    launched: list[tuple[str | None, str]], sentence: str, tmp_path: Path
+) -> None:
+    made = Recording()
+    for _ in range(10):
+        for operator, kernel in launched:
+            with made.inside(operator, "cpu_op") if operator else nullcontext():
+                made.python(1)
+                made.launch(2_500, kernel)
+    assert bound(made, tmp_path).title == sentence
+
+
+@pytest.mark.parametrize(
+    ("span", "name"), [("ProfilerStep#1", "my_" * 50), ("range", "ns::" * 50 + "kernel<int>(int)")]
+)
+@pytest.mark.parametrize("others", [0, 5])
+def test_a_title_with_a_long_name_has_at_most_100_characters(span: str, name: str, others: int, tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside(span):
+        made.launch(100_000, name)
+        for number in range(others):
+            made.launch(90_000, f"kernel_{number}")
+    sentence = bound(made, tmp_path).title
+    assert "Compute-bound" in sentence
+    assert len(sentence) <= 100
+
+
+@pytest.mark.parametrize(("us", "says"), [(2, "Too little was recorded"), (3_000, "The GPU is idle")])
+def test_a_kernel_or_two_do_not_tell_how_busy_a_device_is(us: int, says: str, tmp_path: Path) -> None:
+    made = Recording()
+    with made.inside("ProfilerStep#1"):
+        for _ in range(2):
+            with made.inside("aten::mm", "cpu_op"):
+                made.python(us)
+                made.launch(us)
+            made.synchronize()
+            made.python(20 * us)
+    trace = trace_report(made.write(tmp_path / "trace.pt.trace.json"))
+    (verdict, *_) = [*examine_files([trace], ()), nothing_in_files([trace], [])]
+    assert verdict.title.startswith(says)
+    missing = replace(trace, is_sample=True)
+    assert not examine_files([missing], ())
+    assert nothing_in_files([missing], []).title.startswith("Most events are missing from the trace")
+
+
+def on_two_devices(path: Path, us: tuple[int, int], *, overlap: float = 0.0, idle_us: int = 0) -> Finding:
+    made = Recording()
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            for device, each in enumerate(us):
+                with made.inside("aten::mm", "cpu_op"):
+                    made.python(1)
+                    made.launch(each)
+                kernel = made.events[-2]
+                kernel["pid"] = device
+                if device == 0:
+                    made.free -= round(overlap * each)
+            made.synchronize()
+            made.python(idle_us)
+    return bound(made, path)
+
+
+def test_devices_that_take_turns_are_not_called_busy(tmp_path: Path) -> None:
+    finding = on_two_devices(tmp_path, (5_000, 5_000))
+    assert finding.title == "2 GPUs work one after another: the busiest one is busy 50% of the time."
+    assert finding.why.endswith("; by GPU: 50%, 50%.")
+    assert finding.next_steps[0].startswith("Run the GPUs in parallel")
+
+
+@pytest.mark.parametrize(
+    ("us", "overlap", "idle_us"),
+    [((5_000, 5_000), 0.5, 0), ((9_000, 1_000), 0.0, 0), ((5_000, 5_000), 0.0, 20_000)],
+)
+def test_devices_that_overlap_or_rest_or_of_which_one_does_it_all_do_not_take_turns(
+    us: tuple[int, int], overlap: float, idle_us: int, tmp_path: Path
+) -> None:
+    assert "one after another" not in on_two_devices(tmp_path, us, overlap=overlap, idle_us=idle_us).title
+
+
+def test_devices_at_once_say_how_busy_each_is(tmp_path: Path) -> None:
+    finding = on_two_devices(tmp_path, (10_000, 3_000), overlap=1.0)
+    assert finding.title.startswith("Compute-bound")
+    assert "; by GPU: " in finding.why
+
+
+def test_a_busy_device_says_what_its_operators_reach_and_what_makes_them_faster(tmp_path: Path) -> None:
+    made = Recording()
+    arguments = {"Input Dims": [[4096, 4096], [4096, 4096]], "Input type": ["float", "float"]}
+    for step in range(3):
+        with made.inside(f"ProfilerStep#{step}"):
+            with made.inside("aten::mm", "cpu_op"):
+                made.python(1)
+                made.launch(20_000)
+            made.events[-1]["args"] = arguments
+            made.synchronize()
+    finding = bound(made, tmp_path)
+    assert finding.why.startswith(
+        "aten::mm in float32 reaches 6.87 TFLOP/s, 35% of the 19.5 TFLOP/s in the NVIDIA A100"
+    )
+    assert finding.numbers["flops_per_s"] == pytest.approx(2 * 4096**3 / 0.02)
+    assert finding.next_steps[0] == 'Compute in bfloat16: torch.autocast("cuda", torch.bfloat16).'
