@@ -110,7 +110,10 @@ PREFETCH: Final = Remedy(
     change="prefetch={batches}",
 )
 PIN_MEMORY: Final = Remedy(
-    id="pin_memory", text="Overlap copies with the step: DataLoader(pin_memory=True).", change="pin_memory"
+    id="pin_memory",
+    text="Overlap copies with the step: DataLoader(pin_memory=True).",
+    in_torch="Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).",
+    change="pin_memory",
 )
 FASTER_FETCH: Final = Remedy(
     id="faster_fetch",
@@ -170,7 +173,7 @@ IN_WORKERS: Final = Remedy(
 )
 REMOVE_HOOK: Final = Remedy(
     id="remove_hook",
-    text="Remove the hook {owner}: call remove() of the handle that its registration returned.",
+    text="Remove the hook {owner} after use, or register it once: its registration returns a handle with remove().",
 )
 SKIP_HOOK: Final = Remedy(id="skip_hook", text="Do the work of {owner} every N batches: return at once in the others.")
 DYNAMIC_SHAPES: Final = Remedy(
@@ -208,6 +211,7 @@ SAVE_LESS: Final = Remedy(
 SAVE_ASYNC: Final = Remedy(
     id="save_async",
     text="Save in the background: Trainer(plugins=[AsyncCheckpointIO()]) from lightning.pytorch.plugins.io.",
+    in_torch="Save checkpoints less often, or in the background: torch.distributed.checkpoint.async_save.",
 )
 LOG_LESS_OFTEN: Final = Remedy(
     id="log_less_often",
@@ -238,7 +242,7 @@ FREEZE_OBJECTS: Final = Remedy(
 )
 CHOOSE_COLLECTIONS: Final = Remedy(
     id="choose_collections",
-    text="Choose when to collect: gc.disable() in on_train_start, gc.collect() every 100 batches.",
+    text="Collect on all ranks in the same steps: gc.disable() in on_train_start, gc.collect() every 100 batches.",
 )
 BREAK_CYCLES: Final = Remedy(
     id="break_cycles",
@@ -403,9 +407,6 @@ NO_TEXT: Final = Remedy(
     id="no_text",
     text='Write tensors as text once in many steps, and in messages that are read: logger.debug("%s", tensor).',
 )
-RECORD_FUNCTIONS: Final = Remedy(
-    id="record_functions", text="See the functions: ExtendedPyTorchProfiler(with_stack=True)."
-)
 CACHE_PARAMETERS: Final = Remedy(
     id="cache_parameters",
     text="Compute the parameters of {owner} once: with torch.nn.utils.parametrize.cached(): around the loop.",
@@ -413,7 +414,8 @@ CACHE_PARAMETERS: Final = Remedy(
 VECTORIZE: Final = Remedy(
     id="vectorize",
     text=(
-        "Vectorize the loop in {owner}: one batched operator (bmm, einsum, scaled_dot_product_attention) on all slices."
+        "Vectorize the loop in {owner}: one batched operator (bmm, einsum, scaled_dot_product_attention) on the "
+        "torch.stack of all slices, or torch.vmap."
     ),
 )
 COMPILE_LOOP: Final = Remedy(
@@ -456,20 +458,6 @@ THREAD_AS_PROCESS: Final = Remedy(
     id="thread_as_process",
     text="Run it in a separate process: multiprocessing.get_context('spawn').Process(target=...).",
 )
-REMOVE_AFTER_USE: Final = Remedy(
-    id="remove_after_use",
-    text="Remove the hook {owner} after use (handle.remove()), or register it once: each one runs in all later steps.",
-)
-FIND_IN_DATA: Final = Remedy(
-    id="find_in_data",
-    text="Find what the data set keeps, or reads from its start again for each batch: a list, a file, a cache.",
-)
-FIND_IN_FORWARD: Final = Remedy(
-    id="find_in_forward",
-    text=(
-        "Find what forward goes through and each step adds to: hooks that are not removed, a list, a cache, a metric."
-    ),
-)
 DETACH_STATE: Final = Remedy(
     id="detach_state",
     text=(
@@ -477,13 +465,9 @@ DETACH_STATE: Final = Remedy(
         "Remove hooks that each step registers: handle.remove()."
     ),
 )
-FIND_IN_OPTIMIZER: Final = Remedy(
-    id="find_in_optimizer",
-    text="Find what is added to the optimizer in each step: parameter groups (add_param_group), hooks.",
-)
 FIND_KEPT: Final = Remedy(
     id="find_kept",
-    text="Find what {owner} keeps from step to step and goes through each time: a list of outputs, a file.",
+    text="Find what {owner} keeps from step to step and goes through each time: {kept}.",
 )
 RECORD_BOTH_ENDS: Final = Remedy(
     id="record_both_ends",
@@ -652,7 +636,9 @@ WITH_LIBRARY: Final = Remedy(
         "these convolutions have no library."
     ),
 )
-COMPILE_ALL: Final = Remedy(id="compile_model", text="Fuse its operators: torch.compile(model).", change="compile")
+FUSE_OPERATORS: Final = Remedy(
+    id="fuse_operators", text="Fuse operators: torch.compile(model).", needs=frozenset({"eager"}), change="compile"
+)
 LESS_WORK: Final = Remedy(
     id="less_work",
     text=(
@@ -664,14 +650,12 @@ NO_PAIRS: Final = Remedy(
     id="no_pairs",
     text="Make no tensor of all pairs: use torch.cdist, a matrix product, or a part of the pairs at a time.",
 )
-MORE_WORK: Final = Remedy(
-    id="more_work", text="Give each step more work, such as a larger batch, before looking for a bottleneck."
-)
+MORE_WORK: Final = Remedy(id="more_work", text="Give each step more work: a larger batch.")
 RECORD_RANKS: Final = Remedy(
     id="record_ranks", text="Record the other ranks too: a collective waits for the last rank to arrive."
 )
 RECORD_DEVICE: Final = Remedy(
-    id="record_device", text="Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
+    id="record_device", text="Record host and device: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
 )
 RECORD_RUN: Final = Remedy(id="record_run", text='Record a training run: Trainer(profiler="memprof").')
 RECORD_OPERATORS: Final = Remedy(
@@ -701,10 +685,6 @@ EQUAL_BATCHES: Final = Remedy(
         "{rank} gets {own} elements per batch, the others {others}."
     ),
 )
-COLLECT_TOGETHER: Final = Remedy(
-    id="collect_together",
-    text="Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
-)
 COMPARE_PARAMETERS: Final = Remedy(
     id="compare_parameters",
     text="Compare the parameters that rank {rank}{host} updates with those of the other ranks.",
@@ -732,6 +712,7 @@ COMPARE_PART: Final = Remedy(
 MERGE_TRACES: Final = Remedy(
     id="merge_traces",
     text="See all ranks on one timeline: lightning-memprof merge -o merged.json.gz {files}.",
+    needs=frozenset({"ranks"}),
 )
 FIND_TENSORS: Final = Remedy(
     id="find_tensors",
@@ -766,19 +747,13 @@ FEWER_THREADS: Final = Remedy(
     text="Use fewer threads: torch.set_num_threads({threads}), or OMP_NUM_THREADS={threads}.",
     change="threads={threads}",
 )
-CHEAPER_FETCH: Final = Remedy(
-    id="cheaper_fetch",
-    text=(
-        "Make {owner} cheaper, which takes {share} of the fetches: do its work once, before training, or on the part "
-        "of a sample that is used (crop first)."
-    ),
-)
 
 # Memory
 
 CHECKPOINT_BLOCKS: Final = Remedy(
     id="checkpointing",
     text="Checkpoint each of {blocks}: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).",
+    needs=frozenset({"training"}),
     change="checkpointing",
 )
 CHECKPOINT_WITH_FSDP: Final = Remedy(
@@ -851,10 +826,6 @@ AGGREGATE_VALIDATION: Final = Remedy(
     text="Aggregate in validation_step, in a metric or a sum, instead of keeping each batch's outputs.",
 )
 BOUND_HOLDER: Final = Remedy(id="bound_holder", text="Clear or bound {place}{assigned}{detached}.")
-BOUND_SAMPLES: Final = Remedy(
-    id="bound_samples",
-    text="Do not keep samples in {sample}, or bound its cache: functools.lru_cache(maxsize=...).",
-)
 STORE_LESS: Final = Remedy(
     id="store_less",
     text="Look for data that {owner} stores in each batch: store a number instead, or clear its list or dict.",
@@ -1012,10 +983,6 @@ FUSED_STATES: Final = Remedy(
 
 # Traces and devices
 
-OPEN_TRACE: Final = Remedy(
-    id="open_trace",
-    text="Open the trace: lightning-memprof view {file}.",
-)
 RECORD_LATER: Final = Remedy(
     id="record_later",
     text="Record later steps: Schedule(wait=10, warmup=2, active=3).",
@@ -1033,22 +1000,10 @@ RECORD_SHAPES: Final = Remedy(
     id="record_shapes",
     text="Record the inputs of operators, for the FLOP/s that they reach: profile(record_shapes=True).",
 )
-RECORD_HOST: Final = Remedy(
-    id="record_host",
-    text="Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
-)
 RECORD_PYTHON_STACKS: Final = Remedy(
     id="record_python_stacks",
     text="Record the Python stacks with {profiler}(with_stack=True), then move that code out of the step.",
     needs=frozenset({"no stacks"}),
-)
-MERGE_ALL_TRACES: Final = Remedy(
-    id="merge_all_traces",
-    text=(
-        "Merge the traces of all ranks and see which stream, copy or late rank the queued kernels wait for: "
-        "lightning-memprof merge."
-    ),
-    needs=frozenset({"ranks"}),
 )
 
 ALL_AT_ONCE: Final = Remedy(
@@ -1057,28 +1012,11 @@ ALL_AT_ONCE: Final = Remedy(
     needs=frozenset({"training", "optimizer loop"}),
     change="{kernels}_optimizer",
 )
-FUSE_MEMORY_BOUND: Final = Remedy(
-    id="fuse_memory_bound",
-    text="Fuse operators that are bound by memory: torch.compile(model).",
-    needs=frozenset({"eager"}),
-    change="compile",
-)
-FUSE_AROUND: Final = Remedy(
-    id="fuse_around",
-    text="Fuse the operators around them: torch.compile(model).",
-    needs=frozenset({"eager"}),
-    change="compile",
-)
 FUSE_KERNELS: Final = Remedy(
     id="fuse_kernels",
     text='Fuse them: torch.compile(model), or torch.compile(model, mode="reduce-overhead") with CUDA graphs.',
     needs=frozenset({"eager"}),
     change="compile",
-)
-LAUNCH_AS_GRAPHS: Final = Remedy(
-    id="launch_as_graphs",
-    text='Launch them as CUDA graphs: torch.compile(model, mode="reduce-overhead").',
-    needs=frozenset({"compiled", "no graphs"}),
 )
 LAUNCH_LESS: Final = Remedy(
     id="launch_less",
@@ -1090,12 +1028,6 @@ LAUNCH_AT_ONCE: Final = Remedy(
     id="launch_at_once",
     text="Launch each compiled part at once: torch.compile(model{mode}).",
     needs=frozenset({"compiled", "no graphs"}),
-)
-COMBINE_OPERATORS: Final = Remedy(
-    id="combine_operators",
-    text="Let the compiler combine them: torch.compile(model).",
-    needs=frozenset({"eager"}),
-    change="compile",
 )
 COMPILE_ONCE: Final = Remedy(
     id="compile_once",
@@ -1121,14 +1053,6 @@ BATCH_OPERATORS: Final = Remedy(
     needs=frozenset({"eager"}),
     change="compile",
 )
-WITHOUT_LOOPS: Final = Remedy(
-    id="without_loops",
-    text="Replace loops by one operator: torch.stack the tensors, or torch.vmap the function.",
-)
-LARGER_OPERATORS: Final = Remedy(
-    id="larger_operators",
-    text="Give each operator more work: a larger DataLoader(batch_size=...).",
-)
 LARGER_SHAPES: Final = Remedy(
     id="larger_shapes",
     text="Give each operator more work: a larger batch, and sizes that are multiples of 8.",
@@ -1136,21 +1060,6 @@ LARGER_SHAPES: Final = Remedy(
 LARGER_KERNELS: Final = Remedy(
     id="larger_kernels",
     text="Give each kernel more work: a larger batch, scaled_dot_product_attention, fused norms.",
-)
-LARGER_STEPS: Final = Remedy(
-    id="larger_steps",
-    text="Give each step more work: a larger batch.",
-    needs=frozenset({"training"}),
-)
-LARGER_CALLS: Final = Remedy(
-    id="larger_calls",
-    text="Give each call more work: a larger batch.",
-    needs=frozenset({"inference"}),
-)
-CONVOLUTION_LAYOUT: Final = Remedy(
-    id="convolution_layout",
-    text="Use the layout of the convolutions: model.to(memory_format=torch.channels_last).",
-    change="channels_last",
 )
 MIXED_PRECISION: Final = Remedy(
     id="mixed_precision",
@@ -1205,21 +1114,10 @@ KEEP_ON_DEVICE: Final = Remedy(
     ),
     change="log_every=50",
 )
+FIXED_SIZES: Final = Remedy(id="fixed_sizes", text="Avoid value-dependent sizes, which stop the host: {instead}.")
 NO_BRANCH: Final = Remedy(
     id="no_branch",
     text="Do not branch on a tensor's value in a step: torch.where instead of if.",
-)
-NO_BOOLEAN_INDEX: Final = Remedy(
-    id="no_boolean_index",
-    text="Avoid value-dependent sizes, which stop the host: torch.where instead of a boolean index.",
-)
-NO_MASKED_SELECT: Final = Remedy(
-    id="no_masked_select",
-    text="Avoid value-dependent sizes, which stop the host: torch.where instead of masked_select.",
-)
-UNIQUE_IN_WORKERS: Final = Remedy(
-    id="unique_in_workers",
-    text="Avoid value-dependent sizes, which stop the host: call unique in the DataLoader's workers.",
 )
 NON_BLOCKING_TO: Final = Remedy(
     id="non_blocking_to",
@@ -1245,16 +1143,6 @@ FIND_SYNC_CALLS: Final = Remedy(
 COPY_FROM_PINNED: Final = Remedy(
     id="copy_from_pinned",
     text="Copy from pinned memory without blocking: tensor.pin_memory().to(device, non_blocking=True).",
-)
-PIN_BATCHES: Final = Remedy(
-    id="pin_batches",
-    text="Pin the batches: DataLoader(pin_memory=True); Lightning then copies them without blocking.",
-    in_torch="Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).",
-    change="pin_memory",
-)
-PIN_OWN_TENSORS: Final = Remedy(
-    id="pin_own_tensors",
-    text="Pin the program's own tensors: tensor.pin_memory().to(device, non_blocking=True).",
 )
 MOVE_RESULTS_LESS_OFTEN: Final = Remedy(
     id="move_results_less_often",
@@ -1301,10 +1189,6 @@ MOVE_OUT_OF_STEP: Final = Remedy(
     id="move_out_of_step",
     text="Move this code out of the step: {place}.",
 )
-CALL_LESS_OFTEN: Final = Remedy(
-    id="call_less_often",
-    text="Call it less often, or elsewhere: {place}.",
-)
 CALL_ONCE: Final = Remedy(
     id="call_once",
     text="Call {call} once, before the steps: it takes up to {longest} on the host.",
@@ -1312,10 +1196,6 @@ CALL_ONCE: Final = Remedy(
 FIND_SLOW_LINES: Final = Remedy(
     id="find_slow_lines",
     text="Find the slow lines in {place}: python -m cProfile shows the functions that it calls.",
-)
-SAVE_IN_BACKGROUND: Final = Remedy(
-    id="save_in_background",
-    text="Save checkpoints less often, or in the background: torch.distributed.checkpoint.async_save.",
 )
 
 EXPANDABLE_SEGMENTS: Final = Remedy(
@@ -1329,15 +1209,6 @@ FREE_MEMORY: Final = Remedy(
     in_torch="Free memory: a smaller batch with gradient accumulation, or activation checkpointing.",
     needs=frozenset({"training"}),
     change="accumulate=2",
-)
-FREE_MEMORY_OF_BATCH: Final = Remedy(
-    id="free_memory_of_batch",
-    text="Free memory: a smaller batch.",
-    needs=frozenset({"inference"}),
-)
-KEEP_CACHE: Final = Remedy(
-    id="keep_cache",
-    text="Do not call torch.cuda.empty_cache() in steps, and pad batches to a few lengths.",
 )
 CACHING_ALLOCATOR: Final = Remedy(
     id="caching_allocator",
@@ -1368,10 +1239,6 @@ PREFETCH_PARAMETERS: Final = Remedy(
     text="Prefetch parameters: FSDPStrategy(forward_prefetch=True), or fully_shard's set_modules_to_forward_prefetch.",
     in_torch="Prefetch parameters: module.set_modules_to_forward_prefetch([next_module]) of FSDP2.",
 )
-EARLY_ALL_TO_ALL: Final = Remedy(
-    id="early_all_to_all",
-    text="Start the all-to-all early and wait late (async_op=True), with work of another layer or batch in between.",
-)
 FILL_PIPELINE: Final = Remedy(
     id="fill_pipeline",
     text=(
@@ -1381,7 +1248,7 @@ FILL_PIPELINE: Final = Remedy(
 )
 EARLY_TRANSFER: Final = Remedy(
     id="early_transfer",
-    text="Start the transfer early and wait late (async_op=True), with work in between.",
+    text="Start the transfer early and wait late (async_op=True), with work of another layer or batch in between.",
 )
 SEND_LESS_OFTEN: Final = Remedy(
     id="send_less_often",
@@ -1434,14 +1301,7 @@ SEND_FEWER_BYTES: Final = Remedy(
 )
 FIND_LATE_RANK: Final = Remedy(
     id="find_late_rank",
-    text="Find the late rank: the same {collective} takes {median} or {longest}. Record all ranks and compare them.",
-)
-FIND_WAITING_RANK: Final = Remedy(
-    id="find_waiting_rank",
-    text=(
-        "Find the late rank: {collective} takes {fewer} and {more}, so most of that is waiting. Record all ranks and "
-        "compare them."
-    ),
+    text="Find the late rank: {collective} takes {times}. Record all ranks and compare them.",
 )
 COMBINE_COLLECTIVES: Final = Remedy(
     id="combine_collectives",
@@ -1463,12 +1323,6 @@ SMALLER_WEIGHTS_OR_CACHE: Final = Remedy(
 SMALLER_WEIGHTS: Final = Remedy(
     id="smaller_weights",
     text="Load the weights in fewer bytes: dtype=torch.bfloat16.",
-)
-CHECKPOINT_MODULES: Final = Remedy(
-    id="checkpoint_modules",
-    text="Save fewer activations: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False).",
-    needs=frozenset({"training"}),
-    change="checkpointing",
 )
 WITHOUT_GRADIENTS: Final = Remedy(
     id="without_gradients",
@@ -1515,14 +1369,6 @@ NAME_HOLDER: Final = Remedy(
     text="Record a run with MemProfilerCallback(): if memory grows, its page names the variable that keeps it.",
     needs=frozenset({"lightning"}),
 )
-LOOK_AT_SITE: Final = Remedy(
-    id="look_at_site",
-    text="Look at {site}: it has the most live bytes.",
-)
-START_WITH_SITE: Final = Remedy(
-    id="start_with_site",
-    text="To lower the peak, start with {site}.",
-)
 GROW_SEGMENTS: Final = Remedy(
     id="grow_segments",
     text="Let segments grow: PYTORCH_CUDA_ALLOC_CONF={settings}.",
@@ -1560,18 +1406,10 @@ FEW_INPUT_SHAPES: Final = Remedy(
     id="few_input_shapes",
     text="With torch.compile(mode='reduce-overhead'), use few input shapes: each has its own graph.",
 )
-LESS_FRAGMENTATION: Final = Remedy(
-    id="less_fragmentation",
-    text="Reduce fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and batches of few different shapes.",
-    change="expandable_segments",
-)
 FIND_ALLOCATIONS: Final = Remedy(
     id="find_allocations",
     text="Find the allocation sites at the peak: MemProfilerCallback(collectors=[AllocatorHistory()]).",
-)
-RECORD_ALLOCATION_STACKS: Final = Remedy(
-    id="record_allocation_stacks",
-    text="Record stacks: AllocatorHistory(), or torch.cuda.memory._record_memory_history(stacks='python').",
+    in_torch="Find the allocation sites: torch.cuda.memory._record_memory_history(stacks='python').",
 )
 RECORD_STACKS_FROM_START: Final = Remedy(
     id="record_stacks_from_start",
@@ -1584,9 +1422,7 @@ FEWER_WINDOWS: Final = Remedy(
     id="fewer_windows",
     text="Train some steps outside windows: MemProfilerCallback(schedule=Schedule(wait=10, active=2)).",
 )
-RECORD_LESS: Final = Remedy(
-    id="record_less", text="Record less per step: MemProfilerCallback(collectors=[...]){dearest}."
-)
+RECORD_LESS: Final = Remedy(id="record_less", text="Record less per step: {profiler}({less}).")
 REMOVE_TORCH_PROFILER: Final = Remedy(
     id="remove_profiler",
     text='Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',
@@ -1599,10 +1435,6 @@ REMOVE_PYTHON_PROFILER: Final = Remedy(
     ),
 )
 
-RECORD_WITHOUT: Final = Remedy(
-    id="record_without",
-    text="Record less per step: {profiler}({less}).",
-)
 COMPARE_WITH_PULSE: Final = Remedy(
     id="compare_with_pulse",
     text="Compare with the steps outside windows, which the pulse has, before acting on idle times.",

@@ -27,11 +27,11 @@ from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     BREAK_CYCLES,
     CATCH_STEP,
-    CHEAPER_FETCH,
     CHOOSE_COLLECTIONS,
     CODE_AROUND_BATCHES,
     COMPARE_STEPS,
     DYNAMIC_SHAPES,
+    FASTER_FETCH,
     FEW_SHAPES,
     FEWER_THREADS,
     FEWER_WORKERS,
@@ -127,7 +127,7 @@ def _core_users(facts: Facts, rank: Rank, load: CoreLoad) -> tuple[str, tuple[Re
         fewer = (FEWER_THREADS.filled(threads=left),) if (torch_threads(rank) or 0) > left else ()
         return "Other processes take the cores", fewer, True
     if is_loading and (slow := slow_function(rank)) is not None:
-        cheaper = CHEAPER_FETCH.filled(owner=slow.function, share=percent(slow.share))
+        cheaper = FASTER_FETCH.filled(owner=f"{slow.function} ({percent(slow.share)} of the fetches)")
         return f"Workers in {slow.function} take the cores", (cheaper,), False
     if is_loading and count >= each > 1:
         fewer_workers = FEWER_WORKERS.filled(wanted=each - 1, cores=format_count(cores, "core"))

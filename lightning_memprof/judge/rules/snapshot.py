@@ -18,15 +18,15 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Severity
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
+    EXPANDABLE_SEGMENTS,
     FEW_INPUT_SHAPES,
     FEW_LENGTHS,
     FIND_ALLOCATIONS,
     FREE_MEMORY,
     GROW_SEGMENTS,
     HALF_PRECISION,
-    LESS_FRAGMENTATION,
     LIMIT_ALL_GATHERS,
-    LOOK_AT_SITE,
+    LOOK_AT_LINE,
     NAME_HOLDER,
     NO_EMPTY_CACHE,
     ONE_POOL,
@@ -151,7 +151,7 @@ def _next_for_failed(
 ) -> tuple[Remedy, ...]:
     if device.growth is not None and cause != "too large":
         return freed_growth(device, device.growth)
-    look = (LOOK_AT_SITE.filled(site=top.site),) if top is not None else ()
+    look = (LOOK_AT_LINE.filled(place=top.site, what="it has the most live bytes"),) if top is not None else ()
     if cause == "fragmented":
         return (*_against_pieces(snapshot, device), *look, *fitting(device, *SMALLER))
     return (*look, *fitting(device, *SMALLER, *FEWER_BYTES))
@@ -358,7 +358,7 @@ def allocator_retries(facts: Facts) -> Finding | None:
             f"An allocation failed{held}: the allocator waited for all kernels, freed its cache and retried; other "
             "ranks wait for that in their next collective."
         ),
-        remedies=(FREE_MEMORY, LESS_FRAGMENTATION, FIND_ALLOCATIONS),
+        remedies=(FREE_MEMORY, EXPANDABLE_SEGMENTS, FEW_LENGTHS, FIND_ALLOCATIONS),
         evidence=facts.recorded(rank, "allocator", window.steps),
         numbers={
             "rank": rank.rank,

@@ -261,7 +261,7 @@ def test_an_optimizer_that_takes_more_than_the_model_is_what_a_host_is_bound_by(
 @pytest.mark.parametrize(
     ("operator", "shapes", "advice"),
     [
-        ("aten::mul", 0, "Fuse operators that are bound by memory"),
+        ("aten::mul", 0, "Fuse operators"),
         ("aten::mm", 0, "Record the inputs of operators"),
         ("aten::mm", 1, "See every operator on a timeline"),
     ],

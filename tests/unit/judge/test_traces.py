@@ -671,7 +671,7 @@ def test_kernels_of_a_sentence_have_different_names() -> None:
 
 def test_kernels_that_wait_in_a_queue_of_one_process_wait_for_no_other_rank() -> None:
     (step,) = found(trace(causes=(idle(Part.IDLE_QUEUE, 300 * MS),)))["gpu_idle"].next_steps
-    assert step == "Open the trace: lightning-memprof view runs/rank0.pt.trace.json.gz."
+    assert step == "See every operator on a timeline: lightning-memprof view runs/rank0.pt.trace.json.gz"
 
 
 def attention(changes: dict[str, tuple[float, int]] | None = None) -> TraceReport:

@@ -17,19 +17,16 @@ from lightning_memprof.judge.remedies import (
     COPY_IN_STREAM,
     COPY_INTO_PINNED,
     FIND_SYNC_CALLS,
+    FIXED_SIZES,
     KEEP_ON_DEVICE,
     MOVE_RESULTS_LESS_OFTEN,
-    NO_BOOLEAN_INDEX,
     NO_BRANCH,
-    NO_MASKED_SELECT,
     NO_SYNCHRONIZE,
     NON_BLOCKING_COPY,
     NON_BLOCKING_TO,
-    PIN_BATCHES,
-    PIN_OWN_TENSORS,
+    PIN_MEMORY,
     READ_EVENTS_LATER,
     STAY_ON_GPU,
-    UNIQUE_IN_WORKERS,
     Remedy,
 )
 from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
@@ -53,9 +50,9 @@ ADVICE: Final[Mapping[str, tuple[Remedy, ...]]] = {
     "aten::item": READS,
     "aten::_local_scalar_dense": READS,
     "aten::is_nonzero": (NO_BRANCH,),
-    "aten::nonzero": (NO_BOOLEAN_INDEX,),
-    "aten::masked_select": (NO_MASKED_SELECT,),
-    "aten::unique": (UNIQUE_IN_WORKERS,),
+    "aten::nonzero": (FIXED_SIZES.filled(instead="torch.where instead of a boolean index"),),
+    "aten::masked_select": (FIXED_SIZES.filled(instead="torch.where instead of masked_select"),),
+    "aten::unique": (FIXED_SIZES.filled(instead="unique in the DataLoader's workers"),),
     "aten::to": (NON_BLOCKING_TO,),
     "aten::copy_": (NON_BLOCKING_COPY,),
     "cudaDeviceSynchronize": (NO_SYNCHRONIZE,),
@@ -103,7 +100,7 @@ def _named(calls: Sequence[Synchronization]) -> str:
 
 
 COPY_NEXT: Final = {
-    "HtoD": (PIN_BATCHES, PIN_OWN_TENSORS),
+    "HtoD": (PIN_MEMORY, COPY_FROM_PINNED),
     "DtoH": (MOVE_RESULTS_LESS_OFTEN, COPY_INTO_PINNED),
 }
 DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
