@@ -269,10 +269,8 @@ def _bound(facts: Facts, rank: Rank, early: str) -> Finding:
         numbers={
             "rank": rank.rank,
             "module": heaviest.module if heaviest else None,
-            "module_ns": heaviest.ns if heaviest else None,
             "operators": heaviest.family if heaviest else None,
             "forwards": forwards,
-            "passes_ns": total(_own_passes(ledger)),
             "duration_ns": ledger.step_ns,
             **(achieved.numbers if achieved else {}),
         },

@@ -100,7 +100,6 @@ def device_bound(trace: TraceReport) -> Finding:
             look(trace),
         ),
         numbers={
-            "busy_share": busy(trace),
             "window_ns": window.window_ns,
             **(achieved.numbers if achieved else {}),
         },

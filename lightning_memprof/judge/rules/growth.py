@@ -110,7 +110,6 @@ def growing(facts: Facts) -> FoundBytes | None:
         is_note=is_note and full is None,
         at_least=Severity.WARNING if full is not None else Severity.NONE,
         numbers={
-            "column": source,
             "bytes_per_step": round(growth.bytes_per_step),
             "steps": growth.steps,
             "action": cause.action if cause else None,

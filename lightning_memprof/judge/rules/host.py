@@ -101,7 +101,6 @@ def core_users(facts: Facts, fact: Fact) -> Detail:
         evidence=facts.recorded(rank, "system"),
         numbers={
             "cores": rank.facts.cpu_count,
-            "cores_of_training": load and load.own,
             "cores_of_others": load and load.others,
         },
     )
@@ -188,7 +187,6 @@ def stalls(facts: Facts) -> Iterator[Found]:
             numbers={
                 "steps": list(few.steps),
                 "period": few.period,
-                "slow_ns": few.mean_ns,
                 "median_ns": round(ledger.median_ns),
                 "cause": longest.owner,
             },
@@ -215,10 +213,6 @@ def pauses_detail(facts: Facts, fact: Fact) -> Detail:
     return Detail(
         why=f"{text[0].upper()}{text[1:]}." if text else "",
         remedies=(*fetch_at_once, *explicit, *cycles),
-        numbers={
-            "generations": {str(number): list(of) for number, of in found.generations.items()} if found else {},
-            "tensor_bytes": found.tensor_bytes if found else None,
-        },
         evidence=facts.recorded(rank, "garbage"),
     )
 

@@ -76,7 +76,7 @@ def small_kernels(facts: Facts) -> Iterator[Found]:
                 ),
                 remedies=_next_for_kernels(trace, small, count),
                 is_note=True,
-                numbers={"kernels": count, "most_frequent": [kernel.name for kernel in most]},
+                numbers={"kernels": count},
                 evidence=seen_in(trace),
             ),
         )
@@ -125,8 +125,6 @@ def small_operators(facts: Facts) -> Iterator[Found]:
                     "small_ns": found.small_ns,
                     "between_ns": found.between_ns,
                     "recording_ns": recording_ns,
-                    "most_frequent": [name for name, _ in found.names],
-                    "most_in": [name for name, _ in found.places],
                 },
                 evidence=seen_in(trace),
             ),

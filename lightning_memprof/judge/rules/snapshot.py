@@ -187,8 +187,6 @@ def requested_again(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSn
         remedies=(NO_EMPTY_CACHE,) if line else fuller,
         numbers={
             "rounds": rounds,
-            "segments_made": device.segments_made[0],
-            "segments_returned": device.segments_returned[0],
             "empty_cache": line,
         },
     )
@@ -254,9 +252,7 @@ def _detail_of_pieces(
         remedies=_against_pieces(snapshot, device) if split >= POLICY.most * unused else (RETURN_CACHE,),
         is_note=not forced,
         numbers={
-            "split_bytes": split,
             "pieces": len(pieces),
-            "largest_piece_bytes": max(pieces, default=0),
             "forced_segments": len(forced),
         },
         evidence=(seen_in(snapshot, device, device.peak_time_us),),

@@ -90,8 +90,6 @@ def exposed_collectives(facts: Facts) -> Iterator[Found]:
                 remedies=_next_steps(trace, ledger, collectives, late),
                 saves=(0.25, max(hidden, 0.5)),
                 numbers={
-                    "waited_ns": round(waited_ns),
-                    "overlapped_share": overlapped,
                     "late": late.name if late else None,
                     "collectives": [
                         {name: getattr(collective, name) for name in COLLECTIVE_NUMBERS}

@@ -309,9 +309,6 @@ def recordings(facts: Facts) -> Iterator[Found]:
                 remedies=remedies(trace, *without, COMPARE_WITH_PULSE),
                 is_note=True,
                 numbers={
-                    "profiler_ns": known_ns,
-                    "estimated_ns": estimated_ns,
-                    "host_events": trace.host_events,
                     "recorded_with": list(trace.recorded_with),
                 },
                 evidence=seen_in(trace),

@@ -79,8 +79,6 @@ def synchronizations(facts: Facts) -> Iterator[Found]:
                 ),
                 remedies=remedies(trace, *(step for call in calls for step in _advice(call.name)), FIND_SYNC_CALLS),
                 numbers={
-                    "gap_ns": gap_ns,
-                    "waiting_ns": sum(call.total_ns for call in calls),
                     "calls": count,
                     "by_name": {call.name: {"calls": call.count, "gap_ns": call.gap_ns} for call in calls},
                 },
