@@ -114,7 +114,7 @@ def _item(remedy: Remedy) -> str:
 
 def section(about: str, when: str, recovers: str, remedies: Iterable[Remedy]) -> str:
     """Return a section without its heading; what is empty is left out."""
-    shown = (remedy for remedy in remedies if remedy is not VIEW_TRACE and not FIELD.fullmatch(remedy.text))
+    shown = (remedy for remedy in remedies if not FIELD.fullmatch(remedy.text))
     steps = "\n".join(map(_item, shown))
     parts = [about, when, recovers and f"**Recovers**: {recovers}", steps and f"**What to do**:\n\n{steps}"]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -144,7 +144,7 @@ def section_of_row(row: Row, functions: Iterable[Judge]) -> str:
         marked(row.about),
         WHEN + when,
         f"{shares} of {unit}.{marked(loses)}",
-        named((row, *functions), {}),
+        (remedy for remedy in named((row, *functions), {}) if remedy is not VIEW_TRACE),
     )
 
 

@@ -230,7 +230,6 @@ CODE_AROUND_BATCHES: Final = Remedy(
     id="code_around_batches",
     text="Look at the code around the batches: a loop of your own, metrics, self.log with many values.",
 )
-LOG_FEWER: Final = Remedy(id="log_fewer", text="Log fewer values per step: self.log(name, value, on_step=False).")
 FIND_COLLECT: Final = Remedy(
     id="find_collect",
     text="Find the gc.collect() call in the program or a callback: it runs a full collection every step.",
@@ -944,13 +943,6 @@ EVALUATE_WITHOUT_GRADIENTS: Final = Remedy(
         "batches, and use a smaller batch_size in its DataLoader."
     ),
 )
-FIND_TENSOR_HOLDERS: Final = Remedy(
-    id="find_tensor_holders",
-    text=(
-        "Find the objects that hold the tensors listed above: many of the same size that outlive their step are "
-        "usually in a list or an attribute (store loss.item() or .detach().cpu() instead)."
-    ),
-)
 FIND_CONTAINERS: Final = Remedy(
     id="find_containers",
     text=(
@@ -1119,15 +1111,6 @@ NO_BRANCH: Final = Remedy(
     id="no_branch",
     text="Do not branch on a tensor's value in a step: torch.where instead of if.",
 )
-NON_BLOCKING_TO: Final = Remedy(
-    id="non_blocking_to",
-    text="Copy without blocking: tensor.to(device, non_blocking=True) from DataLoader(pin_memory=True).",
-    change="pin_memory",
-)
-NON_BLOCKING_COPY: Final = Remedy(
-    id="non_blocking_copy",
-    text="Copy without blocking: tensor.copy_(other, non_blocking=True) with pinned memory.",
-)
 NO_SYNCHRONIZE: Final = Remedy(
     id="no_synchronize",
     text="Remove torch.cuda.synchronize() from the steps: time them with torch.cuda.Event.",
@@ -1149,13 +1132,9 @@ MOVE_RESULTS_LESS_OFTEN: Final = Remedy(
     text="Move results to the host less often: .cpu() every N steps, self.log(name, tensor) instead of a list.",
     in_torch="Move results to the host less often: .cpu() every N steps.",
 )
-COPY_INTO_PINNED: Final = Remedy(
-    id="copy_into_pinned",
-    text="Copy into pinned memory: torch.empty(shape, pin_memory=True).copy_(x, non_blocking=True).",
-)
 KEEP_PINNED: Final = Remedy(
     id="keep_pinned",
-    text="Keep pinned memory from step to step: make the tensor once with pin_memory=True, and copy into it.",
+    text="Keep pinned memory from step to step: pinned = torch.empty(n, pin_memory=True), pinned.copy_(x).",
 )
 STAY_ON_GPU: Final = Remedy(
     id="stay_on_gpu",

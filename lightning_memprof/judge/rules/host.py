@@ -42,7 +42,6 @@ from lightning_memprof.judge.remedies import (
     LESS_OFTEN,
     LOG_AT_ONCE,
     LOG_CHEAPLY,
-    LOG_FEWER,
     LOG_LESS_OFTEN,
     LOG_RECOMPILES,
     METRIC_OF_SUMS,
@@ -362,7 +361,7 @@ ROWS: Final = (
         trade_off="None.",
         of=(Part.UNTRACKED,),
         says="{share} is outside the tracked phases{rank}.",
-        remedies=(CODE_AROUND_BATCHES, LOG_FEWER),
+        remedies=(CODE_AROUND_BATCHES, LOG_LESS_OFTEN),
         saves=(0.0, 1.0),
         # Lightning's loop and a logger stay below this.
         note=0.15,

@@ -15,6 +15,7 @@ from lightning_memprof.account.snapshot.replay import site_of
 from lightning_memprof.account.snapshot.report import DeviceReport, HeldLine, SnapshotReport
 from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule, FoundInSnapshot, seen_in
 from lightning_memprof.judge.finding import NOTHING_FOUND, Finding, Severity
+from lightning_memprof.judge.out_of_memory import MOST_SAVED
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     CHECKPOINT_BLOCKS,
@@ -91,7 +92,7 @@ def _remedies(device: DeviceReport, site: str) -> tuple[Remedy, ...]:
         "gradient": (FREE_GRADIENTS.filled(sharded=how),),
         "optimizer_state": (SMALLER_STATES.filled(sharded=how),),
         "activation": (
-            CHECKPOINT_BLOCKS.filled(blocks="the modules with the most saved activations"),
+            CHECKPOINT_BLOCKS.filled(blocks=MOST_SAVED),
             WITHOUT_GRADIENTS,
         ),
         "input": SMALLER,

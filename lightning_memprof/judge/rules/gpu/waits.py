@@ -15,15 +15,13 @@ from lightning_memprof.judge.remedies import (
     COPY_FEWER_BYTES,
     COPY_FROM_PINNED,
     COPY_IN_STREAM,
-    COPY_INTO_PINNED,
     FIND_SYNC_CALLS,
     FIXED_SIZES,
     KEEP_ON_DEVICE,
+    KEEP_PINNED,
     MOVE_RESULTS_LESS_OFTEN,
     NO_BRANCH,
     NO_SYNCHRONIZE,
-    NON_BLOCKING_COPY,
-    NON_BLOCKING_TO,
     PIN_MEMORY,
     READ_EVENTS_LATER,
     STAY_ON_GPU,
@@ -53,8 +51,8 @@ ADVICE: Final[Mapping[str, tuple[Remedy, ...]]] = {
     "aten::nonzero": (FIXED_SIZES.filled(instead="torch.where instead of a boolean index"),),
     "aten::masked_select": (FIXED_SIZES.filled(instead="torch.where instead of masked_select"),),
     "aten::unique": (FIXED_SIZES.filled(instead="unique in the DataLoader's workers"),),
-    "aten::to": (NON_BLOCKING_TO,),
-    "aten::copy_": (NON_BLOCKING_COPY,),
+    "aten::to": (COPY_FROM_PINNED, PIN_MEMORY),
+    "aten::copy_": (COPY_FROM_PINNED,),
     "cudaDeviceSynchronize": (NO_SYNCHRONIZE,),
     "cudaEventSynchronize": (READ_EVENTS_LATER,),
 }
@@ -99,7 +97,7 @@ def _named(calls: Sequence[Synchronization]) -> str:
 
 COPY_NEXT: Final = {
     "HtoD": (PIN_MEMORY, COPY_FROM_PINNED),
-    "DtoH": (MOVE_RESULTS_LESS_OFTEN, COPY_INTO_PINNED),
+    "DtoH": (MOVE_RESULTS_LESS_OFTEN, KEEP_PINNED),
 }
 DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
 SUMS: Final = ("total_ns", "count", "bytes")
