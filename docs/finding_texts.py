@@ -23,7 +23,7 @@ from typing import Final
 from lightning_memprof.judge import verdict
 from lightning_memprof.judge.bound import nothing_found
 from lightning_memprof.judge.byte_rule import ByteRule
-from lightning_memprof.judge.remedies import OPEN_TRACE, Remedy
+from lightning_memprof.judge.remedies import VIEW_TRACE, Remedy
 from lightning_memprof.judge.rule import Rule
 from lightning_memprof.judge.verdict import nothing_in_files
 from lightning_memprof.units import format_bytes, percent
@@ -114,7 +114,7 @@ def _item(remedy: Remedy) -> str:
 
 def section(about: str, when: str, recovers: str, remedies: Iterable[Remedy]) -> str:
     """Return a section without its heading; what is empty is left out."""
-    shown = (remedy for remedy in remedies if remedy is not OPEN_TRACE and not FIELD.fullmatch(remedy.text))
+    shown = (remedy for remedy in remedies if not FIELD.fullmatch(remedy.text))
     steps = "\n".join(map(_item, shown))
     parts = [about, when, recovers and f"**Recovers**: {recovers}", steps and f"**What to do**:\n\n{steps}"]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -144,7 +144,7 @@ def section_of_row(row: Row, functions: Iterable[Judge]) -> str:
         marked(row.about),
         WHEN + when,
         f"{shares} of {unit}.{marked(loses)}",
-        named((row, *functions), {}),
+        (remedy for remedy in named((row, *functions), {}) if remedy is not VIEW_TRACE),
     )
 
 

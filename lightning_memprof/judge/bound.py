@@ -35,8 +35,8 @@ from lightning_memprof.judge.remedies import (
     BATCH_OPERATORS,
     COLLECT_BETWEEN_STEPS,
     COMPILE,
-    COMPILE_ALL,
     FORWARD_ONCE,
+    FUSE_OPERATORS,
     LAZY_PENALTY,
     MORE_EPOCHS,
     MORE_STEPS,
@@ -48,7 +48,7 @@ from lightning_memprof.judge.remedies import (
     RECORD_PYTHON_STACKS,
     RECORD_RANKS,
     RECORD_REPLAY,
-    SAVE_IN_BACKGROUND,
+    SAVE_ASYNC,
     VIEW_TRACE,
     Remedy,
 )
@@ -78,7 +78,7 @@ BOUND: Final[Mapping[str, str]] = {
 LESS: Final[Mapping[Part, tuple[Remedy, ...]]] = {
     Part.OPTIMIZER: (ALL_AT_ONCE,),
     Part.GC_PAUSES: (COLLECT_BETWEEN_STEPS,),
-    Part.CHECKPOINT: (SAVE_IN_BACKGROUND,),
+    Part.CHECKPOINT: (SAVE_ASYNC,),
 }
 
 
@@ -272,10 +272,8 @@ def _bound(facts: Facts, rank: Rank, early: str) -> Finding:
         numbers={
             "rank": rank.rank,
             "module": heaviest.module if heaviest else None,
-            "module_ns": heaviest.ns if heaviest else None,
             "operators": heaviest.family if heaviest else None,
             "forwards": forwards,
-            "passes_ns": total(_own_passes(ledger)),
             "duration_ns": ledger.step_ns,
             **(achieved.numbers if achieved else {}),
         },
@@ -371,7 +369,7 @@ def _host(trace: TraceReport, ledger: TimeLedger, *, is_alone: bool) -> tuple[st
         others = (RECORD_RANKS,) if is_alone and (trace.world_size or 1) > 1 else ()
         remedies = others if parts[0] in MEETING else LESS.get(parts[0], ())
     elif (takes := _computes(heaviest, ledger, ns)).bound == COMPUTE:
-        able = faster_by(heaviest, (), () if trace.program.is_compiled else (COMPILE_ALL,), is_cpu=True)
+        able = faster_by(heaviest, (), () if trace.program.is_compiled else (FUSE_OPERATORS,), is_cpu=True)
         why, remedies = _work(heaviest), (*fitting_line(heaviest.family, None), *able)
     elif trace.program.trains and not _has_backward(ledger):
         outside = f"{percent(takes.ns / ledger.step_ns)} of {span(trace)} is outside operators"

@@ -14,8 +14,7 @@ from lightning_memprof.artifacts.naming import SnapshotName
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, titled
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import Remedy
-from lightning_memprof.judge.rule import Detail
+from lightning_memprof.judge.rule import Detail, Row
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_bytes, percent
 
@@ -77,21 +76,14 @@ FoundBytes = tuple[RankBytes, ByteDetail]
 FoundInSnapshot = tuple[ByteFact, Callable[[], ByteDetail]]
 
 
-class ByteRule(msgspec.Struct, frozen=True, kw_only=True):
+class ByteRule(Row, frozen=True, kw_only=True):
     """A finding about bytes of a run, and of a snapshot's device.
 
     Attributes:
-        id: stable.
-        about: what it is and why it matters, for the documentation.
-        when: what else has to hold, for the documentation.
-        trade_off: what the remedy loses, for the documentation.
         of: the categories of the ledgers, which a remedy cannot exceed.
         find: returns the fact of a run and its detail where the bytes are not all those of ``of``.
         in_snapshot: returns the same bytes on a device of a snapshot, whichever program it is from.
-        says: the title, with the fields ``owner``, ``size``, ``share``, ``place`` and ``rank`` (``" on rank 3"``).
-        unnamed: the title where the recording does not tell the owner; default: ``says``.
-        remedies: with the fields ``owner`` and ``size``.
-        saves: least and most share of these bytes that the first of them recovers.
+        saves: least and most share of these bytes that the first remedy recovers.
         note: share of the whole below which nothing is reported: a smaller part cannot be a verdict.
         least: bytes below which nothing is reported.
         at_most: the severity where the memory suffices: ``INFO`` for what the program needs, ``WARNING`` for waste,
@@ -99,16 +91,9 @@ class ByteRule(msgspec.Struct, frozen=True, kw_only=True):
         detail: what else a run shows of the bytes of ``of``.
     """
 
-    id: str
-    about: str = ""
-    when: str = ""
-    trade_off: str = ""
     of: tuple[str, ...] = ()
     find: Callable[[Facts], FoundBytes | None] | None = None
     in_snapshot: Callable[[SnapshotReport, DeviceReport], FoundInSnapshot | None] | None = None
-    says: str
-    unnamed: str = ""
-    remedies: tuple[Remedy, ...] = ()
     saves: tuple[float, float]
     note: float = POLICY.verdict
     least: int = 0
@@ -157,7 +142,7 @@ class ByteRule(msgspec.Struct, frozen=True, kw_only=True):
         return Finding(
             rule=self.id,
             severity=self._severity(fact, detail, worth),
-            title=titled(detail.says or (self.says if owner else self.unnamed or self.says), **fields),
+            title=titled(self.title_of(owner, detail), **fields),
             why=" ".join(filter(None, (measured, detail.why, full))),
             remedies=(*detail.remedies, *(remedy.filled(**fields) for remedy in self.remedies)),
             evidence=detail.evidence or fact.evidence,

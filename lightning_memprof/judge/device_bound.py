@@ -21,8 +21,7 @@ from lightning_memprof.judge.remedies import (
     COPY_FROM_PINNED,
     DEVICES_AT_ONCE,
     FILL_LESS,
-    FUSE_AROUND,
-    FUSE_MEMORY_BOUND,
+    FUSE_OPERATORS,
     LARGER_SHAPES,
     MOVE_LESS,
     RECORD_ALL_EVENTS,
@@ -101,7 +100,6 @@ def device_bound(trace: TraceReport) -> Finding:
             look(trace),
         ),
         numbers={
-            "busy_share": busy(trace),
             "window_ns": window.window_ns,
             **(achieved.numbers if achieved else {}),
         },
@@ -145,17 +143,17 @@ def _faster(trace: TraceReport, family: str, achieved: Achieved | None) -> tuple
         ledger = trace.device_ledger
         fuses = ledger is not None and _families(ledger)[ELEMENTWISE] >= POLICY.verdict * ledger.step_ns
         is_known = family == ELEMENTWISE or "record_shapes" in trace.recorded_with
-        return fitting(trace, *((FUSE_MEMORY_BOUND,) if fuses else ()), *(() if is_known else (RECORD_SHAPES,)))
+        return fitting(trace, *((FUSE_OPERATORS,) if fuses else ()), *(() if is_known else (RECORD_SHAPES,)))
     peaks = device_peaks(trace.devices[0]) if trace.devices else None
     has_bfloat16 = peaks is not None and "bfloat16" in peaks.flops_per_s
     lower = (BFLOAT16,) if achieved.dtype == "float32" and has_bfloat16 else ()
     if achieved.is_tiny:
         return fitting(trace, BATCH_OPERATORS, LARGER_SHAPES)
     if achieved.by_memory:
-        return fitting(trace, FUSE_MEMORY_BOUND, *lower)
+        return fitting(trace, FUSE_OPERATORS, *lower)
     if achieved.share is not None and achieved.share < POLICY.near_peak:
         return fitting(trace, *((CHANNELS_LAST,) if family == "convolution" else ()), *lower, LARGER_SHAPES)
-    return fitting(trace, *lower, FUSE_AROUND)
+    return fitting(trace, *lower, FUSE_OPERATORS)
 
 
 def _device_bound(trace: TraceReport) -> tuple[str | None, str | None]:

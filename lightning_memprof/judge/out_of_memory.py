@@ -17,7 +17,6 @@ from lightning_memprof.judge.remedies import (
     FEW_LENGTHS,
     FEWER_LOADING_PROCESSES,
     FIND_CONTAINERS,
-    FIND_TENSOR_HOLDERS,
     FREE_DEVICE,
     FUSED_STATES,
     HALF_BATCH,
@@ -31,6 +30,7 @@ from lightning_memprof.judge.remedies import (
     RAISE_FRACTION,
     RAISE_MEMORY_LIMIT,
     RELEASE_EARLIER,
+    RELEASE_TENSORS,
     SHARD_MODEL,
     SMALLER_EVALUATION_BATCH,
     SPLIT_OPERATION,
@@ -94,7 +94,7 @@ def _full(event: Autopsy) -> Iterator[Remedy]:
     if event.phase == "optimizer":
         yield _smaller_state(event)
     if event.largest == OTHER_TENSORS:
-        yield FIND_TENSOR_HOLDERS
+        yield RELEASE_TENSORS.filled(made="the tensors listed above", record="")
     is_saved = event.largest in (None, UNHELD)
     if is_saved and event.modules:
         yield CHECKPOINT_BLOCKS.filled(blocks=" and ".join(event.modules))
@@ -124,7 +124,7 @@ def _host(event: Autopsy) -> Iterator[Remedy]:
     if event.largest == HOST_REST:
         yield FIND_CONTAINERS
     if event.largest == OTHER_TENSORS:
-        yield FIND_TENSOR_HOLDERS
+        yield RELEASE_TENSORS.filled(made="the tensors listed above", record="")
     yield _half_batch(event)
     yield from _half_precision(event)
     if event.place["function"] not in WITHOUT_GRADIENTS:

@@ -110,7 +110,10 @@ PREFETCH: Final = Remedy(
     change="prefetch={batches}",
 )
 PIN_MEMORY: Final = Remedy(
-    id="pin_memory", text="Overlap copies with the step: DataLoader(pin_memory=True).", change="pin_memory"
+    id="pin_memory",
+    text="Overlap copies with the step: DataLoader(pin_memory=True).",
+    in_torch="Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).",
+    change="pin_memory",
 )
 FASTER_FETCH: Final = Remedy(
     id="faster_fetch",
@@ -168,7 +171,7 @@ IN_WORKERS: Final = Remedy(
 )
 REMOVE_HOOK: Final = Remedy(
     id="remove_hook",
-    text="Remove the hook {owner}: call remove() on the handle that its registration returned.",
+    text="Remove the hook {owner} after use, or register it once: its registration returns a handle with remove().",
 )
 SKIP_HOOK: Final = Remedy(
     id="skip_hook", text="Run the hook {owner} every N batches: return at once in the other batches."
@@ -208,6 +211,7 @@ SAVE_LESS: Final = Remedy(
 SAVE_ASYNC: Final = Remedy(
     id="save_async",
     text="Save in the background: Trainer(plugins=[AsyncCheckpointIO()]) from lightning.pytorch.plugins.io.",
+    in_torch="Save checkpoints less often, or in the background: torch.distributed.checkpoint.async_save.",
 )
 LOG_LESS_OFTEN: Final = Remedy(
     id="log_less_often",
@@ -230,7 +234,6 @@ CODE_AROUND_BATCHES: Final = Remedy(
     id="code_around_batches",
     text="Look at the code around the batches: a loop of your own, metrics, self.log with many values.",
 )
-LOG_FEWER: Final = Remedy(id="log_fewer", text="Log fewer values per step: self.log(name, value, on_step=False).")
 FIND_COLLECT: Final = Remedy(
     id="find_collect",
     text="Find the gc.collect() call in the program or a callback: it runs a full collection every step.",
@@ -242,7 +245,7 @@ FREEZE_OBJECTS: Final = Remedy(
 )
 CHOOSE_COLLECTIONS: Final = Remedy(
     id="choose_collections",
-    text="Choose when to collect: gc.disable() in on_train_start, gc.collect() every 100 batches.",
+    text="Collect on all ranks in the same steps: gc.disable() in on_train_start, gc.collect() every 100 batches.",
 )
 BREAK_CYCLES: Final = Remedy(
     id="break_cycles",
@@ -412,9 +415,6 @@ NO_TEXT: Final = Remedy(
     id="no_text",
     text='Format tensors as text every N steps only, and in log messages lazily: logger.debug("%s", tensor).',
 )
-RECORD_FUNCTIONS: Final = Remedy(
-    id="record_functions", text="See the functions: ExtendedPyTorchProfiler(with_stack=True)."
-)
 CACHE_PARAMETERS: Final = Remedy(
     id="cache_parameters",
     text="Compute the parameters of {owner} once: run the loop under torch.nn.utils.parametrize.cached().",
@@ -422,7 +422,8 @@ CACHE_PARAMETERS: Final = Remedy(
 VECTORIZE: Final = Remedy(
     id="vectorize",
     text=(
-        "Vectorize the loop in {owner}: one batched operator (bmm, einsum, scaled_dot_product_attention) on all slices."
+        "Vectorize the loop in {owner}: one batched operator (bmm, einsum, scaled_dot_product_attention) on the "
+        "torch.stack of all slices, or torch.vmap."
     ),
 )
 COMPILE_LOOP: Final = Remedy(
@@ -469,26 +470,6 @@ THREAD_AS_PROCESS: Final = Remedy(
     id="thread_as_process",
     text="Run it in a separate process: multiprocessing.get_context('spawn').Process(target=...).",
 )
-REMOVE_AFTER_USE: Final = Remedy(
-    id="remove_after_use",
-    text=(
-        "Remove the hook {owner} after use (handle.remove()), or register it once: every registered hook "
-        "runs in all later steps."
-    ),
-)
-FIND_IN_DATA: Final = Remedy(
-    id="find_in_data",
-    text=(
-        "Find data that the data set accumulates, or rereads from the start for each batch: a list, a file, a cache."
-    ),
-)
-FIND_IN_FORWARD: Final = Remedy(
-    id="find_in_forward",
-    text=(
-        "Find state that each step adds to and forward iterates over: hooks that are not removed, a list, "
-        "a cache, a metric."
-    ),
-)
 DETACH_STATE: Final = Remedy(
     id="detach_state",
     text=(
@@ -496,15 +477,9 @@ DETACH_STATE: Final = Remedy(
         "through earlier steps. Remove hooks that each step registers: handle.remove()."
     ),
 )
-FIND_IN_OPTIMIZER: Final = Remedy(
-    id="find_in_optimizer",
-    text="Find additions to the optimizer in each step: parameter groups (add_param_group), hooks.",
-)
 FIND_KEPT: Final = Remedy(
     id="find_kept",
-    text=(
-        "Find state that {owner} accumulates from step to step and iterates over each time: a list of outputs, a file."
-    ),
+    text="Find state that {owner} accumulates from step to step and iterates over each time: {kept}.",
 )
 RECORD_BOTH_ENDS: Final = Remedy(
     id="record_both_ends",
@@ -672,7 +647,9 @@ WITH_LIBRARY: Final = Remedy(
         "device mps: these convolutions run without a library."
     ),
 )
-COMPILE_ALL: Final = Remedy(id="compile_model", text="Fuse its operators: torch.compile(model).", change="compile")
+FUSE_OPERATORS: Final = Remedy(
+    id="fuse_operators", text="Fuse operators: torch.compile(model).", needs=frozenset({"eager"}), change="compile"
+)
 LESS_WORK: Final = Remedy(
     id="less_work",
     text=(
@@ -684,14 +661,12 @@ NO_PAIRS: Final = Remedy(
     id="no_pairs",
     text="Avoid a tensor of all pairs: use torch.cdist, a matrix product, or chunks of the pairs.",
 )
-MORE_WORK: Final = Remedy(
-    id="more_work", text="Give each step more work, such as a larger batch, before looking for a bottleneck."
-)
+MORE_WORK: Final = Remedy(id="more_work", text="Give each step more work: a larger batch.")
 RECORD_RANKS: Final = Remedy(
     id="record_ranks", text="Record the other ranks too: a collective waits for the last rank to arrive."
 )
 RECORD_DEVICE: Final = Remedy(
-    id="record_device", text="Record the device too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
+    id="record_device", text="Record host and device: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
 )
 RECORD_RUN: Final = Remedy(id="record_run", text='Record a training run: Trainer(profiler="memprof").')
 RECORD_OPERATORS: Final = Remedy(
@@ -721,10 +696,6 @@ EQUAL_BATCHES: Final = Remedy(
         "over the ranks. Rank {rank} gets {own} elements per batch, the others {others}."
     ),
 )
-COLLECT_TOGETHER: Final = Remedy(
-    id="collect_together",
-    text="Collect garbage on all ranks in the same step: gc.disable(), gc.collect() every 100 batches.",
-)
 COMPARE_PARAMETERS: Final = Remedy(
     id="compare_parameters",
     text="Compare the parameters that rank {rank}{host} updates with those of the other ranks.",
@@ -752,6 +723,7 @@ COMPARE_PART: Final = Remedy(
 MERGE_TRACES: Final = Remedy(
     id="merge_traces",
     text="See all ranks on one timeline: lightning-memprof merge -o merged.json.gz {files}.",
+    needs=frozenset({"ranks"}),
 )
 FIND_TENSORS: Final = Remedy(
     id="find_tensors",
@@ -789,19 +761,13 @@ FEWER_THREADS: Final = Remedy(
     text="Use fewer threads: torch.set_num_threads({threads}), or OMP_NUM_THREADS={threads}.",
     change="threads={threads}",
 )
-CHEAPER_FETCH: Final = Remedy(
-    id="cheaper_fetch",
-    text=(
-        "Make {owner} cheaper: it takes {share} of the fetches. Do its work once, before training, or only "
-        "on the part of a sample that is used (crop first)."
-    ),
-)
 
 # Memory
 
 CHECKPOINT_BLOCKS: Final = Remedy(
     id="checkpointing",
     text="Checkpoint each of {blocks}: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).",
+    needs=frozenset({"training"}),
     change="checkpointing",
 )
 CHECKPOINT_WITH_FSDP: Final = Remedy(
@@ -880,10 +846,6 @@ AGGREGATE_VALIDATION: Final = Remedy(
     text="Aggregate in validation_step, in a metric or a sum, instead of keeping each batch's outputs.",
 )
 BOUND_HOLDER: Final = Remedy(id="bound_holder", text="Clear or bound {place}{assigned}{detached}.")
-BOUND_SAMPLES: Final = Remedy(
-    id="bound_samples",
-    text="Do not keep samples in {sample}, or bound its cache: functools.lru_cache(maxsize=...).",
-)
 STORE_LESS: Final = Remedy(
     id="store_less",
     text="Look for data that {owner} stores in each batch: store a number instead, or clear its list or dict.",
@@ -1002,13 +964,6 @@ EVALUATE_WITHOUT_GRADIENTS: Final = Remedy(
         "batches, and use a smaller batch_size in its DataLoader."
     ),
 )
-FIND_TENSOR_HOLDERS: Final = Remedy(
-    id="find_tensor_holders",
-    text=(
-        "Find the objects that hold the tensors listed above: many of the same size that outlive their step are "
-        "usually in a list or an attribute (store loss.item() or .detach().cpu() instead)."
-    ),
-)
 FIND_CONTAINERS: Final = Remedy(
     id="find_containers",
     text=(
@@ -1041,10 +996,6 @@ FUSED_STATES: Final = Remedy(
 
 # Traces and devices
 
-OPEN_TRACE: Final = Remedy(
-    id="open_trace",
-    text="Open the trace: lightning-memprof view {file}.",
-)
 RECORD_LATER: Final = Remedy(
     id="record_later",
     text="Record later steps: Schedule(wait=10, warmup=2, active=3).",
@@ -1065,22 +1016,10 @@ RECORD_SHAPES: Final = Remedy(
     id="record_shapes",
     text="Record the input shapes of operators to get their FLOP/s: profile(record_shapes=True).",
 )
-RECORD_HOST: Final = Remedy(
-    id="record_host",
-    text="Record the host too: activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
-)
 RECORD_PYTHON_STACKS: Final = Remedy(
     id="record_python_stacks",
     text="Record the Python stacks with {profiler}(with_stack=True), then move that code out of the step.",
     needs=frozenset({"no stacks"}),
-)
-MERGE_ALL_TRACES: Final = Remedy(
-    id="merge_all_traces",
-    text=(
-        "Merge the traces of all ranks and see which stream, copy or late rank the queued kernels wait for: "
-        "lightning-memprof merge."
-    ),
-    needs=frozenset({"ranks"}),
 )
 
 ALL_AT_ONCE: Final = Remedy(
@@ -1089,28 +1028,11 @@ ALL_AT_ONCE: Final = Remedy(
     needs=frozenset({"training", "optimizer loop"}),
     change="{kernels}_optimizer",
 )
-FUSE_MEMORY_BOUND: Final = Remedy(
-    id="fuse_memory_bound",
-    text="Fuse memory-bound operators: torch.compile(model).",
-    needs=frozenset({"eager"}),
-    change="compile",
-)
-FUSE_AROUND: Final = Remedy(
-    id="fuse_around",
-    text="Fuse the operators around them: torch.compile(model).",
-    needs=frozenset({"eager"}),
-    change="compile",
-)
 FUSE_KERNELS: Final = Remedy(
     id="fuse_kernels",
     text='Fuse them: torch.compile(model), or torch.compile(model, mode="reduce-overhead") with CUDA graphs.',
     needs=frozenset({"eager"}),
     change="compile",
-)
-LAUNCH_AS_GRAPHS: Final = Remedy(
-    id="launch_as_graphs",
-    text='Launch them as CUDA graphs: torch.compile(model, mode="reduce-overhead").',
-    needs=frozenset({"compiled", "no graphs"}),
 )
 LAUNCH_LESS: Final = Remedy(
     id="launch_less",
@@ -1122,12 +1044,6 @@ LAUNCH_AT_ONCE: Final = Remedy(
     id="launch_at_once",
     text="Launch each compiled part at once: torch.compile(model{mode}).",
     needs=frozenset({"compiled", "no graphs"}),
-)
-COMBINE_OPERATORS: Final = Remedy(
-    id="combine_operators",
-    text="Let the compiler combine them: torch.compile(model).",
-    needs=frozenset({"eager"}),
-    change="compile",
 )
 COMPILE_ONCE: Final = Remedy(
     id="compile_once",
@@ -1153,14 +1069,6 @@ BATCH_OPERATORS: Final = Remedy(
     needs=frozenset({"eager"}),
     change="compile",
 )
-WITHOUT_LOOPS: Final = Remedy(
-    id="without_loops",
-    text="Replace loops by one operator: torch.stack the tensors, or torch.vmap the function.",
-)
-LARGER_OPERATORS: Final = Remedy(
-    id="larger_operators",
-    text="Give each operator more work: a larger DataLoader(batch_size=...).",
-)
 LARGER_SHAPES: Final = Remedy(
     id="larger_shapes",
     text="Give each operator more work: a larger batch, and sizes that are multiples of 8.",
@@ -1168,21 +1076,6 @@ LARGER_SHAPES: Final = Remedy(
 LARGER_KERNELS: Final = Remedy(
     id="larger_kernels",
     text="Give each kernel more work: a larger batch, scaled_dot_product_attention, fused norms.",
-)
-LARGER_STEPS: Final = Remedy(
-    id="larger_steps",
-    text="Give each step more work: a larger batch.",
-    needs=frozenset({"training"}),
-)
-LARGER_CALLS: Final = Remedy(
-    id="larger_calls",
-    text="Give each call more work: a larger batch.",
-    needs=frozenset({"inference"}),
-)
-CONVOLUTION_LAYOUT: Final = Remedy(
-    id="convolution_layout",
-    text="Use the layout of the convolutions: model.to(memory_format=torch.channels_last).",
-    change="channels_last",
 )
 MIXED_PRECISION: Final = Remedy(
     id="mixed_precision",
@@ -1235,30 +1128,10 @@ KEEP_ON_DEVICE: Final = Remedy(
     ),
     change="log_every=50",
 )
+FIXED_SIZES: Final = Remedy(id="fixed_sizes", text="Avoid value-dependent sizes, which stop the host: {instead}.")
 NO_BRANCH: Final = Remedy(
     id="no_branch",
     text="Do not branch on a tensor's value in a step: torch.where instead of if.",
-)
-NO_BOOLEAN_INDEX: Final = Remedy(
-    id="no_boolean_index",
-    text="Avoid value-dependent sizes, which stop the host: torch.where instead of a boolean index.",
-)
-NO_MASKED_SELECT: Final = Remedy(
-    id="no_masked_select",
-    text="Avoid value-dependent sizes, which stop the host: torch.where instead of masked_select.",
-)
-UNIQUE_IN_WORKERS: Final = Remedy(
-    id="unique_in_workers",
-    text="Avoid value-dependent sizes, which stop the host: call unique in the DataLoader's workers.",
-)
-NON_BLOCKING_TO: Final = Remedy(
-    id="non_blocking_to",
-    text="Copy without blocking: tensor.to(device, non_blocking=True) from DataLoader(pin_memory=True).",
-    change="pin_memory",
-)
-NON_BLOCKING_COPY: Final = Remedy(
-    id="non_blocking_copy",
-    text="Copy without blocking: tensor.copy_(other, non_blocking=True) with pinned memory.",
 )
 NO_SYNCHRONIZE: Final = Remedy(
     id="no_synchronize",
@@ -1276,28 +1149,14 @@ COPY_FROM_PINNED: Final = Remedy(
     id="copy_from_pinned",
     text="Copy from pinned memory without blocking: tensor.pin_memory().to(device, non_blocking=True).",
 )
-PIN_BATCHES: Final = Remedy(
-    id="pin_batches",
-    text="Pin the batches: DataLoader(pin_memory=True); Lightning then copies them without blocking.",
-    in_torch="Pin the batches: DataLoader(pin_memory=True), batch.to(device, non_blocking=True).",
-    change="pin_memory",
-)
-PIN_OWN_TENSORS: Final = Remedy(
-    id="pin_own_tensors",
-    text="Pin the program's own tensors: tensor.pin_memory().to(device, non_blocking=True).",
-)
 MOVE_RESULTS_LESS_OFTEN: Final = Remedy(
     id="move_results_less_often",
     text="Move results to the host less often: .cpu() every N steps, self.log(name, tensor) instead of a list.",
     in_torch="Move results to the host less often: .cpu() every N steps.",
 )
-COPY_INTO_PINNED: Final = Remedy(
-    id="copy_into_pinned",
-    text="Copy into pinned memory: torch.empty(shape, pin_memory=True).copy_(x, non_blocking=True).",
-)
 KEEP_PINNED: Final = Remedy(
     id="keep_pinned",
-    text=("Keep pinned memory from step to step: make the tensor once with pin_memory=True, and copy into it."),
+    text="Keep pinned memory from step to step: pinned = torch.empty(n, pin_memory=True), pinned.copy_(x).",
 )
 STAY_ON_GPU: Final = Remedy(
     id="stay_on_gpu",
@@ -1331,10 +1190,6 @@ MOVE_OUT_OF_STEP: Final = Remedy(
     id="move_out_of_step",
     text="Move this code out of the step: {place}.",
 )
-CALL_LESS_OFTEN: Final = Remedy(
-    id="call_less_often",
-    text="Call it less often, or elsewhere: {place}.",
-)
 CALL_ONCE: Final = Remedy(
     id="call_once",
     text="Call {call} once, before the steps: it takes up to {longest} on the host.",
@@ -1342,10 +1197,6 @@ CALL_ONCE: Final = Remedy(
 FIND_SLOW_LINES: Final = Remedy(
     id="find_slow_lines",
     text="Find the slow lines in {place}: python -m cProfile shows the functions that it calls.",
-)
-SAVE_IN_BACKGROUND: Final = Remedy(
-    id="save_in_background",
-    text="Save checkpoints less often, or in the background: torch.distributed.checkpoint.async_save.",
 )
 
 EXPANDABLE_SEGMENTS: Final = Remedy(
@@ -1359,15 +1210,6 @@ FREE_MEMORY: Final = Remedy(
     in_torch="Free memory: a smaller batch with gradient accumulation, or activation checkpointing.",
     needs=frozenset({"training"}),
     change="accumulate=2",
-)
-FREE_MEMORY_OF_BATCH: Final = Remedy(
-    id="free_memory_of_batch",
-    text="Free memory: a smaller batch.",
-    needs=frozenset({"inference"}),
-)
-KEEP_CACHE: Final = Remedy(
-    id="keep_cache",
-    text="Do not call torch.cuda.empty_cache() in steps, and pad batches to a few lengths.",
 )
 CACHING_ALLOCATOR: Final = Remedy(
     id="caching_allocator",
@@ -1398,10 +1240,6 @@ PREFETCH_PARAMETERS: Final = Remedy(
     text="Prefetch parameters: FSDPStrategy(forward_prefetch=True), or fully_shard's set_modules_to_forward_prefetch.",
     in_torch="Prefetch parameters: module.set_modules_to_forward_prefetch([next_module]) of FSDP2.",
 )
-EARLY_ALL_TO_ALL: Final = Remedy(
-    id="early_all_to_all",
-    text="Start the all-to-all early and wait late (async_op=True), with work of another layer or batch in between.",
-)
 FILL_PIPELINE: Final = Remedy(
     id="fill_pipeline",
     text=(
@@ -1411,7 +1249,7 @@ FILL_PIPELINE: Final = Remedy(
 )
 EARLY_TRANSFER: Final = Remedy(
     id="early_transfer",
-    text="Start the transfer early and wait late (async_op=True), with work in between.",
+    text="Start the transfer early and wait late (async_op=True), with work of another layer or batch in between.",
 )
 SEND_LESS_OFTEN: Final = Remedy(
     id="send_less_often",
@@ -1464,14 +1302,7 @@ SEND_FEWER_BYTES: Final = Remedy(
 )
 FIND_LATE_RANK: Final = Remedy(
     id="find_late_rank",
-    text="Find the late rank: the same {collective} takes {median} or {longest}. Record all ranks and compare them.",
-)
-FIND_WAITING_RANK: Final = Remedy(
-    id="find_waiting_rank",
-    text=(
-        "Find the late rank: {collective} takes {fewer} and {more}, so most of that is waiting. Record all ranks and "
-        "compare them."
-    ),
+    text="Find the late rank: {collective} takes {times}. Record all ranks and compare them.",
 )
 COMBINE_COLLECTIVES: Final = Remedy(
     id="combine_collectives",
@@ -1493,12 +1324,6 @@ SMALLER_WEIGHTS_OR_CACHE: Final = Remedy(
 SMALLER_WEIGHTS: Final = Remedy(
     id="smaller_weights",
     text="Load the weights in fewer bytes: dtype=torch.bfloat16.",
-)
-CHECKPOINT_MODULES: Final = Remedy(
-    id="checkpoint_modules",
-    text="Save fewer activations: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False).",
-    needs=frozenset({"training"}),
-    change="checkpointing",
 )
 WITHOUT_GRADIENTS: Final = Remedy(
     id="without_gradients",
@@ -1545,14 +1370,6 @@ NAME_HOLDER: Final = Remedy(
     text="Record a run with MemProfilerCallback(): if memory grows, its page names the variable that keeps it.",
     needs=frozenset({"lightning"}),
 )
-LOOK_AT_SITE: Final = Remedy(
-    id="look_at_site",
-    text="Look at {site}: it has the most live bytes.",
-)
-START_WITH_SITE: Final = Remedy(
-    id="start_with_site",
-    text="To lower the peak, start with {site}.",
-)
 GROW_SEGMENTS: Final = Remedy(
     id="grow_segments",
     text="Let segments grow: PYTORCH_CUDA_ALLOC_CONF={settings}.",
@@ -1590,18 +1407,10 @@ FEW_INPUT_SHAPES: Final = Remedy(
     id="few_input_shapes",
     text="With torch.compile(mode='reduce-overhead'), use few input shapes: each has its own graph.",
 )
-LESS_FRAGMENTATION: Final = Remedy(
-    id="less_fragmentation",
-    text="Reduce fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and batches of few different shapes.",
-    change="expandable_segments",
-)
 FIND_ALLOCATIONS: Final = Remedy(
     id="find_allocations",
     text="Find the allocation sites at the peak: MemProfilerCallback(collectors=[AllocatorHistory()]).",
-)
-RECORD_ALLOCATION_STACKS: Final = Remedy(
-    id="record_allocation_stacks",
-    text="Record stacks: AllocatorHistory(), or torch.cuda.memory._record_memory_history(stacks='python').",
+    in_torch="Find the allocation sites: torch.cuda.memory._record_memory_history(stacks='python').",
 )
 RECORD_STACKS_FROM_START: Final = Remedy(
     id="record_stacks_from_start",
@@ -1614,9 +1423,7 @@ FEWER_WINDOWS: Final = Remedy(
     id="fewer_windows",
     text="Train some steps outside windows: MemProfilerCallback(schedule=Schedule(wait=10, active=2)).",
 )
-RECORD_LESS: Final = Remedy(
-    id="record_less", text="Record less per step: MemProfilerCallback(collectors=[...]){dearest}."
-)
+RECORD_LESS: Final = Remedy(id="record_less", text="Record less per step: {profiler}({less}).")
 REMOVE_TORCH_PROFILER: Final = Remedy(
     id="remove_profiler",
     text='Remove the other profiler: torch.profiler.profile(...) or Trainer(profiler="pytorch").',
@@ -1629,10 +1436,6 @@ REMOVE_PYTHON_PROFILER: Final = Remedy(
     ),
 )
 
-RECORD_WITHOUT: Final = Remedy(
-    id="record_without",
-    text="Record less per step: {profiler}({less}).",
-)
 COMPARE_WITH_PULSE: Final = Remedy(
     id="compare_with_pulse",
     text="Before acting on idle times, compare with the steps outside windows (in the pulse).",

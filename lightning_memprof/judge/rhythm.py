@@ -18,9 +18,6 @@ from lightning_memprof.read.run.model import Rank
 COMPARED: Final = 12
 
 
-MOST: Final = POLICY.most
-
-
 ENDINGS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 

@@ -148,22 +148,42 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
 Found = tuple[Fact, Detail]
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding about time that parts of the step take.
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rule about time and one about bytes say alike.
 
     Attributes:
         id: stable.
         about: what it is and why it matters, for the documentation.
         when: what else has to hold, for the documentation.
         trade_off: what the remedy loses, for the documentation.
+        says: the title, with the fields ``owner``, ``share``, ``rank`` (``" on rank 3"``), those of the detail and,
+            of time, ``kind`` (the part) and ``object`` (the owner without its method), of bytes ``size``, ``place``.
+        unnamed: the title where the recording does not tell the owner; default: ``says``.
+        remedies: with the same fields.
+    """
+
+    id: str
+    about: str = ""
+    when: str = ""
+    trade_off: str = ""
+    says: str
+    unnamed: str = ""
+    remedies: tuple[Remedy, ...] = ()
+
+    def title_of(self, owner: str, detail: Detail) -> str:
+        """Return the title, its fields not filled in."""
+        return detail.says or (self.says if owner else self.unnamed or self.says)
+
+
+class Rule(Row, frozen=True, kw_only=True):
+    """A finding about time that parts of the step take.
+
+    Attributes:
         of: the parts of the ledger.
         find: yields facts with their details where the lines are not all those of ``of``; those of traces count where
             no rank of a run has one.
-        says: the title, with the fields ``owner``, ``kind`` (the part), ``share`` and ``rank`` (``" on rank 3"``).
-        unnamed: the title where the recording does not tell the owner; default: ``says``.
         bound: the words before the title from half of the step on: ``Optimizer-bound``.
-        remedies: with the fields ``owner`` and ``object`` (the owner without its method).
-        saves: least and most share of this time that the first of them recovers; None where it promises nothing.
+        saves: least and most share of this time that the first remedy recovers; None where it promises nothing.
         each: whether each owner is a finding of its own.
         repeats: whether only time that returns in several steps is a fault.
         note: share of the step below which nothing is reported; another one than the policy's has its reason beside it.
@@ -171,16 +191,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         detail: what else the recording shows.
     """
 
-    id: str
-    about: str = ""
-    when: str = ""
-    trade_off: str = ""
     of: tuple[Part, ...]
     find: Callable[[Facts], Iterable[Found]] | None = None
-    says: str
-    unnamed: str = ""
     bound: str = ""
-    remedies: tuple[Remedy, ...] = ()
     saves: tuple[float, float] | None
     each: bool = False
     repeats: bool = False
@@ -225,7 +238,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             "rank": facts.on_rank(fact.source),
             **detail.fields,
         }
-        says = detail.says or (self.says if fact.owner else self.unnamed or self.says)
+        says = self.title_of(fact.owner, detail)
         if self.bound:
             says = f"{self.bound}: {says}" if fact.share >= POLICY.bound else f"{says[0].upper()}{says[1:]}"
         return Finding(

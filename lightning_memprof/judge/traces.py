@@ -19,10 +19,10 @@ from lightning_memprof.judge.optimizers import FOREACH, FUSED
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     MORE_OF_TRACE,
-    OPEN_TRACE,
     RECORD_LATER,
     RECORD_REPLAY,
     SLOW_BATCH,
+    VIEW_TRACE,
     WORKERS,
     Need,
     Remedy,
@@ -40,7 +40,7 @@ LATER: Final = (RECORD_LATER,)
 
 def remedies(trace: TraceReport, *choices: Remedy) -> tuple[Remedy, ...]:
     """Return the next steps that apply to the recorded program; if none does, the step is to open the trace."""
-    return fitting(trace, *choices) or (OPEN_TRACE.filled(file=quoted(trace.file)),)
+    return fitting(trace, *choices) or (VIEW_TRACE.filled(command=f"lightning-memprof view {quoted(trace.file)}"),)
 
 
 def fitting(trace: TraceReport, *choices: Remedy) -> tuple[Remedy, ...]:

@@ -15,11 +15,12 @@ from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     CACHING_ALLOCATOR,
     EXPANDABLE_SEGMENTS,
+    FEW_LENGTHS,
     FREE_MEMORY,
-    FREE_MEMORY_OF_BATCH,
-    KEEP_CACHE,
     KEEP_PINNED,
     NATIVE_ALLOCATOR,
+    NO_EMPTY_CACHE,
+    SMALLER_INPUT,
     Remedy,
 )
 from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
@@ -44,8 +45,9 @@ PINS: Final = re.compile(r"Host(?:Alloc|Register)|MallocHost")
 SHORT: Final[tuple[Remedy, ...]] = (
     EXPANDABLE_SEGMENTS,
     FREE_MEMORY,
-    FREE_MEMORY_OF_BATCH,
-    KEEP_CACHE,
+    SMALLER_INPUT,
+    NO_EMPTY_CACHE,
+    FEW_LENGTHS,
 )
 SHOWN: Final = 3
 

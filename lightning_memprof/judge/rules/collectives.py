@@ -12,11 +12,9 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     COMBINE_COLLECTIVES,
-    EARLY_ALL_TO_ALL,
     EARLY_TRANSFER,
     FILL_PIPELINE,
     FIND_LATE_RANK,
-    FIND_WAITING_RANK,
     GATHER_ONCE,
     OVERLAP_GRADIENTS,
     PREFETCH_PARAMETERS,
@@ -41,7 +39,7 @@ BUCKET_BYTES: Final = 25 * MIB
 OVERLAP: Final[Mapping[str, tuple[Remedy, ...]]] = {
     "all_reduce": (OVERLAP_GRADIENTS,),
     "gather_scatter": (PREFETCH_PARAMETERS,),
-    "all_to_all": (EARLY_ALL_TO_ALL,),
+    "all_to_all": (EARLY_TRANSFER,),
     "point_to_point": (FILL_PIPELINE,),
     "other": (EARLY_TRANSFER,),
 }
@@ -92,8 +90,6 @@ def exposed_collectives(facts: Facts) -> Iterator[Found]:
                 remedies=_next_steps(trace, ledger, collectives, late),
                 saves=(0.25, max(hidden, 0.5)),
                 numbers={
-                    "waited_ns": round(waited_ns),
-                    "overlapped_share": overlapped,
                     "late": late.name if late else None,
                     "collectives": [
                         {name: getattr(collective, name) for name in COLLECTIVE_NUMBERS}
@@ -175,14 +171,11 @@ def _next_steps(
 ) -> tuple[Remedy, ...]:
     steps: list[Remedy] = []
     if late is not None:
-        steps.append(
-            FIND_LATE_RANK.filled(
-                collective=_plain(late.name), median=format_ns(late.median_ns), longest=format_ns(late.max_ns)
-            )
-        )
+        times = f"{format_ns(late.median_ns)} or {format_ns(late.max_ns)}"
+        steps.append(FIND_LATE_RANK.filled(collective=f"the same {_plain(late.name)}", times=times))
     elif (sizes := _fixed(ledger, collectives)) is not None:
-        fewer, more = (f"{format_ns(size.median_ns)} for {format_bytes(size.bytes_each or 0)}" for size in sizes)
-        steps.append(FIND_WAITING_RANK.filled(collective=_plain(sizes[0].name), fewer=fewer, more=more))
+        times = " and ".join(f"{format_ns(size.median_ns)} for {format_bytes(size.bytes_each or 0)}" for size in sizes)
+        steps.append(FIND_LATE_RANK.filled(collective=_plain(sizes[0].name), times=f"{times}, mostly a wait"))
     small = sum(
         collective.count
         for collective in collectives

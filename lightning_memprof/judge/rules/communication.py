@@ -22,7 +22,7 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Evidence, Finding, Recovery, Severity, ordered, severity_of, titled
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
-    COLLECT_TOGETHER,
+    CHOOSE_COLLECTIONS,
     COMPARE_BATCHES,
     COMPARE_DEVICES,
     COMPARE_LINE,
@@ -143,7 +143,7 @@ def _remedies(facts: Facts, found: Straggler, spot: Spot | None) -> tuple[Remedy
         owner = max(loads, key=lambda line: line.ns).name.rpartition(".")[0] if loads else ""
         return (EQUAL_DATA.filled(**place, owner=f", mostly {owner}" if owner else ""),)
     simple: Mapping[Part | None, Remedy] = {
-        Part.GC_PAUSES: COLLECT_TOGETHER,
+        Part.GC_PAUSES: CHOOSE_COLLECTIONS,
         Part.OPTIMIZER: COMPARE_PARAMETERS,
         Part.COMPUTE: COMPARE_BATCHES if facts.run.lead.facts.is_cpu else COMPARE_DEVICES,
     }
@@ -254,10 +254,7 @@ def _late_rank(ranks: Mapping[int, TraceReport], waits: WindowWaits) -> Late | N
             "rank": rank,
             "ranks": len(ranks),
             "collectives": len(waits.meetings),
-            "last_count": last,
-            "caused_ns": caused_ns,
             "own_wait_ns": own_ns,
-            "others_wait_ns": others_ns,
             "span_ns": span_ns,
         },
         may_be_chance=2 * len(ranks) < max(each.world_size or 0 for each in ranks.values()),

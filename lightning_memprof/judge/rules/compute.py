@@ -102,7 +102,7 @@ def too_many_threads(facts: Facts) -> Iterator[Found]:
         },
         why="Each parallel operator waits until all of its threads have had a core.",
         saves=(POLICY.verdict, 1 - cores / (threads * here)),
-        numbers={"threads": threads, "ranks_on_host": here, "cores": cores},
+        numbers={"threads": threads, "cores": cores},
     )
     yield Fact(source=rank, ledger=ledger, lines=ledger.of(*COMPUTED)), detail
 
@@ -338,7 +338,7 @@ def dense_embedding(facts: Facts) -> Iterator[Found]:
         ),
         remedies=(SPARSE_EMBEDDING, *fused),
         saves=(share / 2, share),
-        numbers={"parameter": embedding.name, "parameter_share": share},
+        numbers={"parameter": embedding.name},
     )
     lines = _own(ledger, owner, rank) if owner else ledger.of("optimizer")
     yield Fact(source=rank, ledger=ledger, lines=lines), detail

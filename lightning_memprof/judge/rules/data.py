@@ -121,8 +121,6 @@ def _data_wait(facts: Facts) -> Iterator[Found]:
                 "action": cause.owner or None,
                 "data_wait_share": fact.share,
                 "data_wait_ns": round(fact.ns),
-                "epoch_starts_share": starts,
-                "in_few_steps": in_few_steps,
                 "dataloaders": [loader.fields for loader in loaders],
             },
             saves=saves,
@@ -329,7 +327,7 @@ def _loading(trace: TraceReport) -> Iterator[Found]:
                 *(() if in_one else (FASTER_FETCH.filled(owner="the data set"),)),
             ),
             evidence=longest_in(trace, longest.longest_start_ns, longest.longest_ns) if longest else seen_in(trace),
-            numbers={"data_loading_ns": loading_ns, "steps": len(trace.steps), "in_one_step": in_one},
+            numbers={"data_loading_ns": loading_ns, "steps": len(trace.steps)},
             # A single step may be the start of the workers.
             saves=None if steps > 1 else (0.0, 1.0),
             # The start of an epoch.
@@ -348,7 +346,7 @@ def restarts(facts: Facts) -> Iterator[Found]:
     between = (
         f"{format_ns(fact.ns / fact.count)} between epochs, once every {format_count(round(1 / fact.count), 'step')}"
     )
-    yield fact, Detail(measured=between + settings, numbers={"restart_ns": fact.ns, "epochs_per_step": fact.count})
+    yield fact, Detail(measured=between + settings, numbers={"restart_ns": fact.ns})
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -436,7 +434,6 @@ def starts(facts: Facts) -> Iterator[Found]:
                 "start_ns": round(start.delay_ns),
                 "core_wait_ns": round(start.waited_ns),
                 "saved_ns": tuple(map(round, start.saved_ns)),
-                "run_ns": start.run_ns,
                 "private_bytes": private,
             },
         ),
@@ -469,8 +466,6 @@ def padding(facts: Facts) -> Iterator[Found]:
             numbers={
                 "positions": positions,
                 "padded": padded,
-                "beyond_longest": beyond,
-                "passes_ns": ledger.ns(*PASSES),
             },
         ),
     )

@@ -23,7 +23,7 @@ from lightning_memprof.judge.finding import Severity
 from lightning_memprof.judge.loading import sample_method
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
-    BOUND_SAMPLES,
+    BOUND_WORKER_CACHE,
     DROP_GRAPH,
     EVEN_LENGTHS,
     FIND_APPENDS,
@@ -110,7 +110,6 @@ def growing(facts: Facts) -> FoundBytes | None:
         is_note=is_note and full is None,
         at_least=Severity.WARNING if full is not None else Severity.NONE,
         numbers={
-            "column": source,
             "bytes_per_step": round(growth.bytes_per_step),
             "steps": growth.steps,
             "action": cause.action if cause else None,
@@ -256,7 +255,7 @@ def _growing_action(facts: Facts, rank: Rank, growth: Growth) -> Cause | None:
         return Cause(name, why, STORE_LESS.filled(owner=name), action)
     name = dataset_name(rank) or "the data set"
     method = sample_method(rank.training.dataloaders if rank.training else ())
-    return Cause(f"the fetch from {name}", why, BOUND_SAMPLES.filled(sample=f"{name}.{method}"), action)
+    return Cause(f"the fetch from {name}", why, BOUND_WORKER_CACHE.filled(sample=f"{name}.{method}"), action)
 
 
 def _fitting(

@@ -15,18 +15,19 @@ from lightning_memprof.account.snapshot.replay import site_of
 from lightning_memprof.account.snapshot.report import DeviceReport, HeldLine, SnapshotReport
 from lightning_memprof.judge.byte_rule import ByteDetail, ByteFact, ByteRule, FoundInSnapshot, seen_in
 from lightning_memprof.judge.finding import NOTHING_FOUND, Finding, Severity
+from lightning_memprof.judge.out_of_memory import MOST_SAVED
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
-    CHECKPOINT_MODULES,
+    CHECKPOINT_BLOCKS,
     CLEAR_GRADIENTS,
+    FIND_ALLOCATIONS,
     FREE_GRADIENTS,
     FUSE_GRADIENTS,
-    RECORD_ALLOCATION_STACKS,
+    LOOK_AT_LINE,
     RECORD_STACKS_FROM_START,
     SMALLER_CACHE,
     SMALLER_STATES,
     SMALLER_WEIGHTS,
-    START_WITH_SITE,
     WITHOUT_GRADIENTS,
     Remedy,
 )
@@ -90,11 +91,14 @@ def _remedies(device: DeviceReport, site: str) -> tuple[Remedy, ...]:
         "parameter": (SMALLER_WEIGHTS,),
         "gradient": (FREE_GRADIENTS.filled(sharded=how),),
         "optimizer_state": (SMALLER_STATES.filled(sharded=how),),
-        "activation": (CHECKPOINT_MODULES, WITHOUT_GRADIENTS),
+        "activation": (
+            CHECKPOINT_BLOCKS.filled(blocks=MOST_SAVED),
+            WITHOUT_GRADIENTS,
+        ),
         "input": SMALLER,
         "temporary": (FUSE_GRADIENTS,) if _NODE.fullmatch(site) else SMALLER,
     }
-    return fitting(device, *steps.get(category, (START_WITH_SITE.filled(site=site),)))
+    return fitting(device, *steps.get(category, (LOOK_AT_LINE.filled(place=site, what="it has the most live bytes"),)))
 
 
 def whole_peak(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapshot | None:  # noqa: ARG001
@@ -117,7 +121,7 @@ def whole_peak(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSnapsho
 
 def _next_of(device: DeviceReport, parts: Sequence[HeldLine]) -> tuple[Remedy, ...]:
     if not device.has_stacks:
-        return (RECORD_ALLOCATION_STACKS,)
+        return fitting(device, FIND_ALLOCATIONS)
     peak = device.peak_requested_bytes
     unknown = sum(line.bytes for line in device.lines_at_peak if not line.site)
     if unknown > POLICY.bound * peak:

@@ -29,11 +29,11 @@ from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     BREAK_CYCLES,
     CATCH_STEP,
-    CHEAPER_FETCH,
     CHOOSE_COLLECTIONS,
     CODE_AROUND_BATCHES,
     COMPARE_STEPS,
     DYNAMIC_SHAPES,
+    FASTER_FETCH,
     FEW_SHAPES,
     FEWER_THREADS,
     FEWER_WORKERS,
@@ -44,7 +44,6 @@ from lightning_memprof.judge.remedies import (
     LESS_OFTEN,
     LOG_AT_ONCE,
     LOG_CHEAPLY,
-    LOG_FEWER,
     LOG_LESS_OFTEN,
     LOG_RECOMPILES,
     METRIC_OF_SUMS,
@@ -104,7 +103,6 @@ def core_users(facts: Facts, fact: Fact) -> Detail:
         evidence=facts.recorded(rank, "system"),
         numbers={
             "cores": rank.facts.cpu_count,
-            "cores_of_training": load and load.own,
             "cores_of_others": load and load.others,
         },
     )
@@ -130,7 +128,7 @@ def _core_users(facts: Facts, rank: Rank, load: CoreLoad) -> tuple[str, tuple[Re
         fewer = (FEWER_THREADS.filled(threads=left),) if (torch_threads(rank) or 0) > left else ()
         return "Other processes take the cores", fewer, True
     if is_loading and (slow := slow_function(rank)) is not None:
-        cheaper = CHEAPER_FETCH.filled(owner=slow.function, share=percent(slow.share))
+        cheaper = FASTER_FETCH.filled(owner=f"{slow.function} ({percent(slow.share)} of the fetches)")
         return f"Workers in {slow.function} take the cores", (cheaper,), False
     if is_loading and count >= each > 1:
         fewer_workers = FEWER_WORKERS.filled(wanted=each - 1, cores=format_count(cores, "core"))
@@ -191,7 +189,6 @@ def stalls(facts: Facts) -> Iterator[Found]:
             numbers={
                 "steps": list(few.steps),
                 "period": few.period,
-                "slow_ns": few.mean_ns,
                 "median_ns": round(ledger.median_ns),
                 "cause": longest.owner,
             },
@@ -220,10 +217,6 @@ def pauses_detail(facts: Facts, fact: Fact) -> Detail:
     return Detail(
         why=f"{text[0].upper()}{text[1:]}." if text else "",
         remedies=(*fetch_at_once, *explicit, *cycles),
-        numbers={
-            "generations": {str(number): list(of) for number, of in found.generations.items()} if found else {},
-            "tensor_bytes": found.tensor_bytes if found else None,
-        },
         evidence=facts.recorded(rank, "garbage"),
     )
 
@@ -382,7 +375,7 @@ ROWS: Final = (
         trade_off="None.",
         of=(Part.UNTRACKED,),
         says="{share} is outside the tracked phases{rank}.",
-        remedies=(CODE_AROUND_BATCHES, LOG_FEWER),
+        remedies=(CODE_AROUND_BATCHES, SELF_LOG_LESS_OFTEN),
         saves=(0.0, 1.0),
         # Lightning's loop and a logger stay below this.
         note=0.15,

@@ -15,7 +15,6 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     ALL_AT_ONCE,
-    CALL_LESS_OFTEN,
     CALL_ONCE,
     CHECK_FEWER_GUARDS,
     COLLECT_BETWEEN_STEPS,
@@ -24,19 +23,18 @@ from lightning_memprof.judge.remedies import (
     COPY_FROM_PINNED,
     FIND_SLOW_LINES,
     KEEP_ON_DEVICE,
-    LARGER_CALLS,
-    LARGER_STEPS,
     LAUNCH_AT_ONCE,
     LAUNCH_LESS,
     MAKE_ON_GPU,
-    MERGE_ALL_TRACES,
+    MERGE_TRACES,
+    MORE_WORK,
     MOVE_OUT_OF_STEP,
-    RECORD_HOST,
+    RECORD_DEVICE,
+    RECORD_LESS,
     RECORD_PYTHON_STACKS,
-    RECORD_WITHOUT,
     REPLAY_GRAPHS,
     RUN_ON_GPU,
-    SAVE_IN_BACKGROUND,
+    SAVE_ASYNC,
     Remedy,
 )
 from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
@@ -81,10 +79,10 @@ WHOLE_BATCH: Final = "run_training_batch"
 NEXT: Final[Mapping[Part, tuple[Remedy, ...]]] = {
     Part.IDLE_SYNCHRONIZATION: (KEEP_ON_DEVICE,),
     Part.IDLE_GC_PAUSES: (COLLECT_BETWEEN_STEPS,),
-    Part.IDLE_QUEUE: (MERGE_ALL_TRACES,),
+    Part.IDLE_QUEUE: (MERGE_TRACES.filled(files="TRACES"),),
 }
 # The optimizer's own remedy is the last one.
-LAUNCH_NEXT: Final = (LAUNCH_LESS, LAUNCH_AT_ONCE, LARGER_STEPS, LARGER_CALLS, ALL_AT_ONCE)
+LAUNCH_NEXT: Final = (LAUNCH_LESS, LAUNCH_AT_ONCE, MORE_WORK, ALL_AT_ONCE)
 # A call of the driver that gives the device no work.
 OTHER_CALL: Final = re.compile(r"(?:cuda|hip|cu)(?!\w*(?:Launch|Memcpy|Memset|Module|Library))\w+\Z")
 # By what has most of the idle time.
@@ -233,7 +231,7 @@ def _next_steps(trace: TraceReport, cause: IdleCause, *, is_launching: bool) -> 
         return named
     if cause.cause == Part.IDLE_UNKNOWN or _is_unseen(trace, cause):
         # The causes come from launch calls, which torch records with the activity of the device.
-        return (RECORD_HOST,)
+        return (RECORD_DEVICE,)
     if cause.cause == Part.IDLE_PYTHON:
         return remedies(trace, *_elsewhere(cause), RECORD_PYTHON_STACKS)
     return remedies(trace, *NEXT.get(cause.cause, LAUNCH_NEXT))
@@ -259,12 +257,12 @@ def _elsewhere(cause: IdleCause) -> tuple[Remedy, ...]:
     """Return what to do with the place that has most of the idle time in Python: one with launches cannot move."""
     name = action_name(cause.mostly_in.removeprefix(ACTION))
     if SAVES.search(name):
-        return (SAVE_IN_BACKGROUND,)
+        return (SAVE_ASYNC,)
     if cause.apart_ns >= POLICY.verdict * cause.total_ns:
         place = action_name(cause.apart.removeprefix(ACTION))
         if "): " in place:
             return (MOVE_OUT_OF_STEP.filled(place=place),)
-        return () if not place or OF_A_STEP.search(place) else (CALL_LESS_OFTEN.filled(place=place),)
+        return () if not place or OF_A_STEP.search(place) else (MOVE_OUT_OF_STEP.filled(place=place),)
     return (FIND_SLOW_LINES.filled(place=name),) if "): " in name else ()
 
 
@@ -303,7 +301,7 @@ def recordings(facts: Facts) -> Iterator[Found]:
             measured = f"{format_ns(known_ns)}: {', '.join(calls)}"
         options = [name for name in OPTIONS if name in trace.recorded_with]
         less = ", ".join(f"{name}=False" for name in options)
-        without = (RECORD_WITHOUT.filled(profiler=profiler_of(trace), less=less),) if less else ()
+        without = (RECORD_LESS.filled(profiler=profiler_of(trace), less=less),) if less else ()
         yield (
             Fact(source=trace, ledger=ledger, lines=lines),
             Detail(
@@ -311,9 +309,6 @@ def recordings(facts: Facts) -> Iterator[Found]:
                 remedies=remedies(trace, *without, COMPARE_WITH_PULSE),
                 is_note=True,
                 numbers={
-                    "profiler_ns": known_ns,
-                    "estimated_ns": estimated_ns,
-                    "host_events": trace.host_events,
                     "recorded_with": list(trace.recorded_with),
                 },
                 evidence=seen_in(trace),

@@ -14,19 +14,19 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
     ALL_AT_ONCE,
-    COMBINE_OPERATORS,
-    CONVOLUTION_LAYOUT,
+    CHANNELS_LAST,
     FUSE_KERNELS,
+    FUSE_OPERATORS,
     FUSED_ATTENTION,
     LARGER_KERNELS,
-    LARGER_OPERATORS,
-    LAUNCH_AS_GRAPHS,
+    LAUNCH_AT_ONCE,
     LOWER_PRECISION,
     MIXED_PRECISION,
+    MORE_WORK,
     MULTIPLES_OF_8,
     TF32,
     UNDER_AUTOCAST,
-    WITHOUT_LOOPS,
+    VECTORIZE,
     Remedy,
 )
 from lightning_memprof.judge.rule import PASSES, Detail, Fact, Found, Rule
@@ -76,7 +76,7 @@ def small_kernels(facts: Facts) -> Iterator[Found]:
                 ),
                 remedies=_next_for_kernels(trace, small, count),
                 is_note=True,
-                numbers={"kernels": count, "most_frequent": [kernel.name for kernel in most]},
+                numbers={"kernels": count},
                 evidence=seen_in(trace),
             ),
         )
@@ -86,10 +86,12 @@ def _next_for_kernels(trace: TraceReport, small: list[Kernel], count: int) -> tu
     """Return the next steps; many elementwise kernels and no multi-tensor kernel suggest an optimizer loop."""
     simple = sum(kernel.count for kernel in small if any(part in kernel.name for part in SIMPLE))
     moved = sum(kernel.count for kernel in trace.kernels if any(part in kernel.name for part in MOVING))
-    layout = (CONVOLUTION_LAYOUT,) if moved * 10 >= count else ()
+    layout = (CHANNELS_LAST,) if moved * 10 >= count else ()
     fused = any(FUSED in kernel.name or "fused" in kernel.name.lower() for kernel in trace.kernels)
     optimizer = (ALL_AT_ONCE,) if simple * 2 >= count and not fused else ()
-    return remedies(trace, *layout, FUSE_KERNELS, LAUNCH_AS_GRAPHS, *optimizer, LARGER_KERNELS)
+    return remedies(
+        trace, *layout, FUSE_KERNELS, LAUNCH_AT_ONCE.filled(mode=', mode="reduce-overhead"'), *optimizer, LARGER_KERNELS
+    )
 
 
 IN_OPTIMIZER: Final = "Optimizer.step#"
@@ -106,21 +108,23 @@ def small_operators(facts: Facts) -> Iterator[Found]:
         if not lines:
             continue
         is_optimizer = bool(found.places) and found.places[0][0].startswith(IN_OPTIMIZER)
-        first = (ALL_AT_ONCE, COMBINE_OPERATORS) if is_optimizer else (COMBINE_OPERATORS, WITHOUT_LOOPS, ALL_AT_ONCE)
+        first = (
+            (ALL_AT_ONCE, FUSE_OPERATORS)
+            if is_optimizer
+            else (FUSE_OPERATORS, VECTORIZE.filled(owner="the program"), ALL_AT_ONCE)
+        )
         yield (
             Fact(source=trace, ledger=ledger, lines=lines),
             Detail(
                 fields={"number": f"{found.operators:,} operators"},
                 measured=_measured(found, recording_ns),
-                remedies=remedies(trace, *first, LARGER_OPERATORS),
+                remedies=remedies(trace, *first, MORE_WORK),
                 numbers={
                     "operators": found.operators,
                     "median_ns": found.median_ns,
                     "small_ns": found.small_ns,
                     "between_ns": found.between_ns,
                     "recording_ns": recording_ns,
-                    "most_frequent": [name for name, _ in found.names],
-                    "most_in": [name for name, _ in found.places],
                 },
                 evidence=seen_in(trace),
             ),

@@ -21,7 +21,7 @@ from lightning_memprof.judge.remedies import (
     COMPILE_LOOP,
     LOG_AT_ONCE,
     NO_TEXT,
-    RECORD_FUNCTIONS,
+    RECORD_PYTHON_STACKS,
     VECTORIZE,
     WAIT_OUTSIDE,
     WHOLE_TENSORS,
@@ -276,7 +276,10 @@ def _python(rank: Rank, ledger: TimeLedger) -> Iterator[_Hot]:
             says=says,
             fields={"reads": f"{reads:,.0f}"},
             measured=(f"{does} {format_ns(ns)} of {ledger.length_text}{spot.share_text('this time') if spot else ''}"),
-            remedies=(*remedies, *((RECORD_FUNCTIONS,) if spot is None else ())),
+            remedies=(
+                *remedies,
+                *((RECORD_PYTHON_STACKS.filled(profiler="ExtendedPyTorchProfiler"),) if spot is None else ()),
+            ),
             saves=SAVED_READS if reads else SAVED,
             numbers={"module": module or None, "reads": reads},
         )

@@ -122,7 +122,6 @@ def growing_workers(facts: Facts) -> FoundBytes | None:
             "bytes_per_step": round(growth.bytes_per_step),
             "steps": growth.steps,
             "private_bytes": held,
-            "copied_share": copied,
         },
     )
 
@@ -225,7 +224,6 @@ def activation_detail(facts: Facts, fact: RankBytes) -> ByteDetail:
             "step": memory.peak.step,
             "checkpointed": group.name if group else None,
             "saved_bytes": _saved_by(group) if group else None,
-            "recompute_ns": group.recompute_ns if group else None,
         },
         evidence=facts.recorded(fact.rank, memory.peak.source, steps) or facts.recorded(fact.rank, "saved_tensors"),
     )

@@ -97,7 +97,8 @@ def dearest_collector(_: Facts, fact: Fact) -> Detail:
     overhead = fact.rank.overhead
     known = {name: ns for name, ns in overhead.collectors_ns.items() if ns} if overhead else {}
     name = max(known, key=lambda collector: known[collector], default="")
-    return Detail(fields={"dearest": f"; {name} took the most, {format_ns(known[name])}" if name else ""})
+    took = f": {name} takes the most, {format_ns(known[name])}" if name else ""
+    return Detail(fields={"profiler": "MemProfilerCallback", "less": f"collectors=[...]{took}"})
 
 
 ROWS: Final = (

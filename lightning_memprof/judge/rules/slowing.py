@@ -11,17 +11,7 @@ from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.statistics import core_waits
 from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import (
-    DETACH_STATE,
-    FIND_IN_DATA,
-    FIND_IN_FORWARD,
-    FIND_IN_OPTIMIZER,
-    FIND_KEPT,
-    RECORD_BOTH_ENDS,
-    REMOVE_AFTER_USE,
-    SHUFFLE,
-    Remedy,
-)
+from lightning_memprof.judge.remedies import DETACH_STATE, FIND_KEPT, RECORD_BOTH_ENDS, REMOVE_HOOK, SHUFFLE, Remedy
 from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
 from lightning_memprof.read.run.model import Rank
 from lightning_memprof.units import format_ns, percent
@@ -35,10 +25,15 @@ class _Phase(NamedTuple):
 
 
 PHASES: Final[Mapping[Part, _Phase]] = {
-    Part.DATA_WAIT: _Phase((Part.DATA_WAIT,), FIND_IN_DATA),
-    Part.FORWARD: _Phase((Part.FORWARD, Part.FORWARD_HOOK, Part.SELF_LOG, Part.METRIC), FIND_IN_FORWARD),
+    Part.DATA_WAIT: _Phase((Part.DATA_WAIT,), FIND_KEPT.filled(owner="the data set", kept="a list, a file, a cache")),
+    Part.FORWARD: _Phase(
+        (Part.FORWARD, Part.FORWARD_HOOK, Part.SELF_LOG, Part.METRIC),
+        FIND_KEPT.filled(owner="forward", kept="hooks that are not removed, a list, a cache, a metric"),
+    ),
     Part.BACKWARD: _Phase((Part.BACKWARD, Part.BACKWARD_HOOK), DETACH_STATE),
-    Part.OPTIMIZER: _Phase((Part.OPTIMIZER,), FIND_IN_OPTIMIZER),
+    Part.OPTIMIZER: _Phase(
+        (Part.OPTIMIZER,), FIND_KEPT.filled(owner="the optimizer", kept="parameter groups (add_param_group), hooks")
+    ),
     Part.CALLBACK: _Phase((Part.CALLBACK, Part.LOGGING, Part.CHECKPOINT, Part.VALIDATION), FIND_KEPT),
     Part.UNTRACKED: _Phase((Part.UNTRACKED, Part.MODULE_HOOK, Part.LOGGING, Part.METRIC), FIND_KEPT),
 }
@@ -70,8 +65,8 @@ def slower_steps(facts: Facts) -> Iterator[Found]:
             f"{grown.label}."
         ),
         remedies=(
-            *((REMOVE_AFTER_USE.filled(owner=hook),) if hook else ()),
-            *(phase.remedy.filled(owner=name or "the training loop"), end, SHUFFLE),
+            *((REMOVE_HOOK.filled(owner=hook),) if hook else ()),
+            *(phase.remedy.filled(owner=name or "the training loop", kept="a list of outputs, a file"), end, SHUFFLE),
         ),
         numbers={
             "phase": grown.phase,

@@ -16,14 +16,14 @@ from lightning_memprof.judge.facts import Facts
 from lightning_memprof.judge.finding import Finding, Severity
 from lightning_memprof.judge.policy import POLICY
 from lightning_memprof.judge.remedies import (
+    EXPANDABLE_SEGMENTS,
     FEW_INPUT_SHAPES,
     FEW_LENGTHS,
     FIND_ALLOCATIONS,
     FREE_MEMORY,
     GROW_SEGMENTS,
-    LESS_FRAGMENTATION,
     LIMIT_ALL_GATHERS,
-    LOOK_AT_SITE,
+    LOOK_AT_LINE,
     NO_EMPTY_CACHE,
     ONE_POOL,
     RETURN_CACHE,
@@ -114,7 +114,7 @@ def _next_for_failed(
 ) -> tuple[Remedy, ...]:
     if device.growth is not None and cause != "too large":
         return freed_growth(device, device.growth)
-    look = (LOOK_AT_SITE.filled(site=top.site),) if top is not None else ()
+    look = (LOOK_AT_LINE.filled(place=top.site, what="it has the most live bytes"),) if top is not None else ()
     if cause == "fragmented":
         return (*_against_pieces(snapshot, device), *look, *fitting(device, *SMALLER))
     return (*look, *fitting(device, *SMALLER, *FEWER_BYTES))
@@ -150,8 +150,6 @@ def requested_again(snapshot: SnapshotReport, device: DeviceReport) -> FoundInSn
         remedies=(NO_EMPTY_CACHE,) if line else fuller,
         numbers={
             "rounds": rounds,
-            "segments_made": device.segments_made[0],
-            "segments_returned": device.segments_returned[0],
             "empty_cache": line,
         },
     )
@@ -217,9 +215,7 @@ def _detail_of_pieces(
         remedies=_against_pieces(snapshot, device) if split >= POLICY.most * unused else (RETURN_CACHE,),
         is_note=not forced,
         numbers={
-            "split_bytes": split,
             "pieces": len(pieces),
-            "largest_piece_bytes": max(pieces, default=0),
             "forced_segments": len(forced),
         },
         evidence=(seen_in(snapshot, device, device.peak_time_us),),
@@ -321,7 +317,7 @@ def allocator_retries(facts: Facts) -> Finding | None:
             f"An allocation failed{held}: the allocator waited for all kernels, freed its cache and retried; other "
             "ranks wait for that in their next collective."
         ),
-        remedies=(FREE_MEMORY, LESS_FRAGMENTATION, FIND_ALLOCATIONS),
+        remedies=(FREE_MEMORY, EXPANDABLE_SEGMENTS, FEW_LENGTHS, FIND_ALLOCATIONS),
         evidence=facts.recorded(rank, "allocator", window.steps),
         numbers={
             "rank": rank.rank,

@@ -15,21 +15,16 @@ from lightning_memprof.judge.remedies import (
     COPY_FEWER_BYTES,
     COPY_FROM_PINNED,
     COPY_IN_STREAM,
-    COPY_INTO_PINNED,
     FIND_SYNC_CALLS,
+    FIXED_SIZES,
     KEEP_ON_DEVICE,
+    KEEP_PINNED,
     MOVE_RESULTS_LESS_OFTEN,
-    NO_BOOLEAN_INDEX,
     NO_BRANCH,
-    NO_MASKED_SELECT,
     NO_SYNCHRONIZE,
-    NON_BLOCKING_COPY,
-    NON_BLOCKING_TO,
-    PIN_BATCHES,
-    PIN_OWN_TENSORS,
+    PIN_MEMORY,
     READ_EVENTS_LATER,
     STAY_ON_GPU,
-    UNIQUE_IN_WORKERS,
     Remedy,
 )
 from lightning_memprof.judge.rule import Detail, Fact, Found, Rule
@@ -53,11 +48,11 @@ ADVICE: Final[Mapping[str, tuple[Remedy, ...]]] = {
     "aten::item": READS,
     "aten::_local_scalar_dense": READS,
     "aten::is_nonzero": (NO_BRANCH,),
-    "aten::nonzero": (NO_BOOLEAN_INDEX,),
-    "aten::masked_select": (NO_MASKED_SELECT,),
-    "aten::unique": (UNIQUE_IN_WORKERS,),
-    "aten::to": (NON_BLOCKING_TO,),
-    "aten::copy_": (NON_BLOCKING_COPY,),
+    "aten::nonzero": (FIXED_SIZES.filled(instead="torch.where instead of a boolean index"),),
+    "aten::masked_select": (FIXED_SIZES.filled(instead="torch.where instead of masked_select"),),
+    "aten::unique": (FIXED_SIZES.filled(instead="unique in the DataLoader's workers"),),
+    "aten::to": (COPY_FROM_PINNED, PIN_MEMORY),
+    "aten::copy_": (COPY_FROM_PINNED,),
     "cudaDeviceSynchronize": (NO_SYNCHRONIZE,),
     "cudaEventSynchronize": (READ_EVENTS_LATER,),
 }
@@ -82,8 +77,6 @@ def synchronizations(facts: Facts) -> Iterator[Found]:
                 ),
                 remedies=remedies(trace, *(step for call in calls for step in _advice(call.name)), FIND_SYNC_CALLS),
                 numbers={
-                    "gap_ns": gap_ns,
-                    "waiting_ns": sum(call.total_ns for call in calls),
                     "calls": count,
                     "by_name": {call.name: {"calls": call.count, "gap_ns": call.gap_ns} for call in calls},
                 },
@@ -103,8 +96,8 @@ def _named(calls: Sequence[Synchronization]) -> str:
 
 
 COPY_NEXT: Final = {
-    "HtoD": (PIN_BATCHES, PIN_OWN_TENSORS),
-    "DtoH": (MOVE_RESULTS_LESS_OFTEN, COPY_INTO_PINNED),
+    "HtoD": (PIN_MEMORY, COPY_FROM_PINNED),
+    "DtoH": (MOVE_RESULTS_LESS_OFTEN, KEEP_PINNED),
 }
 DIRECTIONS: Final = {"HtoD": "to the GPU", "DtoH": "from the GPU"}
 SUMS: Final = ("total_ns", "count", "bytes")

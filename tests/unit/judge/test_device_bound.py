@@ -58,7 +58,7 @@ def test_copies_that_take_most_of_a_step_are_what_it_is_bound_by(
 @pytest.mark.parametrize(
     ("operator", "shapes", "advice"),
     [
-        ("aten::mul", 0, "Fuse memory-bound operators"),
+        ("aten::mul", 0, "Fuse operators"),
         ("aten::mm", 0, "Record the input shapes of operators"),
         ("aten::mm", 1, "See every operator on a timeline"),
     ],

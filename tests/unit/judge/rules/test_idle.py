@@ -98,15 +98,15 @@ def test_one_long_gap_in_each_step_is_not_launch_bound(tmp_path: Path, seen: boo
     assert finding.numbers["launch_bound"] is False
     doing = "is in Python outside operators" if seen else "does unrecorded work"
     assert f"while the host {doing}." in finding.title
-    assert finding.next_steps[0].startswith("Record the Python stacks" if seen else "Record the host too")
+    assert finding.next_steps[0].startswith("Record the Python stacks" if seen else "Record host and device")
 
 
 @pytest.mark.parametrize(
     ("name", "first"),
     [
         ("save_checkpoint", "Save checkpoints less often"),
-        ("plot_samples", "Call it less often, or elsewhere: plot_samples."),
-        ("training_step", "Open the trace"),
+        ("plot_samples", "Move this code out of the step: plot_samples."),
+        ("training_step", "See every operator on a timeline"),
     ],
 )
 def test_a_range_that_has_most_of_long_gaps_is_moved(tmp_path: Path, name: str, first: str) -> None:
@@ -456,4 +456,4 @@ def test_device_and_metadata_events_cost_the_host_nothing() -> None:
 
 def test_kernels_that_wait_in_a_queue_of_one_process_wait_for_no_other_rank() -> None:
     (step,) = found_in(trace(causes=(idle(Part.IDLE_QUEUE, 300 * MS),)))["gpu_idle"].next_steps
-    assert step == "Open the trace: lightning-memprof view runs/rank0.pt.trace.json.gz."
+    assert step == "See every operator on a timeline: lightning-memprof view runs/rank0.pt.trace.json.gz"
