@@ -57,9 +57,9 @@ ONE_BY_DESIGN = {
     "report/sections/": "a section per module, listed in one place",
 }
 # Modules above MIRRORED_LINES without a test file of their own name; may only become fewer.
-UNMIRRORED = 99
+UNMIRRORED = 80
 # Modules above LONG_LINES; may only become fewer.
-LONG_MODULES = 41
+LONG_MODULES = 38
 
 TOP_LEVEL = {
     "CHANGELOG.md",

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
+from device_traces import Recording
 from fake_runs import HEALTHY, FakeRun, make_run
 from kineto import write_trace
 from ledger_lines import out_of_bounds
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.memory.report import memory_report
 from lightning_memprof.account.trace.report import trace_report
-from lightning_memprof.judge import Facts, Finding, examine, examine_files
+from lightning_memprof.judge import Facts, Finding, examine, examine_files, nothing_in_files
 from lightning_memprof.judge.finding import Recovery
+from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.judge.traces import sure_ledger
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.units import MIB
@@ -69,13 +72,17 @@ def found_in_trace(path: Path) -> dict[str, Finding]:
     return findings
 
 
+def bound(made: Recording, path: Path, **metadata: Any) -> Finding:
+    return nothing_in_files([trace_report(made.write(path / "trace.pt.trace.json", **metadata))], [])
+
+
 def recovery(finding: Finding) -> Recovery:
     assert finding.recovers is not None
     return finding.recovers
 
 
-def ids(finding: Finding) -> list[str]:
-    return [each.id for each in finding.remedies]
+def ids(remedies: Iterable[Remedy]) -> list[str]:
+    return [each.id for each in remedies]
 
 
 def phases(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
@@ -92,6 +99,10 @@ def action(name: str, ns: int, phase: str = "other", *, count: int = STEPS, max_
         "kind": "total", "action": name, "phase": phase, "in_window": False, "steps": STEPS, "count": count,
         "total_ns": ns * STEPS, "max_ns": max_ns or ns, "max_step": 3,
     }  # fmt: skip
+
+
+def noisy(step: int) -> int:
+    return 500 * MIB + random.Random(step).randrange(-40, 40) * MIB
 
 
 def write_rows(path: Path, *found: dict[str, Any]) -> None:

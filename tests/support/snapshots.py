@@ -6,6 +6,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from lightning_memprof.account.snapshot.report import snapshot_report
+from lightning_memprof.judge import Finding, examine_files
+
 MODEL = {"filename": "/home/a/model.py", "line": 7, "name": "forward"}
 TRAIN = {"filename": "/home/a/train.py", "line": 3, "name": "<module>"}
 LINEAR = {"filename": "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", "line": 130, "name": "forward"}
@@ -99,3 +102,8 @@ class History:
     def data(self, since: int = 0, conf: str = "") -> dict[str, Any]:
         """Return the snapshot of now, with the events from a number on."""
         return snapshot([segment(*self._blocks.values())], self.events[since:], conf=conf)
+
+
+def found(directory: Path, data: Any) -> dict[str, Finding]:
+    path = write_snapshot(directory / "cuda_alloc_rank_3.training_step.4.end.pickle", data)
+    return {finding.rule: finding for finding in examine_files((), [snapshot_report(path)])}

@@ -51,7 +51,7 @@ def test_a_callback_is_named_with_its_line_and_a_remedy_that_fits_what_it_calls(
     add_series(directory, "lines", [mine, other])
     found = findings_of(directory)["callback_bound"]
     assert found.why.endswith(f"ostly keep.py:7: `{source}`.")
-    assert ids(found)[0] == remedy
+    assert ids(found.remedies)[0] == remedy
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,4 @@ def test_python_of_the_training_step_is_named_with_its_line_where_it_has_most_of
     found = findings_of(directory, trace)["hot_line"]
     assert found.title.startswith("Python code in Net.parse (net.py:5) takes ") == is_python
     assert found.owner == "Net.parse"
-    assert ids(found)[0] == "work_less"
+    assert ids(found.remedies)[0] == "work_less"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from device_traces import Recording
 from fake_runs import FakeRun, make_run
-from findings import action, found, loader, optimizer, phases
+from findings import action, bound, found, loader, optimizer, phases
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.report import trace_report
@@ -18,10 +17,6 @@ from lightning_memprof.judge import Facts, Finding, Severity, nothing_in_files, 
 from lightning_memprof.judge.bound import nothing_found
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.read.run.locate import shown_path
-
-
-def bound(made: Recording, path: Path, **metadata: Any) -> Finding:
-    return nothing_in_files([trace_report(made.write(path / "trace.pt.trace.json", **metadata))], [])
 
 
 def test_a_trace_of_a_host_names_the_operators_that_take_most_of_a_step(tmp_path: Path) -> None:

@@ -2,22 +2,18 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from device_traces import GEMM, Recording
+from findings import bound
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Finding, examine_files, nothing_in_files
 
 MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float>>(int)"
 OTHERS = [("aten::_softmax", "b"), ("aten::sum", "c")]
 CAT = "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 2, 128, 1>(float*)"
-
-
-def bound(made: Recording, path: Path, **metadata: Any) -> Finding:
-    return nothing_in_files([trace_report(made.write(path / "trace.pt.trace.json", **metadata))], [])
 
 
 def test_the_operators_of_a_busy_device_count_by_what_they_do(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from fake_runs import FakeRun, make_run
+from findings import ids
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.ledger.modules import Heaviest, heaviest_module, in_compiled
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.lines import Spot
 from lightning_memprof.judge.operators import faster, fitting
-from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.load import load_run
 from lightning_memprof.units import MIB
 
@@ -22,10 +22,6 @@ MS = 1_000_000
 
 def line(module: str, operator: str, ms: float, **of: Any) -> TimeLine:
     return TimeLine(**{"part": Part.FORWARD, "module": module, "operator": operator, "ns": ms * MS, "count": 1.0, **of})
-
-
-def ids(remedies: tuple[Remedy, ...]) -> list[str]:
-    return [each.id for each in remedies]
 
 
 @pytest.mark.parametrize(

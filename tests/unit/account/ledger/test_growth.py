@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fake_runs import FakeRun, make_run
+from findings import noisy
 from lightning_memprof.account.ledger.growth import Growth, Holders, left_by_windows, steady_growth
 from lightning_memprof.artifacts.series import HolderRow
 from lightning_memprof.read.run.load import load_run
@@ -51,10 +51,6 @@ def test_a_container_near_its_limit_fills_up() -> None:
 
 def test_one_search_does_not_tell_a_cache_from_a_leak() -> None:
     assert not Holders(searches(15, 36, 47)[1:], SLOPE).ends
-
-
-def noisy(step: int) -> int:
-    return 500 * MIB + random.Random(step).randrange(-40, 40) * MIB
 
 
 def left(tmp_path: Path, rss: Callable[[int], int], windows: tuple[tuple[int, ...], ...] = ((20, 21),)) -> int | None:

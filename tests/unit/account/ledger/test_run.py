@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_runs import HEALTHY, FakeRun, make_run
+from findings import phases
 from lightning_memprof.account.ledger.model import TimeLedger, TimeLine, grouped, total
 from lightning_memprof.account.ledger.run import run_ledger, without_stalls
 from lightning_memprof.account.parts import Part
@@ -200,13 +201,9 @@ def test_repeated_blocks_are_one_line_and_the_sum_stays() -> None:
     assert total(found) == total(lines) + 2.0
 
 
-def steady(**changes: int) -> Callable[[int, int], Mapping[str, int]]:
-    return lambda _rank, _step: {**HEALTHY, **changes}
-
-
 def test_the_wait_for_a_core_is_a_line_of_its_own_and_taken_from_all_phases_alike(tmp_path: Path) -> None:
     duration = sum(HEALTHY.values())
-    fake = FakeRun(phases=steady(), training={"dataloaders": []})
+    fake = FakeRun(phases=phases(), training={"dataloaders": []})
     quiet = ledger(lead(tmp_path / "quiet", fake))
     found = ledger(lead(tmp_path / "waits", replace(fake, core_wait_ns=lambda _: duration // 2)))
     assert found.step_ns == pytest.approx(duration)
@@ -218,7 +215,7 @@ def test_the_wait_for_a_core_is_a_line_of_its_own_and_taken_from_all_phases_alik
 
 
 def test_a_reading_of_the_wait_covers_the_steps_since_the_one_before(tmp_path: Path) -> None:
-    fake = FakeRun(steps=33, phases=steady(), core_wait_ns=lambda step: 4_000_000 if step % 4 == 0 else None)
+    fake = FakeRun(steps=33, phases=phases(), core_wait_ns=lambda step: 4_000_000 if step % 4 == 0 else None)
     assert ledger(lead(tmp_path, fake)).ns("core_wait") == pytest.approx(1_000_000, rel=1e-3)
 
 
@@ -234,7 +231,7 @@ def test_a_step_that_waits_for_a_core_is_no_stall(tmp_path: Path) -> None:
 def test_a_thread_that_waits_for_worker_processes_sleeps(tmp_path: Path) -> None:
     loader = {"num_workers": 2, "persistent_workers": True}
     fake = FakeRun(
-        phases=steady(data_wait=20_000_000),
+        phases=phases(data_wait=20_000_000),
         core_wait_ns=lambda _: 9_000_000,
         training={"dataloaders": [loader]},
     )
@@ -252,7 +249,7 @@ def test_the_transfers_of_a_run_are_those_of_its_trace_beside_the_waits_of_every
     transfer = TimeLine(part=Part.COLLECTIVE, name="all_reduce", ns=3_000_000)
     wait = TimeLine(part=Part.RANK_WAIT, name="all_reduce", ns=2_000_000)
     host = TimeLedger(step_ns=0, median_ns=0, steps=1, basis="", lines=(), communication=(transfer, wait))
-    rank = lead(tmp_path, FakeRun(phases=steady()))
+    rank = lead(tmp_path, FakeRun(phases=phases()))
 
     def communicates(host: TimeLedger, waits_ns: Mapping[str, int] | None = None) -> tuple[float, float]:
         found = run_ledger(rank, host, waits_ns)

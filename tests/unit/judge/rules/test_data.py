@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from device_traces import BASE_NS, KERNELS, Recording, training
 from fake_runs import HEALTHY, FakeRun, add_series, make_run, set_epochs
-from findings import found, found_in_trace, ids, loader, phases, recovery, write_rows
+from findings import found, found_in_run, found_in_trace, ids, loader, phases, recovery, write_rows
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.steps.workers import calls
 from lightning_memprof.artifacts.sink import RunPlace, Sink
@@ -48,7 +48,7 @@ def test_padding_recovers_its_share_of_forward_and_backward_at_most(tmp_path: Pa
 
 @pytest.mark.parametrize(("beyond", "remedy"), [(0, "group_by_length"), (400, "pad_to_longest")])
 def test_the_remedy_depends_on_where_the_padding_is(tmp_path: Path, beyond: int, remedy: str) -> None:
-    assert ids(found(tmp_path, FakeRun(padding=(1000, 500, beyond)))["padding"])[0] == remedy
+    assert ids(found(tmp_path, FakeRun(padding=(1000, 500, beyond)))["padding"].remedies)[0] == remedy
 
 
 def test_loading_in_a_recorded_window_is_not_the_runs_whose_pulse_has_every_step(tmp_path: Path) -> None:
@@ -82,14 +82,14 @@ def test_the_part_of_loading_is_named_also_where_the_recorded_steps_wait_less(
     assert place in finding.title
     assert finding.numbers["action"] == place
     assert "num_workers=0" in finding.why
-    assert ids(finding) == remedies
+    assert ids(finding.remedies) == remedies
 
 
 def test_a_slow_sampler_is_named_for_workers_which_do_not_run_it(tmp_path: Path) -> None:
     loaders = {"dataloaders": [{"num_workers": 2}]}
     finding = found(tmp_path, FakeRun(phases=waits, training=loaders, loading=("Images.sampler",)))["input_bound"]
     assert "the sampler" in finding.title
-    assert ids(finding) == ["faster_sampler"]
+    assert ids(finding.remedies) == ["faster_sampler"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_workers_need_cores_for_a_loader_that_computes(
     (finding,) = (of for of in examine(Facts.of(load_run(run))) if of.rule == "input_bound")
     assert recovery(finding).max == pytest.approx(most * 1e6, rel=0.05)
     assert (recovery(finding).min > 0) == bool(least)
-    assert ids(finding)[0] == ("workers" if least else "faster_fetch")
+    assert ids(finding.remedies)[0] == ("workers" if least else "faster_fetch")
 
 
 def waiting(directory: Path) -> Finding:
@@ -134,7 +134,7 @@ def test_an_iterable_data_set_has_no_getitem_and_shares_its_samples_among_worker
     assert "__iter__" in said
     assert "__getitem__" not in said
     # A worker that is the only one has all samples.
-    assert "share_samples" in ids(finding)
+    assert "share_samples" in ids(finding.remedies)
 
 
 def test_no_part_is_named_where_two_take_less_than_half_each(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_short_loader_that_begins_again_within_an_epoch_keeps_its_workers(tmp_
     (finding,) = (each for each in examine(Facts.of(load_run(directory))) if each.rule == "input_bound")
     assert ("start again" in finding.title) == restart
     assert "Every 5th step waits 80.0 ms" in finding.why
-    assert ids(finding)[0] == ("persistent_workers" if restart else "prefetch")
+    assert ids(finding.remedies)[0] == ("persistent_workers" if restart else "prefetch")
 
 
 def test_a_wait_in_every_tenth_step_is_told_with_its_length(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_the_slow_part_of_workers_is_named_by_their_counters(tmp_path: Path, col
     finding = next(finding for finding in examine(facts) if finding.rule == "input_bound")
     assert method in finding.title
     assert "400 ms per batch, mostly computing" in finding.why
-    assert ids(finding) == ["faster_collate" if method == "collate_fn" else "faster_fetch"]
+    assert ids(finding.remedies) == ["faster_collate" if method == "collate_fn" else "faster_fetch"]
     # More workers compute no faster on these cores.
     assert recovery(finding).min == 0
 
@@ -205,7 +205,7 @@ def test_workers_that_take_turns_at_a_lock_need_no_more_workers(tmp_path: Path, 
     ]  # fmt: skip
     write_rows(directory / "processes.rank00000.jsonl", *rows)
     finding = waiting(directory)
-    assert ids(finding)[0] == remedy
+    assert ids(finding.remedies)[0] == remedy
     assert (f"workers={-(-400 * MS // usual)}" in changes(finding)) == (lock_waits == 20)
     assert ("3 workers take turns at a lock in read (data.py:7)" in finding.why) == (lock_waits == 60)
     assert recovery(finding).max <= 60 * MS
@@ -242,7 +242,7 @@ def test_workers_of_a_loader_that_the_run_does_not_know_are_those_that_were_seen
     rows = [{"kind": "worker", "step": 5, "pid": 7 + worker, "worker": worker} for worker in range(seen)]
     write_rows(directory / "processes.rank00000.jsonl", *rows)
     finding = waiting(directory)
-    assert ids(finding)[0] == ("more_workers" if seen else "workers")
+    assert ids(finding.remedies)[0] == ("more_workers" if seen else "workers")
     # Nothing shows that a further worker has work and a core.
     assert (recovery(finding).min > 0) == (not seen)
 
@@ -521,7 +521,7 @@ def test_workers_that_restart_in_each_epoch_are_found_by_the_time_between_epochs
     fake = FakeRun(steps=60, phases=between, training={"dataloaders": [settings]})
     directory = make_run(tmp_path, fake)
     set_epochs(directory, 5)
-    findings = {finding.rule: finding for finding in examine(Facts.of(load_run(directory)))}
+    findings = found_in_run(directory)
     assert ("workers_restart" in findings) == is_found
     if is_found:
         assert "persistent_workers=True" in findings["workers_restart"].next_steps[0]

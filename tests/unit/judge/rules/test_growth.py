@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from fake_memory import FakeMemory
 from fake_runs import FakeRun, add_series, make_run
-from findings import HISTORY, found, found_in_run, limited, recovery, write_rows
+from findings import HISTORY, found, found_in_run, limited, noisy, recovery, write_rows
 from lightning_memprof.account.memory.model import DeviceAllocations, Site, WindowAllocations
 from lightning_memprof.account.memory.report import memory_report
 from lightning_memprof.account.snapshot.report import SnapshotReport, snapshot_report
@@ -83,9 +82,7 @@ def test_growth_of_the_host_recovers_host_memory_where_the_run_has_a_device_too(
     fake = FakeRun(
         steps=120, rss_bytes=lambda step: GIB + 5 * MIB * step, device_bytes=lambda _: GIB, memory=None, trace=False
     )
-    (finding,) = (
-        each for each in examine(Facts.of(load_run(make_run(tmp_path, fake)))) if each.rule == "memory_growth"
-    )
+    finding = found(tmp_path, fake)["memory_growth"]
     assert recovery(finding).max == finding.numbers["bytes"]
 
 
@@ -151,8 +148,8 @@ def test_growth_in_a_short_run_with_batches_of_varying_length_may_be_the_allocat
 
 def retained(
     directory: Path, rss: int, *, phase: str = "forward", step: int = 2, size: int = 300 * MIB
-) -> Finding | None:
-    """Return the finding about bytes that a phase of a step allocated and that are live at the peak, in step 3."""
+) -> dict[str, Finding]:
+    """Return the findings about bytes that a phase of a step allocated and that are live at the peak, in step 3."""
     run = load_run(make_run(directory, FakeRun(rss_bytes=lambda _: rss, memory=FakeMemory(kept_bytes=40 * MIB))))
     site = Site("aten::addmm", "net", None, (), step=step, phase=phase, bytes=size, blocks=9)
     device = DeviceAllocations(
@@ -160,13 +157,11 @@ def retained(
         unattributed_bytes=0, freed_outside_bytes=0, curve=(), steps=(), marks=(), allocations=9,
     )  # fmt: skip
     allocations = [WindowAllocations(rank=0, window=0, devices=(device,))]
-    found = examine(Facts.of(run, memory=memory_report(run, allocations)))
-    return next((finding for finding in found if finding.rule == "retained_graph"), None)
+    return {finding.rule: finding for finding in examine(Facts.of(run, memory=memory_report(run, allocations)))}
 
 
 def test_a_retained_graph_recovers_no_more_than_activations_and_what_nothing_else_owns(tmp_path: Path) -> None:
-    finding = retained(tmp_path, 500 * MIB)
-    assert finding is not None
+    finding = retained(tmp_path, 500 * MIB)["retained_graph"]
     assert 300 * MIB < recovery(finding).max < 2 * 300 * MIB
 
 
@@ -180,7 +175,7 @@ def test_a_retained_graph_recovers_no_more_than_activations_and_what_nothing_els
 def test_activations_that_outlive_their_step_are_a_retained_graph(
     tmp_path: Path, phase: str, step: int, size: int, is_found: bool
 ) -> None:
-    finding = retained(tmp_path, GIB, phase=phase, step=step, size=size * MIB)
+    finding = retained(tmp_path, GIB, phase=phase, step=step, size=size * MIB).get("retained_graph")
     assert (finding is not None) == is_found
     if finding is not None:
         assert finding.title == "Graphs outlive their step: 300 MiB of saved activations are live in the next one."
@@ -423,10 +418,6 @@ def test_memory_that_grows_with_every_step_is_found_with_its_slope(tmp_path: Pat
 def test_device_memory_that_grows_is_found(tmp_path: Path) -> None:
     fake = FakeRun(steps=60, device_bytes=lambda step: GIB + step * 8 * MIB)
     assert found(tmp_path, fake)["memory_growth"].title.startswith("Device memory grows by 8.00 MiB")
-
-
-def noisy(step: int) -> int:
-    return 500 * MIB + random.Random(step).randrange(-40, 40) * MIB
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_memprof.account.snapshot.report import snapshot_report
-from lightning_memprof.judge import Finding, Severity, examine_files
+from lightning_memprof.judge import Finding, Severity
 from lightning_memprof.judge.rules.holders import nothing_in_snapshot
 from lightning_memprof.units import GIB, MIB
 from snapshots import (
@@ -17,17 +17,12 @@ from snapshots import (
     TRAIN_LINE,
     block,
     event,
+    found,
     frame,
     segment,
     snapshot,
     write_snapshot,
 )
-
-
-def found(directory: Path, data: Any) -> dict[str, Finding]:
-    path = write_snapshot(directory / "cuda_alloc_rank_3.training_step.4.end.pickle", data)
-    return {finding.rule: finding for finding in examine_files((), [snapshot_report(path)])}
-
 
 LIGHTNING = frame("/venv/lib/python3.11/site-packages/lightning/pytorch/trainer/trainer.py", "fit")
 

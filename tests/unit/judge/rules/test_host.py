@@ -192,9 +192,8 @@ def test_a_checkpoint_that_may_mostly_be_buffers_names_them(tmp_path: Path, buff
     facts = Facts.of(load_run(directory))
     sizes = {"buffer": buffers, "parameter": 20, "optimizer_state": 20, "activation": 90}
     lines = tuple(ByteLine(category=name, bytes=size * MIB) for name, size in sizes.items())
-    facts.__dict__["byte_ledgers"] = {
-        0: ByteLedger(peak_bytes=sum(sizes.values()), basis="", place="host", lines=lines)
-    }
+    ledger = ByteLedger(peak_bytes=sum(sizes.values()), basis="", place="host", lines=lines)
+    vars(facts)["byte_ledgers"] = {0: ledger}
     (finding,) = [finding for finding in examine(facts) if finding.rule == "checkpoint_bound"]
     assert finding.next_steps[-1].startswith("Save in the background")
     if is_named:

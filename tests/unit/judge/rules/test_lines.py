@@ -9,14 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from fake_runs import HEALTHY, FakeRun, add_series, make_run
-from findings import found_with_lines, recovery
+from findings import found_with_lines, ids, recovery
 from kineto import write_trace
 from lightning_memprof.account.ledger.model import TimeLine
 from lightning_memprof.account.parts import Part
 from lightning_memprof.account.trace.report import trace_report
 from lightning_memprof.judge import Facts, Finding, Severity, examine
 from lightning_memprof.judge.policy import POLICY
-from lightning_memprof.judge.remedies import Remedy
 from lightning_memprof.read.run.load import load_run
 from passes import BUSY, calls, event, found
 
@@ -40,10 +39,6 @@ def facts_of(tmp_path: Path, *lines: dict[str, Any], **changes: Any) -> Facts:
 
 def findings_of(tmp_path: Path, *lines: dict[str, Any], **changes: Any) -> dict[str, Finding]:
     return {finding.rule: finding for finding in examine(facts_of(tmp_path, *lines, **changes))}
-
-
-def ids(remedies: tuple[Remedy, ...]) -> list[str]:
-    return [each.id for each in remedies]
 
 
 @pytest.mark.parametrize(("copies", "looks", "is_found"), [(60, 40, True), (60, 5, False), (10, 40, False)])
@@ -217,8 +212,7 @@ def test_a_loop_recovers_up_to_all_of_its_shortest_calls_and_a_part_of_those_tha
 ) -> None:
     _, *looped = calls("net", "aten::bmm", 18, each=each)
     finding = found(tmp_path, event("[pl][module]Net: net", 10, 10 + 18 * (each + 10)), *looped)["hot_line"]
-    worth, loop = finding.recovers, finding.numbers["ns"]
-    assert worth is not None
+    worth, loop = recovery(finding), finding.numbers["ns"]
     assert worth.min == pytest.approx(0.2 * loop)
     assert worth.max == pytest.approx(loop * (1 - 0.3 * work), rel=0.01)
 

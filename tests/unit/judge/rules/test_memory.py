@@ -113,13 +113,7 @@ def test_the_activations_of_the_model_itself_have_a_name(tmp_path: Path) -> None
     run = make_run(tmp_path, FakeRun(memory=FakeMemory(kept_bytes=64 * MIB)))
     path = run / "window000" / "rank00000.saved_tensors.jsonl"
     path.write_text(path.read_text().replace('"net.blocks.0.norm"', '""'))
-    loaded = load_run(tmp_path)
-    (finding,) = [
-        finding
-        for finding in examine(Facts.of(loaded, memory=memory_report(loaded)))
-        if finding.rule == "activation_peak"
-    ]
-    assert "the largest: the model itself (64.0 MiB), " in finding.why
+    assert "the largest: the model itself (64.0 MiB), " in found_in_run(tmp_path)["activation_peak"].why
 
 
 @pytest.mark.parametrize(("precision", "is_advised"), [("32-true", True), ("bf16-mixed", False), ("16-true", False)])

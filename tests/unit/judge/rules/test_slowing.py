@@ -20,15 +20,14 @@ MS = 1_000_000
 Phases = Mapping[str, int]
 
 
-def slower(root: Path, phases: Callable[[int, int], Phases], **changes: object) -> Finding | None:
+def slower(root: Path, phases: Callable[[int, int], Phases], **changes: object) -> dict[str, Finding]:
     facts = Facts.of(load_run(make_run(root, FakeRun(phases=phases, trace=False, memory=None, **changes))))  # type: ignore[arg-type]
-    return next((finding for finding in examine(facts) if finding.rule == "slower_steps"), None)
+    return {finding.rule: finding for finding in examine(facts)}
 
 
 @pytest.mark.parametrize("phase", PHASE_PARTS)
 def test_a_phase_to_which_each_step_adds_is_named_with_its_slope(tmp_path: Path, phase: str) -> None:
-    finding = slower(tmp_path, lambda _, step: {**HEALTHY, phase: HEALTHY[phase] + step * MS}, steps=60)
-    assert finding is not None
+    finding = slower(tmp_path, lambda _, step: {**HEALTHY, phase: HEALTHY[phase] + step * MS}, steps=60)["slower_steps"]
     assert PHASE_PARTS[phase].label in finding.title
     assert finding.numbers["per_step_ns"] == MS
     assert finding.severity is Severity.CRITICAL
@@ -45,8 +44,7 @@ def test_of_several_phases_that_grow_the_one_that_adds_most_is_named(tmp_path: P
         }
         return {**HEALTHY, **grown}
 
-    finding = slower(tmp_path, phases, steps=60)
-    assert finding is not None
+    finding = slower(tmp_path, phases, steps=60)["slower_steps"]
     assert finding.numbers["phase"] == "optimizer"
     assert finding.numbers["phase_added_ns"] < finding.numbers["added_ns"] / 2
     assert recovery(finding).max <= finding.numbers["added_ns"] / 2
@@ -59,7 +57,7 @@ def test_the_severity_follows_from_the_excess_over_the_first_steps(
     def phases(_: int, step: int) -> Phases:
         return {**HEALTHY, "forward": 20 * MS + rise * step * MS // 60, "backward": 0, "optimizer": 0}
 
-    finding = slower(tmp_path, phases, steps=60)
+    finding = slower(tmp_path, phases, steps=60).get("slower_steps")
     assert (finding.severity if finding else None) is severity
 
 
@@ -78,23 +76,22 @@ def test_the_severity_follows_from_the_excess_over_the_first_steps(
     ],
 )
 def test_steps_that_vary_do_not_get_slower(tmp_path: Path, phases: Callable[[int, int], Phases]) -> None:
-    assert slower(tmp_path, phases, steps=60) is None
+    assert "slower_steps" not in slower(tmp_path, phases, steps=60)
 
 
 def test_steps_that_wait_longer_and_longer_for_a_core_do_not_get_slower(tmp_path: Path) -> None:
     def phases(_: int, step: int) -> Phases:
         return {**HEALTHY, "forward": 6 * MS + step * MS}
 
-    assert slower(tmp_path, phases, steps=60, core_wait_ns=lambda step: step * MS) is None
-    assert slower(tmp_path / "own", phases, steps=60, core_wait_ns=lambda step: 0) is not None
+    assert "slower_steps" not in slower(tmp_path, phases, steps=60, core_wait_ns=lambda step: step * MS)
+    assert "slower_steps" in slower(tmp_path / "own", phases, steps=60, core_wait_ns=lambda step: 0)
 
 
 def test_the_rank_that_gets_slower_is_named(tmp_path: Path) -> None:
     def phases(rank: int, step: int) -> Phases:
         return {**HEALTHY, "forward": 6 * MS + rank * step * MS}
 
-    finding = slower(tmp_path, phases, steps=60, world_size=2)
-    assert finding is not None
+    finding = slower(tmp_path, phases, steps=60, world_size=2)["slower_steps"]
     assert finding.numbers["rank"] == 1
     assert "on rank 1" in finding.title
 

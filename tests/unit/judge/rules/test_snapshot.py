@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from findings import recovery
-from lightning_memprof.account.snapshot.report import snapshot_report
-from lightning_memprof.judge import Finding, Severity, examine_files
+from lightning_memprof.judge import Severity
 from lightning_memprof.judge.finding import Recovery
 from lightning_memprof.units import GIB, MIB
 from snapshots import (
@@ -21,18 +19,13 @@ from snapshots import (
     block,
     event,
     failed,
+    found,
     frame,
     freed,
     segment,
     snapshot,
     unused,
-    write_snapshot,
 )
-
-
-def found(directory: Path, data: Any) -> dict[str, Finding]:
-    path = write_snapshot(directory / "cuda_alloc_rank_3.training_step.4.end.pickle", data)
-    return {finding.rule: finding for finding in examine_files((), [snapshot_report(path)])}
 
 
 def pieces(count: int, used: int, free: int, *, at: int = 0) -> list[dict[str, Any]]:

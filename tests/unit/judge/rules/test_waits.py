@@ -127,11 +127,10 @@ def test_a_pause_after_one_of_many_waits_is_theirs_as_far_as_the_host_would_be_a
             made.synchronize("aten::item")
             made.python(pause_us if step == 3 else 10)
     findings = found_in_trace(made.write(tmp_path / "pause.pt.trace.json"))
-    worth = findings["synchronization"].recovers
+    worth = recovery(findings["synchronization"])
     assert next(iter(findings)) == "gpu_idle"
     # In each of the four steps before it the host waits for the device but for its own 25 calls.
     ahead_us = 4 * KERNELS * (KERNEL_US - 25)
-    assert worth is not None
     assert worth.max == pytest.approx(1000 * ahead_us / steps, rel=0.02)
     idle = recovery(findings["gpu_idle"])
     assert idle.max == pytest.approx(1000 * (pause_us - ahead_us) / steps, rel=0.02)
