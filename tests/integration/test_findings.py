@@ -448,7 +448,7 @@ def test_figures_that_rest_on_recorded_steps_are_told(tmp_path: Path, healthy: d
     assert finding.severity > Severity.INFO
     assert finding.numbers["share"] > 0.2
     assert finding.title.startswith("Profiler overhead is")
-    assert "dear took the most" in finding.next_steps[1]
+    assert "dear takes the most" in finding.next_steps[1]
     # Our own marks lie between the phases, and nobody is told to log less for them.
     assert "between_steps" not in found
     assert healthy.get("profiler_overhead") is None or healthy["profiler_overhead"].severity is Severity.INFO

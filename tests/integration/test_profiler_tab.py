@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -118,7 +120,8 @@ def test_the_operator_view_has_our_calls_and_times_of_operators_and_nothing_else
 
 def test_the_memory_view_has_our_peak_and_our_allocations(tab: Tab, logdir: Path) -> None:
     (trace, _), window = traces(logdir, "plain/log"), tab.window("plain/log")
-    peak = max(event.args.total_allocated for event in read_events(trace) if event.name == "[memory]")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    peak = max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
     curve = tab.ask("memory_curve", **window, memory_metric="KB")["metadata"]
     assert curve["peaks"] == {"CPU": f"Peak Memory Usage: {peak / 1024:.1f}KB"}
     stats = tab.ask("memory", **window)

@@ -125,4 +125,4 @@ def test_the_submodule_that_stands_out_and_the_work_are_evidence(tmp_path: Path)
     events = [event("[pl][module]Net: net", 0, 1990), event("aten::relu", 0, 1990)]
     finding = findings_of(tmp_path, *events)["nothing_found"]
     assert finding.title == "Compute-bound: the model takes 88% of each step (16.3 ms of 18.6 ms)."
-    assert finding.why.startswith("56% of the model is matrix multiplication; net has 37% of it. ")
+    assert finding.why.startswith("56% of the time in the model is matrix multiplication; 37% is in net. ")
