@@ -586,7 +586,8 @@ class Nap(nn.Module):
     ],
 )
 def test_a_sleep_of_most_of_a_step_is_named_where_it_is(shown: Any, place: str, rule: str, owner: str) -> None:
-    found = shown(place, Asleep(place), batches(30, 8, 32))
+    # More samples than a small batch has.
+    found = shown(place, Asleep(place), batches(30, 16, 32))
     finding = next(iter(found.values()))
     assert finding["rule"] == rule
     told = finding["title"] + finding["why"]
